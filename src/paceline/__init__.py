@@ -1,0 +1,50 @@
+"""Paceline trains one PyTorch model on whatever machines there are.
+
+The names below are the public ones. They are imported when first used, so that the launcher, which needs no
+torch, starts at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.data.order import sample_index as sample_index
+    from paceline.errors import PacelineError as PacelineError
+    from paceline.plan import Plan as Plan
+    from paceline.step import stream_seed as stream_seed
+    from paceline.team.team import Team as Team
+    from paceline.team.team import join as join
+    from paceline.trainer import StepReport as StepReport
+    from paceline.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Trainer": "paceline.trainer",
+    "StepReport": "paceline.trainer",
+    "Team": "paceline.team.team",
+    "join": "paceline.team.team",
+    "Plan": "paceline.plan",
+    "PacelineError": "paceline.errors",
+    "sample_index": "paceline.data.order",
+    "stream_seed": "paceline.step",
+}
+
+__all__ = [  # noqa: PLE0604 (they are strings)
+    *_HOMES,
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

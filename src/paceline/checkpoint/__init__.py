@@ -1,0 +1,1 @@
+"""What survives: safetensors and a JSON manifest, atomic and verified; export."""

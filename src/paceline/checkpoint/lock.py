@@ -1,0 +1,41 @@
+"""One run in one folder: a lock that its holder's death releases. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+
+from paceline.errors import LaunchError
+
+PATIENCE = 5.0  # seconds in which forked children of a dead holder, who share its lock, may still be ending
+
+
+def hold_lock(folder: Path) -> int:
+    """Makes `folder` where it is missing (mode 0700) and locks it for this process.
+
+    The lock (flock on ``folder/lock``) lasts until the returned descriptor is closed or the process ends.
+    LaunchError: a living process holds it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            pid, _, host = os.pread(fd, 200, 0).decode().strip().partition(" ")
+            if (host == socket.gethostname() and not os.path.exists(f"/proc/{pid}")) and time.monotonic() < end:
+                time.sleep(0.05)
+                continue
+            os.close(fd)
+            raise LaunchError(
+                f"the run folder {folder} is in use by process {pid or '?'} on {host or '?'}",
+                "wait for that run to end, stop it, or give another --run-dir",
+            ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+    return fd

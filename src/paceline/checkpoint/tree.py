@@ -1,0 +1,191 @@
+"""Any nesting of plain values as a flat dict of named tensors and a JSON skeleton, and back, without pickle.
+
+In the skeleton a value stands as itself where JSON has it exactly; any other as an object whose first key
+begins with ``$``: ``$tensor`` and ``$array`` name an entry of the flat dict; ``$tuple``, ``$dict`` (keys that
+are not all text), ``$int`` (beyond 64 bits), ``$float`` (NaN and infinities: the bits), ``$bytes``,
+``$dtype``, ``$device`` and ``$scalar`` (numpy's) hold their value.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from paceline.checkpoint.tensorfile import DTYPES
+from paceline.errors import CheckpointError, UsageError
+
+_CURE = "keep numbers, text, tensors, or an object with state_dict()"
+_PLAIN: dict[type, type] = {
+    collections.OrderedDict: dict,
+    collections.defaultdict: dict,
+    collections.Counter: dict,
+    collections.deque: list,
+    torch.Size: tuple,
+    torch.nn.Parameter: torch.Tensor,
+}
+_KEYS = (str, int, float, bool, type(None))
+_DEPTH = 100
+
+
+def flatten(tree: Any, prefix: str) -> tuple[dict[str, torch.Tensor], Any]:
+    """The tensors of `tree` by readable, unique name (``prefix.path.to.it``); and the rest, a JSON skeleton.
+
+    Takes dicts (keys: text, numbers, bool, None), lists, tuples, None, bool, int, float, str, bytes, dense
+    tensors and parameters, numpy arrays and scalars, torch.dtype and torch.device. OrderedDict, defaultdict,
+    Counter, deque and torch.Size are kept as dict, list and tuple, a parameter as its tensor. The tensors
+    share memory with those in the tree; one that occurs several times (same memory, shape, strides and dtype)
+    is there once. Raises UsageError for anything else, naming the path and the type.
+    """
+    flattener = _Flattener()
+    skeleton = flattener.encode(tree, (prefix,) if prefix else ())
+    return flattener.tensors, skeleton
+
+
+def _path_text(path: tuple[Any, ...]) -> str:
+    return f"{path[0]}" + "".join(f"[{key!r}]" for key in path[1:]) if path else "the tree"
+
+
+def _refusal(path: tuple[Any, ...], what: str, cure: str = _CURE) -> UsageError:
+    article = "an" if what[0] in "aeiouAEIOU" else "a"
+    return UsageError(f"{_path_text(path)} is {article} {what} and cannot be kept in a checkpoint", cure)
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.seen: dict[tuple[Any, ...], dict[str, str]] = {}
+
+    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if len(path) > _DEPTH:
+            raise UsageError(
+                f"{_path_text(path[:4])}... is nested deeper than {_DEPTH} levels",
+                "keep it flatter in a checkpoint; if it contains itself, remove that reference",
+            )
+        kind = _PLAIN.get(type(value), type(value))
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind is bytes:
+            return {"$bytes": value.hex()}
+        if kind in (list, tuple):
+            items = [self.encode(item, (*path, index)) for index, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
+        if kind is dict:
+            return self._encode_dict(value, path)
+        if kind is torch.Tensor:
+            return self._encode_tensor(value, path)
+        if kind is torch.dtype:
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if kind is torch.device:
+            return {"$device": str(value)}
+        if isinstance(value, numpy.generic) or kind is numpy.ndarray:
+            return self._encode_numpy(value, path)
+        raise _refusal(path, kind.__name__)
+
+    def _encode_dict(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
+        for key in value:
+            if type(key) not in _KEYS:
+                raise UsageError(
+                    f"{_path_text(path)} has a key of type {type(key).__name__}, {key!r}",
+                    "use text, numbers, bool or None as the keys of what a checkpoint keeps",
+                )
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+        pairs = [[self.encode(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
+        return {"$dict": pairs}
+
+    def _encode_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> dict[str, str]:
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+            what = "meta" if tensor.device.type == "meta" else "sparse or quantized"
+            raise _refusal(path, f"{what} tensor", "keep a dense tensor with values, as to_dense() gives")
+        identity = id(tensor) if tensor.numel() == 0 else 0  # empty ones have no memory to be told apart by
+        tensor = tensor.detach()
+        key: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key += (tensor.is_conj(), tensor.is_neg(), identity)
+        if key not in self.seen:
+            kind = {}
+            if tensor.dtype not in DTYPES:  # complex128 and the rarer kinds of 8 bits
+                kind["dtype"] = str(tensor.dtype).removeprefix("torch.")
+                if tensor.is_complex():
+                    tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
+                else:
+                    tensor = tensor.view(torch.uint8)
+            self.seen[key] = {"$tensor": self._add(tensor, path), **kind}
+        return self.seen[key]
+
+    def _encode_numpy(self, value: Any, path: tuple[Any, ...]) -> dict[str, Any]:
+        if value.dtype.kind not in "biufcSUmM":
+            raise _refusal(path, f"numpy {type(value).__name__} of {value.dtype}")
+        data = bytearray(value.tobytes())
+        if isinstance(value, numpy.generic):
+            return {"$scalar": data.hex(), "dtype": value.dtype.str}
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return {"$array": self._add(flat, path), "dtype": value.dtype.str, "shape": list(value.shape)}
+
+    def _add(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+        """A new name for `tensor`: readable, valid UTF-8, unique also where keys hold dots."""
+        wanted = ".".join(map(str, path)).encode(errors="replace").decode() or "tensor"
+        name, count = wanted, 1
+        while name in self.tensors or name == "__metadata__":  # the format's own word
+            count += 1
+            name = f"{wanted}~{count}"
+        self.tensors[name] = tensor
+        return name
+
+
+def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The tree that `flatten` took apart: the same values, types (in their plain forms) and bits.
+
+    Tensors are those given, not copies; one that occurred several times is the same object everywhere.
+    Raises CheckpointError where the skeleton names a tensor that is not there or a form that is not known.
+    """
+    if isinstance(skeleton, list):
+        return [unflatten(item, tensors) for item in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    tag = next(iter(skeleton), "")
+    if not tag.startswith("$"):
+        return {key: unflatten(item, tensors) for key, item in skeleton.items()}
+    value = skeleton[tag]
+    match tag:
+        case "$tensor" | "$array":
+            return _fetch(skeleton, tensors)
+        case "$tuple":
+            return tuple(unflatten(item, tensors) for item in value)
+        case "$dict":
+            return {unflatten(key, tensors): unflatten(item, tensors) for key, item in value}
+        case "$int":
+            return int(value, 16)
+        case "$float":
+            return struct.unpack(">d", bytes.fromhex(value))[0]
+        case "$bytes":
+            return bytes.fromhex(value)
+        case "$scalar":
+            return numpy.ndarray((), skeleton["dtype"], bytearray.fromhex(value))[()]
+        case "$dtype":
+            return getattr(torch, value)
+        case "$device":
+            return torch.device(value)
+    raise CheckpointError(f"the checkpoint holds the unknown form {tag!r}", "read it with a newer Paceline")
+
+
+def _fetch(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    name = node["$tensor"] if "$tensor" in node else node["$array"]
+    if name not in tensors:
+        raise CheckpointError(f"the checkpoint lacks the tensor {name!r}", "take another checkpoint")
+    tensor = tensors[name]
+    if "$array" in node:
+        return numpy.ndarray(node["shape"], node["dtype"], bytearray(tensor.numpy().tobytes()))
+    if "dtype" not in node:
+        return tensor
+    dtype: torch.dtype = getattr(torch, node["dtype"])
+    return torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)

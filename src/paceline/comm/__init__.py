@@ -1,0 +1,1 @@
+"""How tensors travel: the group, named collectives, gradient buckets."""

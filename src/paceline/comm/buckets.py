@@ -1,0 +1,124 @@
+"""Gradients in flat buckets, so that few large reductions overlap with backward.
+
+As in torch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020): buckets follow the reverse order of
+the parameters, the first is small, a bucket is handed on when its last gradient is there, and always in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Parameter
+
+FIRST_BYTES = 1 << 20
+BYTES = 25 << 20
+
+
+@dataclass
+class Bucket:
+    """A flat tensor and the numbers of the parameters whose gradients are its views."""
+
+    index: int
+    flat: torch.Tensor
+    members: list[int]
+    missing: int = 0
+
+
+class Buckets:
+    """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket."""
+
+    def __init__(self, params: Sequence[Parameter], first_bytes: int = FIRST_BYTES, bytes_: int = BYTES) -> None:
+        self.params = list(params)
+        self.buckets: list[Bucket] = []
+        self._views: list[torch.Tensor] = [torch.empty(0)] * len(self.params)
+        self._home: list[Bucket] = [Bucket(-1, torch.empty(0), [])] * len(self.params)
+        for members in self._group(first_bytes, bytes_):
+            self._make(members)
+        self._ready: Callable[[Bucket], None] | None = None
+        self._armed = False
+        self._next = 0
+        self._touched: set[int] = set()
+        self._counted: set[int] = set()
+        for number, param in enumerate(self.params):
+            param.register_post_accumulate_grad_hook(self._hook(number))
+
+    def _group(self, first_bytes: int, bytes_: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        filled = 0
+        for number in reversed(range(len(self.params))):
+            param = self.params[number]
+            limit = first_bytes if len(groups) <= 1 else bytes_
+            other = groups and (
+                self.params[groups[-1][0]].dtype != param.dtype or self.params[groups[-1][0]].device != param.device
+            )
+            if not groups or other or filled >= limit:
+                groups.append([])
+                filled = 0
+            groups[-1].append(number)
+            filled += param.nbytes
+        return groups
+
+    def _make(self, members: list[int]) -> None:
+        first = self.params[members[0]]
+        sizes = [self.params[number].numel() for number in members]
+        bucket = Bucket(len(self.buckets), torch.zeros(sum(sizes), dtype=first.dtype, device=first.device), members)
+        for number, view in zip(members, bucket.flat.split(sizes), strict=True):
+            self._views[number] = view.view(self.params[number].shape)
+            self._home[number] = bucket
+        self.buckets.append(bucket)
+
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        def hook(param: torch.Tensor) -> None:
+            if self._ready is None:
+                return
+            if number not in self._touched:
+                # The first gradient of a step is autograd's own tensor; later ones add into the view.
+                self._touched.add(number)
+                assert param.grad is not None
+                view = self._views[number]
+                view.copy_(param.grad)
+                param.grad = view
+            if self._armed and number not in self._counted:
+                self._counted.add(number)
+                bucket = self._home[number]
+                bucket.missing -= 1
+                if bucket.missing == 0:
+                    self._hand_on()
+
+        return hook
+
+    def _hand_on(self) -> None:
+        assert self._ready is not None
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            self._next += 1
+            self._ready(self.buckets[self._next - 1])
+
+    def begin(self, ready: Callable[[Bucket], None]) -> None:
+        """Starts a step: `ready` will be called once with every bucket, in order."""
+        self._ready, self._armed, self._next = ready, False, 0
+        self._touched.clear()
+        self._counted.clear()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.members)
+
+    def arm(self) -> None:
+        """Says that the next backward is this worker's last of the step: what it completes may go."""
+        self._armed = True
+
+    def flush(self) -> set[int]:
+        """Hands on what is left, zeros where no gradient came; returns the numbers of those parameters."""
+        unused = set(range(len(self.params))) - self._touched
+        for number in unused:
+            self._views[number].zero_()
+            self.params[number].grad = self._views[number]
+        for bucket in self.buckets:
+            bucket.missing = 0
+        self._hand_on()
+        self._ready = None
+        return unused
+
+    def abandon(self) -> None:
+        """Ends a step whose backward failed; nothing more is handed on."""
+        self._ready = None

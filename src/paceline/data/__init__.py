@@ -1,0 +1,1 @@
+"""Which samples, in which order, by whom: sample order, grid, loader."""

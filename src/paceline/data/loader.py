@@ -1,0 +1,321 @@
+"""From a dataset to this worker's micro-batches: each worker loads only its own rows, with torch's DataLoader.
+
+The order is a function and the position a number, so a feed can start anywhere at once. Whatever a dataset or collate
+draws at random comes from streams keyed by row and by micro-batch: the same rows look the same on any worker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from paceline.data.order import sample_index
+from paceline.errors import DatasetError, UsageError
+from paceline.step import Grid, deal, stream_seed
+from paceline.strategies.pieces import MicroBatch
+from paceline.strategies.streams import Streams
+
+Order = Callable[..., Any]
+AHEAD = 1024  # rows whose indices are computed in one go
+_ROWS, _COLLATE, _EPOCH = 1 << 40, 1 << 41, 1 << 42  # keep the loader's streams apart from the model's
+_FIXED = {
+    "batch_size": "global_batch= of the Trainer",
+    "shuffle": "order= of steps()",
+    "sampler": "order= of steps()",
+    "batch_sampler": "order= of steps()",
+    "collate_fn": "collate= of steps()",
+    "drop_last": "nothing: the last, smaller batch is used",
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One micro-batch: its number in the grid, the epoch, first position and end, and its rows' dataset indices."""
+
+    index: int
+    epoch: int
+    start: int
+    stop: int
+    rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to read and how: the dataset, its order, collate, loader options, and the seed of its streams."""
+
+    dataset: Any
+    rows: int | None
+    seed: int
+    collate: Callable[[list[Any]], Any] = default_collate
+    order: Order = sample_index
+    options: Mapping[str, Any] | None = None
+
+    @staticmethod
+    def of(
+        dataset: Any,
+        seed: int,
+        collate: Callable[[list[Any]], Any] | None,
+        order: Order | None,
+        options: Mapping[str, Any],
+    ) -> Source:
+        """Checks a user's dataset and options. Raises DatasetError and UsageError with what to do."""
+        for name in options:
+            if name in _FIXED:
+                raise UsageError(f"loader option {name!r} is decided by the grid", f"use {_FIXED[name]}")
+        iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        if iterable and not hasattr(dataset, "__iter__"):
+            raise DatasetError(
+                f"a {type(dataset).__name__} is not a dataset", "give it __len__ and __getitem__, or __iter__"
+            )
+        if iterable and order is not None:
+            raise UsageError("an iterable dataset has its own order", "leave order= out")
+        rows = None if iterable else len(dataset)
+        if rows == 0:
+            raise DatasetError("the dataset has no rows", "check how it was made")
+        return Source(dataset, rows, seed, collate or default_collate, order or sample_index, options)
+
+    def filled(self, slots: Iterator[Slot]) -> Iterator[Slot]:
+        """The slots with the dataset indices of their rows: a vectorised order is asked for many at once."""
+        assert self.rows is not None
+        for epoch, run in groupby(slots, key=lambda slot: slot.epoch):
+            while some := list(_about(run, AHEAD)):
+                positions = [position for slot in some for position in range(slot.start, slot.stop)]
+                if self.order is sample_index:
+                    found = sample_index(torch.tensor(positions), self.rows, self.seed, epoch).tolist()
+                else:
+                    found = [int(self.order(position, self.rows, self.seed, epoch)) for position in positions]
+                indices = iter(found)
+                for slot in some:
+                    yield replace(slot, rows=tuple(islice(indices, slot.stop - slot.start)))
+
+
+def _about(slots: Iterator[Slot], rows: int) -> Iterator[Slot]:
+    """Slots until they hold `rows` rows."""
+    while rows > 0 and (slot := next(slots, None)) is not None:
+        rows -= slot.stop - slot.start
+        yield slot
+
+
+class _Rows:
+    """A map dataset of micro-batches: item `slot` is that micro-batch, collated."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.streams = Streams(torch.device("cpu"))
+        self.draws = False
+
+    def __getitems__(self, slots: list[Slot]) -> list[tuple[Slot, Any]]:
+        with self.streams.lent():
+            return [(slot, self._micro_batch(slot)) for slot in slots]
+
+    def _micro_batch(self, slot: Slot) -> Any:
+        source = self.source
+        indices = slot.rows
+        if not self.draws:
+            # One seed for all rows serves as long as rows draw nothing; the first draw is noticed and undone.
+            self.streams.seed(0)
+            mark = self.streams.mark()
+            many = getattr(source.dataset, "__getitems__", None)
+            samples = list(many(list(indices))) if many else [source.dataset[index] for index in indices]
+            self.draws = self.streams.moved(mark)
+        if self.draws:
+            samples = []
+            for position, index in zip(range(slot.start, slot.stop), indices, strict=True):
+                self.streams.seed(stream_seed(source.seed, _ROWS + slot.epoch, position))
+                samples.append(source.dataset[index])
+        self.streams.seed(stream_seed(source.seed, _COLLATE + slot.epoch, slot.start))
+        return source.collate(samples)
+
+
+def _first(items: list[Any]) -> Any:
+    return items[0]
+
+
+def _die_with_parent(_: int) -> None:
+    """A loader's child must not outlive its worker: it holds the worker's sockets open."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Start:
+    """worker_init_fn: ours, then the user's."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        _die_with_parent(worker)
+        if self.then is not None:
+            self.then(worker)
+
+
+class Feed:
+    """This worker's micro-batches, global batch after global batch, from batch `start` of the phase on.
+
+    `batches` ends the feed (None: when an iterable's epochs end); `weights` deal the micro-batches. While the user
+    leaves `num_workers` open, loading that holds training up for more than `SLOW` seconds and a tenth of a step moves
+    to a process of its own, ahead of need; `decided` then says so.
+    """
+
+    SLOW = 0.005
+    TRIES = 5
+
+    def __init__(
+        self,
+        source: Source,
+        grid: Grid,
+        weights: Sequence[float],
+        rank: int,
+        span: tuple[int, int | None, int],
+    ) -> None:
+        self.source, self.grid, self.weights, self.rank = source, grid, weights, rank
+        self.start, self.batches, self.epochs = span
+        self.decided: str | None = None
+        self.options = dict(source.options or {})
+        self._open = "num_workers" not in self.options and source.rows is not None
+        self._tries: list[float] = []
+        self._next = self.start
+        self._iterator: Iterator[Any] = iter(())
+
+    def grid_of(self, step: int) -> tuple[int, int, list[range]]:
+        """Epoch, first position and micro-batches (as position ranges) of a phase's global batch."""
+        assert self.source.rows is not None
+        epoch, batch = divmod(step, self.grid.batches(self.source.rows))
+        rows = self.grid.batch_rows(batch, self.source.rows)
+        return epoch, rows.start, self.grid.cut(len(rows))
+
+    def slots(self, start: int) -> Iterator[Slot]:
+        """The micro-batches of this worker, from global batch `start` on."""
+        step = start
+        while self.batches is None or step < self.batches:
+            epoch, first, cuts = self.grid_of(step)
+            for index in deal(len(cuts), self.weights)[self.rank]:
+                yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop)
+            step += 1
+
+    def __iter__(self) -> Iterator[tuple[int, int, list[MicroBatch]]]:
+        """Yields (epoch, rows of the global batch, this worker's micro-batches) per global batch."""
+        if self.source.rows is None:
+            yield from _stream(self)
+            return
+        self._iterator = self._loader(self.start)
+        for step in range(self.start, sys.maxsize if self.batches is None else self.batches):
+            self._next = step + 1
+            epoch, _, cuts = self.grid_of(step)
+            share = len(deal(len(cuts), self.weights)[self.rank])
+            taken = [next(self._iterator) for _ in range(share)]
+            yield (
+                epoch,
+                sum(map(len, cuts)),
+                [MicroBatch(slot.index, slot.stop - slot.start, batch, self._where(slot)) for slot, batch in taken],
+            )
+
+    def _where(self, slot: Slot) -> str:
+        return f"micro-batch {slot.index} (rows {slot.start}-{slot.stop - 1} of epoch {slot.epoch})"
+
+    def _loader(self, start: int) -> Iterator[Any]:
+        options = {"num_workers": 0, **self.options}
+        if options["num_workers"]:
+            options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
+            share = max(1, len(deal(len(self.grid.cut(self.grid.global_batch)), self.weights)[self.rank]))
+            options.setdefault("prefetch_factor", max(2, -(-2 * share // options["num_workers"])))
+        # DataLoader draws a seed: not from the user's stream.
+        options.setdefault("generator", torch.Generator())
+        sampler = ([slot] for slot in self.source.filled(self.slots(start)))
+        return iter(DataLoader(_Rows(self.source), batch_sampler=sampler, collate_fn=_first, **options))  # type: ignore[arg-type]
+
+    def measured(self, loading: float, step: float) -> None:
+        """Takes the measure of a step; moves loading ahead of need when it holds training up."""
+        if not self._open:
+            return
+        self._tries.append(loading if loading > self.SLOW and loading > 0.1 * step else 0.0)
+        if len(self._tries) < self.TRIES:
+            return
+        self._open = False
+        typical = sorted(self._tries[1:])[len(self._tries) // 2 - 1]
+        if typical and "fork" in torch.multiprocessing.get_all_start_methods():
+            self.options["num_workers"] = 1
+            self._iterator = self._loader(self._next)
+            self.decided = (
+                f"loading held each step up for {1000 * typical:.0f} ms (loader={{'num_workers': N}} overrides)"
+            )
+
+
+class _Numbered(IterableDataset[Any]):
+    """An iterable dataset's samples one by one, drawn under streams of their own."""
+
+    def __init__(self, source: Source, epochs: int) -> None:
+        self.source, self.epochs = source, epochs
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        streams = Streams(torch.device("cpu"))
+        for epoch in range(self.epochs):
+            if hasattr(self.source.dataset, "set_epoch"):
+                self.source.dataset.set_epoch(epoch)
+            outside = streams.mark()
+            streams.seed(stream_seed(self.source.seed, _EPOCH, epoch))
+            samples, empty = iter(self.source.dataset), True
+            while True:
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    break
+                finally:
+                    inside = streams.mark()
+                    streams.restore(outside)
+                empty = False
+                yield epoch, sample
+                outside = streams.mark()
+                streams.restore(inside)
+            if empty:
+                raise DatasetError(
+                    f"the dataset gave no rows in epoch {epoch}",
+                    "give an iterable that starts again at each iter()",
+                )
+
+
+def _stream(feed: Feed) -> Iterator[tuple[int, int, list[MicroBatch]]]:
+    """Deals an iterable dataset by row number. Every worker reads all rows and collates its own."""
+    source, size = feed.source, feed.grid.global_batch
+    streams = Streams(torch.device("cpu"))
+    options = dict(feed.options)
+    if options.get("num_workers", 0) > 1:
+        raise UsageError(
+            f"an iterable dataset cannot be read by {options['num_workers']} loader processes",
+            "use num_workers=1, or a dataset with __len__ and __getitem__",
+        )
+    options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
+    if not options.get("num_workers"):
+        options.pop("worker_init_fn")
+    options.setdefault("generator", torch.Generator())
+    samples = iter(DataLoader(_Numbered(source, feed.epochs), batch_size=None, collate_fn=_same, **options))
+    step, held = 0, next(samples, None)
+    while held is not None and (feed.batches is None or step < feed.batches):
+        epoch, rows = held[0], [held[1]]
+        held = next(samples, None)
+        while held is not None and held[0] == epoch and len(rows) < size:
+            rows.append(held[1])
+            held = next(samples, None)
+        if step >= feed.start:
+            cuts = feed.grid.cut(len(rows))
+            share = []
+            for index in deal(len(cuts), feed.weights)[feed.rank]:
+                with streams.lent():
+                    streams.seed(stream_seed(source.seed, _COLLATE + epoch, step * size + cuts[index].start))
+                    batch = source.collate(list(islice(rows, cuts[index].start, cuts[index].stop)))
+                share.append(MicroBatch(index, len(cuts[index]), batch, f"micro-batch {index} of epoch {epoch}"))
+            yield epoch, len(rows), share
+        step += 1
+
+
+def _same(item: Any) -> Any:
+    return item

@@ -1,0 +1,123 @@
+"""The order of the samples: a keyed permutation, computed for each position alone and stored nowhere."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from functools import lru_cache
+from operator import index
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, overload
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_Place = TypeVar("_Place", int, "Tensor")
+
+_CURE = "give an int, or a tensor of integers as from torch.arange"
+LARGEST = 2**40  # half an index fits 20 bits, so no product below reaches 2**63
+
+
+class _Cipher(NamedTuple):
+    """What one (size, seed, epoch) needs: indices are pairs of a < `rows` and b < `columns`."""
+
+    size: int
+    rows: int
+    columns: int
+    keys: tuple[tuple[int, int], ...]
+
+
+@overload
+def sample_index(position: int, size: int, seed: int = 0, epoch: int = 0) -> int: ...
+@overload
+def sample_index(position: Tensor, size: int, seed: int = 0, epoch: int = 0) -> Tensor: ...
+def sample_index(position: int | Tensor, size: int, seed: int = 0, epoch: int = 0) -> int | Tensor:
+    """The index of the sample at `position` (from 0) of `epoch`: a permutation of range(size), in O(1).
+
+    `position` is an int, or an integer tensor of any shape on any device; the result is an int, or an int64
+    tensor of that shape on that device, the same numbers either way. `size` is 1 to 2**40. `seed` and `epoch`
+    are any ints, and each pair of them orders the samples anew.
+
+    A generalized Feistel cipher with cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite
+    Domains" (CT-RSA 2002); its round functions mix 32 bits as in Wellons, "Prospecting for Hash Functions"
+    (2018). It is uniform, not secret. No version of Paceline changes the order: resumed runs depend on it.
+
+    Raises UsageError for a size or a position out of range, and for a position that is not an integer.
+    """
+    if not 1 <= size <= LARGEST:
+        raise UsageError(f"a dataset of {size} samples has no order", "give a size from 1 to 2**40")
+    # ints proper, because the cache takes 1, 1.0 and True for the same key
+    cipher = _cipher(index(size), index(seed), index(epoch))
+    if isinstance(position, int):
+        return _index(position, cipher)
+    import torch  # here, because ints need none
+
+    if isinstance(position, torch.Tensor):
+        return _indices(position, cipher)
+    try:
+        return _index(index(position), cipher)
+    except TypeError:
+        raise UsageError(f"a position is a {type(position).__name__}", _CURE) from None
+
+
+def _index(place: int, cipher: _Cipher) -> int:
+    if not 0 <= place < cipher.size:
+        raise _out_of_range(place, cipher.size)
+    place = _encrypt(place, cipher)
+    while place >= cipher.size:
+        place = _encrypt(place, cipher)
+    return place
+
+
+def _indices(position: Tensor, cipher: _Cipher) -> Tensor:
+    import torch
+
+    if position.is_floating_point() or position.is_complex() or position.dtype == torch.bool:
+        raise UsageError(f"positions are of {position.dtype}", _CURE)
+    place = position.reshape(-1).to(torch.int64)
+    outside = (place < 0) | (place >= cipher.size)
+    if outside.any():
+        raise _out_of_range(int(place[outside][0]), cipher.size)
+    place = _encrypt(place, cipher)
+    while (outside := place >= cipher.size).any():
+        place[outside] = _encrypt(place[outside], cipher)
+    return place.reshape(position.shape)
+
+
+def _out_of_range(position: int, size: int) -> UsageError:
+    return UsageError(
+        f"position {position} is outside an epoch of {size} samples", f"give one from 0 to {size - 1}"
+    )
+
+
+@lru_cache(maxsize=64)
+def _cipher(size: int, seed: int, epoch: int) -> _Cipher:
+    rows = math.isqrt(size - 1) + 1
+    rows += rows % 2  # were rows and columns odd, every round and so every permutation would be even
+    rounds = 16 if size < 1000 else 8  # even; the smaller the halves, the less a round can mix
+    name = f"paceline sample order 1: size {size} seed {seed} epoch {epoch}"
+    words = struct.unpack(f"<{2 * rounds}I", hashlib.shake_128(name.encode()).digest(8 * rounds))
+    return _Cipher(size, rows, -(-size // rows), tuple(zip(words[::2], words[1::2], strict=True)))
+
+
+def _encrypt(place: _Place, cipher: _Cipher) -> _Place:
+    """A permutation of range(rows * columns), which holds `size` and few more.
+
+    Python ints and int64 tensors go through the very same expressions, and none of them overflows.
+    """
+    a, b = place // cipher.columns, place % cipher.columns
+    modulus, other = cipher.rows, cipher.columns
+    for key in cipher.keys:
+        a, b = b, (a + (_mix(b, key) * modulus >> 32)) % modulus
+        modulus, other = other, modulus
+    return a * cipher.columns + b
+
+
+def _mix(half: _Place, key: tuple[int, int]) -> _Place:
+    """A function of `half` with the look of a random one, below 2**32; the factors are below 2**31."""
+    x = half ^ key[0]
+    x = (x ^ (x >> 16)) * 0x21F0AAAD & 0xFFFFFFFF
+    x = (x ^ (x >> 15) ^ key[1]) * 0x7FEB352D & 0xFFFFFFFF
+    return x ^ (x >> 15)

@@ -1,0 +1,60 @@
+"""Every exception of Paceline. A message says what happened and where, and ends with what to do next."""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of all. `what` happened and where; `cure` is the next step for the user. Printed as ``what; cure``."""
+
+    def __init__(self, what: str, cure: str) -> None:
+        super().__init__(f"{what}; {cure}")
+        self.what = what
+        self.cure = cure
+
+
+class PlanError(PacelineError):
+    """The plan cannot be read, contradicts itself, or does not fit the workers."""
+
+
+class UsageError(PacelineError):
+    """The public interface was called with something that cannot work."""
+
+
+class LossError(PacelineError):
+    """The loss returned something that is not a scalar, a (sum, count) or a (sum, count, metrics)."""
+
+
+class NonFiniteLossError(PacelineError):
+    """The loss became NaN or infinite; the step was not applied."""
+
+
+class MetricError(PacelineError):
+    """Metrics are not (sum, count) by name, or their names differ between workers."""
+
+
+class ChangingBufferError(PacelineError):
+    """A buffer changes in the forward in a way that depends on who computes what."""
+
+
+class CollectiveMismatchError(PacelineError):
+    """Workers entered different collectives, or one ended while the others still wait for it."""
+
+
+class PeerLostError(PacelineError):
+    """The connection to another worker broke: the reason stands in that worker's log, not here."""
+
+
+class WorkersDifferError(PacelineError):
+    """The workers of one team run different scripts, plans or versions."""
+
+
+class DatasetError(PacelineError):
+    """The dataset is not what the run recorded, or not what a dataset must be."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint cannot be written, read or verified."""
+
+
+class LaunchError(PacelineError):
+    """The workers could not be started, or the script did not train."""

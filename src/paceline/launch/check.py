@@ -1,0 +1,90 @@
+"""`paceline check`: does a script train the same on N workers as on one?"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LaunchError
+from paceline.launch.local import LaunchOptions, launch
+
+FLOOR = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
+MARGIN = 10.0  # N workers may differ by this much more than another order of summation does
+
+
+def check(script: str, arguments: list[str], workers: int, steps: int, plan: str | None) -> int:
+    """Prints three differences and a verdict; returns 0 if the training is the same, 1 if not.
+
+    A difference is the norm over all weights together, relative to the norm of the weights.
+    """
+    cases = (
+        ("one worker", LaunchOptions(script, arguments, 1), False),
+        ("one worker summing in another order", LaunchOptions(script, arguments, 1), True),
+        (f"{workers} workers", LaunchOptions(script, arguments, workers, plan=plan), False),
+    )
+    results = []
+    with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder:
+        for number, (name, options, reverse) in enumerate(cases):
+            print(f"{steps} steps with {name} ...", file=sys.stderr, flush=True)
+            results.append(_case(Path(folder) / str(number), options, steps, reverse))
+        return _verdict(results, workers, steps)
+
+
+def _case(folder: Path, options: LaunchOptions, steps: int, reverse: bool) -> dict[str, Any]:
+    folder.mkdir()
+    order = json.dumps({"steps": steps, "out": str(folder / "out"), "reverse": reverse})
+    code = launch(
+        LaunchOptions(
+            **{
+                **vars(options),
+                "run_dir": str(folder / "run"),
+                "quiet": True,
+                "environment": {"PACELINE_CHECK": order},
+            }
+        )
+    )
+    found = folder / "out.json"
+    if code or not found.exists():
+        why = f"exit code {code}" if code else f"it ended before step {steps}"
+        raise LaunchError(
+            f"{options.script} could not be checked with {options.workers} worker(s): {why}",
+            "see above, or give --steps a smaller number",
+        )
+    result: dict[str, Any] = json.loads(found.read_text())
+    return result | {"weights": str(folder / "out.safetensors")}
+
+
+def _verdict(results: list[dict[str, Any]], workers: int, steps: int) -> int:
+    from safetensors.torch import load_file
+
+    one, other, many = (load_file(str(result["weights"])) for result in results)
+
+    def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
+        difference = sum(float((a[name] - b[name]).square().sum()) for name in a)
+        size = sum(float(a[name].square().sum()) for name in a)
+        return float((difference / size) ** 0.5)
+
+    rounding, spread, cross = apart(one, other), apart(one, many), apart(other, many)
+    limit = max(MARGIN * rounding, FLOOR.get(str(results[0]["dtype"]), 1e-6))
+    same = spread <= limit
+    print(f"after {steps} steps, norm of the difference over all weights, relative to their norm:")
+    print(f"  one worker, and one worker summing in another order   {rounding:.1e}   (what rounding looks like)")
+    print(f"  one worker, and {workers} workers{' ' * (32 - len(str(workers)))}   {spread:.1e}")
+    print(f"  another order, and {workers} workers{' ' * (29 - len(str(workers)))}   {cross:.1e}")
+    mixes = str(results[0]["mixes"])
+    if mixes:
+        print(f"the loss is not a sum over rows: {mixes}.")
+        print(
+            "  It depends on which rows share a micro-batch (a mean over unequal counts, or a contrastive loss): "
+            "return (sum, count), or say micro= in the plan to fix the rows of a micro-batch."
+        )
+    if same:
+        print(f"verdict: the same training on {workers} workers as on one" + (", for this micro=" if mixes else ""))
+    else:
+        worst = sorted(one, key=lambda name: -float((one[name] - many[name]).norm()))[:3]
+        print(f"verdict: NOT the same training; furthest apart: {', '.join(worst)}")
+        print("  Look for what depends on the worker: rows drawn outside of the dataset, state kept in the forward.")
+    return 0 if same and not mixes else 1

@@ -1,0 +1,178 @@
+"""What the workers print: all of it in their logs, once on the console. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WARNING = re.compile(r"^(?P<where>.+?:\d+): (?P<category>\w*Warning): (?P<text>.*)$")
+TRACEBACK = "Traceback (most recent call last):"
+COLLECT = 2.0  # seconds to wait for the next worker with the same warning
+HOLD = 3.0  # seconds to wait whether a worker that printed a traceback dies of it
+LONGEST = 1 << 16  # bytes of a line without an end
+
+
+def ranks(workers: Iterable[int]) -> str:
+    """`worker 2`, `workers 0-3`, `workers 0, 2-3`."""
+    numbers = sorted(set(workers))
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+    return f"worker{'s' if len(numbers) > 1 else ''} {text}"
+
+
+@dataclass
+class _Feed:
+    log: int
+    rest: dict[str, bytes] = field(default_factory=lambda: {"stdout": b"", "stderr": b""})
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=100))
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=2000))
+    source_follows: bool = False
+
+
+class Output:
+    """Takes what the workers write. All of it goes to ``worker-K.log`` as it comes.
+
+    Shown are worker 0's lines, and each distinct warning of any worker once, with the workers that raised it.
+    From a traceback on, worker 0's standard error is held back: if it dies of it, the failure block tells;
+    else it is shown after all.
+
+    `show` prints one line on the console. `raw`: a file descriptor that worker 0's standard output is copied
+    to byte by byte instead (where that is a file or a pipe and not the terminal).
+    """
+
+    def __init__(self, logs: Path, workers: int, show: Callable[[str], None], raw: int | None) -> None:
+        self._show, self._raw = show, raw
+        self._feeds = [_Feed(_open_log(logs / f"worker-{rank}.log")) for rank in range(workers)]
+        self._warnings: dict[str, set[int]] = {}  # by text; kept when shown, so as not to show them again
+        self._due: dict[str, float] = {}  # when to show a warning
+        self._held: list[str] | None = None
+        self._release = 0.0
+        self._failing = self._log_lost = False
+
+    def take(self, rank: int, stream: str, data: bytes) -> None:
+        """`data` arrived on ``stdout`` or ``stderr`` of a worker; lines may be cut anywhere."""
+        feed = self._feeds[rank]
+        self._keep(feed, data)
+        if rank == 0 and stream == "stdout" and self._raw is not None and self._raw >= 0:
+            try:
+                _write_all(self._raw, data)
+            except OSError:  # the reader is gone: no reason to end the training
+                self._raw = -1
+        *lines, rest = (feed.rest[stream] + data).split(b"\n")
+        if len(rest) > LONGEST:
+            lines, rest = [*lines, rest], b""
+        feed.rest[stream] = rest
+        for line in lines:
+            self._line(rank, stream, line)
+
+    def _keep(self, feed: _Feed, data: bytes) -> None:
+        try:
+            _write_all(feed.log, data)
+        except OSError as error:
+            if not self._log_lost:
+                self._log_lost = True
+                self._show(f"the workers' logs are incomplete ({error.strerror}); free space on that disk")
+
+    def _line(self, rank: int, stream: str, line: bytes) -> None:
+        feed = self._feeds[rank]
+        # A line that was painted over with carriage returns is shown as a terminal would in the end.
+        text = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
+        feed.tail.append(text)
+        if stream == "stdout":
+            if rank == 0 and self._raw is None:
+                self._show(text)
+            return
+        feed.errors.append(text)
+        if rank == 0 and self._held is not None:
+            self._held.append(text)
+            return
+        source, feed.source_follows = feed.source_follows and text.startswith("  "), False
+        if source:
+            return
+        if WARNING.match(text):
+            feed.source_follows = True
+            self._warn(rank, text)
+        elif rank == 0 and text.endswith(TRACEBACK):
+            self._held, self._release = [text], time.monotonic() + HOLD
+        elif rank == 0:
+            self._show(text)
+
+    def _warn(self, rank: int, text: str) -> None:
+        workers = self._warnings.setdefault(text, set())
+        if workers and text not in self._due:
+            return
+        workers.add(rank)
+        self._due[text] = time.monotonic() + (COLLECT if len(workers) < len(self._feeds) else 0.0)
+
+    def deadline(self) -> float:
+        """When `tick` wants to be called next, on the monotonic clock."""
+        release = [self._release] if self._held is not None and not self._failing else []
+        return min([*self._due.values(), *release], default=float("inf"))
+
+    def tick(self, now: float) -> None:
+        """Shows what has waited long enough."""
+        for text in [text for text, due in self._due.items() if due <= now]:
+            del self._due[text]
+            found = WARNING.match(text)
+            if found:
+                show = f"{found['category']}: {found['text']} ({found['where']})"
+                self._show(f"[{ranks(self._warnings[text])}] {show}")
+        if self._held is not None and not self._failing and self._release <= now:
+            held, self._held = self._held, None
+            for text in held:
+                self._show(text)
+
+    def failing(self, rank: int) -> None:
+        """The worker is about to die of its exception, or has."""
+        self._failing |= rank == 0
+
+    def tail(self, rank: int, count: int = 15) -> list[str]:
+        """The last lines of a worker's log, of this start."""
+        lines = list(self._feeds[rank].tail)
+        while lines and not lines[-1].strip():
+            lines.pop()
+        return [line if len(line) <= 400 else line[:400] + " ..." for line in lines[-count:]]
+
+    def errors(self, rank: int) -> list[str]:
+        """The last lines of a worker's standard error."""
+        return list(self._feeds[rank].errors)
+
+    def close(self) -> None:
+        """The workers have ended: shows what is left. Closing twice is harmless."""
+        for rank, feed in enumerate(self._feeds):
+            for stream, rest in feed.rest.items():
+                if rest:
+                    feed.rest[stream] = b""
+                    self._line(rank, stream, rest)
+            if feed.log >= 0:
+                os.close(feed.log)
+                feed.log = -1
+        self.tick(float("inf"))
+
+
+def _open_log(path: Path) -> int:
+    """Appends; where an earlier start has left something, says where this one begins."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    if os.fstat(log).st_size:
+        _write_all(log, f"\n---- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n".encode())
+    return log
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # a pipe or terminal that another process made non-blocking
+            select.select([], [fd], [])

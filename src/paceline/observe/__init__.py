@@ -1,0 +1,1 @@
+"""What is happening: journal, progress, report."""

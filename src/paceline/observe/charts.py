@@ -1,0 +1,137 @@
+"""Charts as inline SVG without scripts; their colours come from the page's style sheet. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from itertools import accumulate
+
+from paceline.observe.figures import number
+
+Points = Sequence[tuple[float, float]]
+WIDTH, HEIGHT = 360, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 22  # room for the ticks' labels
+SHOWN = 240  # raw points in a chart, at most
+PARTS = {"compute": 0, "reduce": 1, "data": 2, "update": 3, "other": 5}
+SMOOTH_FROM = 20  # fewer points are joined as they are
+
+
+def ticks(low: float, high: float, count: int = 4, whole: bool = False) -> list[float]:
+    """About `count` round numbers in [low, high], 1, 2 or 5 times a power of ten apart.
+
+    At least two from a `count` of 4 on, unless the range is too narrow: for floats, or for `whole` numbers.
+    """
+    span = high - low
+    if not math.isfinite(span) or span <= max(abs(low), abs(high)) * 1e-9:
+        return [low]
+    rough = span / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = min((power * factor for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / rough)))
+    if whole:
+        step = max(1.0, round(step))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [place * step for place in range(first, last + 1)] or [low]
+
+
+def label(value: float, step: float) -> str:
+    """A tick's label, with as many digits as tell it from a neighbour `step` away."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e12 or step < 1e-4:
+        return f"{value:.3g}"
+    if step >= 1e5 and abs(value) >= 1e6:
+        return f"{value / 1e6:,.6g}M"
+    if step >= 1000:
+        return f"{value / 1000:,.0f}k"
+    return f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+
+
+def smooth(points: Points) -> list[tuple[float, float]]:
+    """A centred moving average over a fortieth of the points, narrower at the ends, which stay in place."""
+    half, last = len(points) // 80 + 1, len(points) - 1
+    sums = list(accumulate((value for _, value in points), initial=0.0))
+    reach = [min(half, place, last - place) for place in range(len(points))]
+    return [
+        (x, (sums[place + wide + 1] - sums[place - wide]) / (2 * wide + 1))
+        for place, ((x, _), wide) in enumerate(zip(points, reach, strict=True))
+    ]
+
+
+def thin(points: Points, most: int = SHOWN) -> list[tuple[float, float]]:
+    """At most `most` of the points: the lowest and the highest of each stretch, so that no spike is lost."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(len(points) * 2 / most)
+    kept: set[tuple[float, float]] = set()
+    for begin in range(0, len(points), size):
+        stretch = sorted(points[begin : begin + size], key=lambda point: point[1])
+        kept |= {stretch[0], stretch[-1]}
+    return sorted(kept)
+
+
+def line_chart(name: str, points: Points, x_name: str = "step", from_zero: bool = False) -> str:
+    """One curve: the points as they are, and through many noisy ones a smoothed line."""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    low, high = (min(0.0, *ys) if from_zero else min(ys)), max(ys)
+    pad = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
+    low, high = (low if from_zero else low - pad), high + pad
+    left, right = min(xs), max(xs)
+    left = 0.0 if 0 < left < right / 2 else left
+    right = right if right > left else left + 1
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+        return across, HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    described = f"{name}: {number(ys[0])} to {number(ys[-1])} over {len(points)} points"
+    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(described)}">']
+    rows = ticks(low, high)
+    for value in rows:
+        _, y = at(left, value)
+        text = label(value, rows[1] - rows[0] if len(rows) > 1 else 0.1)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
+    parts.append(f'<text x="{LEFT - 12}" y="{HEIGHT - 7}" text-anchor="end">{escape(x_name)}</text>')
+    columns = ticks(left, max(xs), 3, whole=x_name == "step")
+    for value in columns:
+        x, _ = at(value, low)
+        text = label(value, columns[1] - columns[0] if len(columns) > 1 else 1)
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 7}" text-anchor="middle">{text}</text>')
+    many = len(points) >= SMOOTH_FROM
+    bends = sum(abs(a - 2 * b + c) for a, b, c in zip(ys, ys[1:], ys[2:], strict=False))
+    noisy = bends > 0.01 * (high - low) * len(ys)
+    curve = thin(smooth(smooth(points)) if many and noisy else points, 2 * SHOWN)
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in curve))
+    for x, y in thin(points):
+        cx, cy = at(x, y)
+        title = f"<title>{escape(x_name)} {number(round(x, 2))}: {number(y)}</title>"
+        radius = 1.4 if many else 2.6
+        kind = "dot faint" if many else "dot"
+        parts.append(f'<circle class="{kind}" cx="{cx:.1f}" cy="{cy:.1f}" r="{radius}">{title}</circle>')
+    parts.append(f'<polyline class="curve" points="{path}"/></svg>')
+    return "".join(parts)
+
+
+def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:
+    """Fractions of one whole side by side, each in the colour of its name."""
+    drawn, begin = [], 0.0
+    for name, share in parts:
+        title = f"<title>{escape(name)}: {share:.1%}</title>"
+        box = f'x="{begin:.3%}" width="{share:.3%}" height="100%"'
+        drawn.append(f'<rect class="{colour(name)}" {box}>{title}</rect>')
+        begin += share
+    described = ", ".join(f"{name} {share:.0%}" for name, share in parts)
+    return f'<svg class="stack" role="img" aria-label="{escape(described)}">{"".join(drawn)}</svg>'
+
+
+def colour(name: str) -> str:
+    """The style class of a part of the time; the same in every run."""
+    return f"part{PARTS.get(name, 4)}"
+
+
+def bar(fraction: float, strong: bool = True) -> str:
+    """One horizontal bar, `fraction` of the width of its place."""
+    kind = "part0" if strong else "part5"
+    rect = f'<rect class="{kind}" rx="2" width="{fraction:.2%}" height="100%"/>'
+    return f'<svg class="bar" aria-hidden="true">{rect}</svg>'

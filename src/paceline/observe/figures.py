@@ -1,0 +1,56 @@
+"""Figures as people read them: with a unit and no more digits than they mean. No torch."""
+
+from __future__ import annotations
+
+import math
+
+
+def number(value: float | None) -> str:
+    """`2.314`, `5,321`, `3e-05`; None, which the journal writes for NaN and infinity, is ``not finite``."""
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    if isinstance(value, int) or (abs(value) < 1e15 and value == round(value) and abs(value) >= 1000):
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e12 else f"{value:.3g}"
+    return f"{value:#.4g}" if abs(value) >= 0.1 else f"{value:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """Time left: `0:34`, `12:05`, `1:02:03`."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def duration(seconds: float) -> str:
+    """Time spent: `34.2 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds >= 0.05 or seconds == 0 else f"{seconds * 1000:.2g} ms"
+    whole = round(seconds)
+    for size, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // below
+            return f"{whole // size} {unit} {rest} {small}" if rest else f"{whole // size} {unit}"
+    return f"{whole} s"
+
+
+def size_of(count: float) -> str:
+    """Bytes in powers of 1000: `812 B`, `1.23 MB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.0f} PB"
+
+
+def plural(count: float, word: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number(count)} {word}" if count == 1 else f"{number(count)} {word}s"
+
+
+def shares_of(seconds: dict[str, float]) -> list[tuple[str, float]]:
+    """Seconds by name as fractions of their sum, largest first, `other` last, without those of zero."""
+    total = sum(seconds.values())
+    parts = [(name, value / total) for name, value in seconds.items() if value > 0] if total > 0 else []
+    return sorted(parts, key=lambda part: (part[0] == "other", -part[1]))

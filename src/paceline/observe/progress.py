@@ -1,0 +1,176 @@
+"""Progress of a run: one live line on a terminal, without one a plain line now and then. No torch."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from paceline.observe.figures import clock, number, shares_of
+from paceline.observe.journal import Event
+
+BAR = 12  # cells
+WINDOW = 10.0  # seconds of events that the rates are averaged over
+REFRESH = 0.1  # seconds between two paintings of the live line
+EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+class _Track:
+    """What is known of one trainer."""
+
+    def __init__(self) -> None:
+        self.total: int | None = None
+        self.events: deque[Event] = deque()
+        self.heard = 0.0
+
+    def add(self, event: Event) -> None:
+        self.heard = time.monotonic()
+        self.events.append(event)
+        while len(self.events) > 1 and self.sum("seconds") - (self.events[0].get("seconds") or 0.0) >= WINDOW:
+            self.events.popleft()
+
+    def sum(self, field: str) -> float:
+        return sum(event.get(field) or 0.0 for event in self.events)
+
+    def rate(self, field: str) -> float:
+        seconds = self.sum("seconds")
+        return self.sum(field) / seconds if seconds > 0 else 0.0
+
+    def spent(self) -> dict[str, float]:
+        spent: dict[str, float] = {}
+        for event in self.events:
+            for name, seconds in (event.get("time") or {}).items():
+                spent[name] = spent.get(name, 0.0) + (seconds or 0.0)
+        return spent
+
+
+class Progress:
+    """Shows how far the run is, on standard error unless told otherwise: a script's own output stays clean.
+
+    `live`: one line, painted over and over; the default where the console is a terminal. Else plain lines: at
+    the first step, then at most one every `every` seconds, and the last one at `close`. A reader that goes
+    away (a closed pipe) silences it; the training goes on.
+    """
+
+    def __init__(self, console: Console | None = None, live: bool | None = None, every: float = 10.0) -> None:
+        self._console = console or Console(stderr=True)
+        self._console.on_broken_pipe = self._mute  # type: ignore[method-assign]  # rich's own ends the process
+        terminal = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = terminal if live is None else live
+        self._every = every
+        self._painter: Live | None = None
+        self._tracks: dict[Any, _Track] = {}
+        self._shown = -float("inf")
+        self._pending = self._quiet = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def phase(self, event: Event) -> None:
+        """A trainer was asked for steps: prints the grid's sentence. Fields as in the journal's ``grid``."""
+        self._tracks.setdefault(event.get("trainer"), _Track()).total = event.get("steps")
+        if event.get("text"):
+            self.line(str(event["text"]))
+
+    def step(self, event: Event) -> None:
+        """Steps were done. Fields as in the journal's ``step``; may come several times a second."""
+        self._tracks.setdefault(event.get("trainer"), _Track()).add(event)
+        self._pending = True
+        if time.monotonic() - self._shown >= (REFRESH if self._live else self._every):
+            self._show()
+
+    def line(self, text: str) -> None:
+        """Prints a line above the live one."""
+        if self._live:  # a worker's text may hold colours, but must not move the cursor
+            clean = Text("\n").join(Text.from_ansi(part) for part in text.split("\n"))
+            self._write(lambda: self._console.print(clean, soft_wrap=True, highlight=False))
+        else:
+            self._write(lambda: print(text, file=self._console.file, flush=True))
+
+    def close(self) -> None:
+        """Shows what was not shown yet and gives the terminal back. Closing twice is harmless."""
+        if self._pending:
+            self._show()
+        if self._painter is not None:
+            self._write(self._painter.stop, always=True)
+            self._painter = None
+
+    def _show(self) -> None:
+        self._pending, self._shown = False, time.monotonic()
+        if self._live:
+            self._write(self._paint)
+        else:
+            self.line("  ".join(text for _, text, _ in self._parts()))
+
+    def _paint(self) -> None:
+        if self._painter is None:
+            both = sys.stdout.isatty()  # else what the script prints belongs into its file or pipe
+            self._painter = Live(console=self._console, auto_refresh=False, redirect_stdout=both)
+            self._painter.start()
+            self._console.show_cursor(True)  # a killed process could not bring it back
+        parts = self._parts()
+        while len(parts) > 1 and sum(len(text) + 2 for _, text, _ in parts) - 2 > self._console.width:
+            parts.remove(max(parts))  # the least important one
+        line = Text("  ").join(Text(text, style) for _, text, style in parts)
+        line.no_wrap, line.overflow = True, "crop"
+        self._painter.update(line, refresh=True)
+
+    def _parts(self) -> list[tuple[int, str, str]]:
+        """The parts of the line from left to right: (rank, 0 being the most important; text; style)."""
+        heard = {name: track for name, track in self._tracks.items() if track.events}
+        latest = max(track.heard for track in heard.values())
+        # Several trainers may take turns: the line follows the first that is at work, with everybody's loss.
+        active = [track for track in heard.values() if latest - track.heard < WINDOW]
+        lead, event = active[0], active[0].events[-1]
+        step, total = int(event.get("step") or 0), lead.total
+        total = total if total and total >= step else None
+        parts = [(0, f"step {step}/{total}" if total else f"step {step}", "bold")]
+        if self._live and total and self._console.encoding.startswith("utf"):
+            eighths = step * BAR * 8 // total
+            bar = ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).strip().ljust(BAR)
+            parts.append((5, f"▕{bar}▏", "cyan"))
+        losses = [track.events[-1].get("loss") for track in active if "loss" in track.events[-1]]
+        if losses:
+            parts.append((1, "loss " + " ".join(number(loss) for loss in losses), ""))
+        if lead.rate("samples"):
+            parts.append((3, f"{lead.rate('samples'):,.{0 if lead.rate('samples') >= 10 else 1}f} samples/s", ""))
+        if total and lead.rate("steps"):
+            parts.append((2, f"{clock((total - step) / lead.rate('steps'))} left", ""))
+        shares = [f"{name} {share:.0%}" for name, share in shares_of(lead.spent()) if share >= 0.005]
+        if shares:
+            parts.append((4, " ".join(shares), "dim"))
+        return parts
+
+    def _write(self, action: Callable[[], object], always: bool = False) -> None:
+        if self._quiet and not always:
+            return
+        try:
+            action()
+        except ValueError:  # the stream was closed
+            self._mute()
+        except OSError as error:  # the reader is gone; but a full disk may have room again for later lines
+            if error.errno != errno.ENOSPC:
+                self._mute()
+
+    def _mute(self) -> None:
+        """Nobody reads any more: writes no more, and lets the interpreter's last flush go nowhere."""
+        self._quiet = self._console.quiet = True
+        try:
+            stream = self._console.file.fileno()
+        except (OSError, ValueError, AttributeError, io.UnsupportedOperation):
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream)
+        os.close(nowhere)

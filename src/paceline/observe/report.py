@@ -1,0 +1,44 @@
+"""The report of a run: a page in its folder and a few lines for the terminal. No torch."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.observe.page import render
+from paceline.observe.summary import Summary, facts, summarise
+
+__all__ = ["Summary", "summarise", "write_report"]
+NAME = "report.html"
+
+
+def write_report(folder: Path, width: int = 80, colour: bool = False) -> str:
+    """Writes RUN/report.html, whole or not at all; returns the figures as a table, `width` columns at most.
+
+    `colour`: with a terminal's colours. UsageError: not the folder of a run.
+    """
+    summary = summarise(folder)
+    half = folder / f".{NAME}.{os.getpid()}"
+    try:
+        with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(render(summary))
+        half.replace(folder / NAME)
+    finally:
+        half.unlink(missing_ok=True)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    tables = facts(summary)
+    for name, text in [*tables["Results"], *tables["Costs"], ("report", str(folder / NAME))]:
+        table.add_row(name, Text(text))
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=colour, color_system="standard" if colour else None)
+    title = f"{Path(summary.script).name or 'the run'} {summary.ending}"
+    console.print(Text(title, style="bold green" if summary.finished else "bold red"))
+    console.print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -1,0 +1,97 @@
+"""What a resumed script passes over and what it goes on with: its numbered loops, and the user's own state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.data.loader import Source
+from paceline.errors import DatasetError
+
+
+@dataclass
+class Phase:
+    """One call of `steps()`: its number in the script, the rows of an epoch, its aim, and the steps done of it."""
+
+    number: int
+    rows: int | None
+    epochs: int | None
+    total: int | None
+    done: int = 0
+    complete: bool = False
+    stopped: bool = False
+
+    def saved(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def same_rows(self, rows: int | None, say: Callable[[str], None]) -> int | None:
+        """The rows that the phase began with; more are not used, fewer are an error."""
+        if self.rows is None or rows is None or rows == self.rows:
+            return rows if self.done == 0 else self.rows
+        if rows < self.rows:
+            raise DatasetError(
+                f"the dataset had {self.rows} rows when the checkpoint was written and has {rows} now",
+                "bring the missing rows back, or start a new run in another --run-dir",
+            )
+        say(f"the dataset has grown from {self.rows} to {rows} rows; this run goes on with the first {self.rows}")
+        return self.rows
+
+    def aim(self, epochs: int | None, total: int | None, last: bool) -> None:
+        """Takes the script's aim. A complete last phase with a larger aim than before goes on."""
+        further = total is not None and self.total is not None and total > self.total
+        more_epochs = total is None and (epochs or 0) > (self.epochs or 0)
+        if self.complete and last and (further or more_epochs):
+            self.complete = self.stopped = False
+        if not self.complete:
+            self.epochs, self.total = epochs, total
+            self.complete = total is not None and self.done >= total
+
+    def source(self, source: Source) -> Source:
+        """The source, held to the rows that the phase began with."""
+        return dataclasses.replace(source, rows=self.rows) if source.rows is not None else source
+
+
+class State(dict[str, Any]):
+    """`trainer.state`: the user's own values. In a resumed run the checkpoint's value wins over the script's first one.
+
+    Numbers, text, tensors and nestings of them are kept as they are; an object with `state_dict()` and
+    `load_state_dict()` is filled when the script puts it here again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: dict[str, Any] = {}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self._waiting = dict(saved)
+        for key, (kind, value) in saved.items():
+            if kind == "plain":
+                super().__setitem__(key, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self._waiting:
+            kind, saved = self._waiting.pop(key)
+            if kind == "object":
+                value.load_state_dict(saved)
+            else:
+                value = saved
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self or key in self._waiting:
+            self[key] = default
+        return self[key]
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint holds: ("plain", value), or ("object", its state_dict), by key."""
+        kept: dict[str, Any] = {key: value for key, value in self._waiting.items() if key not in self}
+        for key, value in self.items():
+            if not isinstance(value, torch.Tensor) and hasattr(value, "state_dict"):
+                kept[key] = ("object", value.state_dict())
+            else:
+                kept[key] = ("plain", value)
+        return kept

@@ -1,0 +1,241 @@
+"""Plan: one line of text that says how the global batch becomes an update. Parse, print, validate. No torch.
+
+The fields of `Plan` are the table that drives all of it: to build a word, add ``built=True`` to its line.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields, replace
+from fractions import Fraction
+from typing import Any
+
+from paceline.errors import PlanError
+
+# A word's value is a literal or one of these: its pattern, and what the user is told it stands for.
+_NUMBERS = {
+    "N": ("0*[1-9][0-9]{0,8}", "N a whole number from 1 to 999999999"),
+    "H": ("0*[1-9][0-9]{0,8}", "H a whole number from 1 to 999999999"),
+    "F": ("0*[1-9][0-9]{0,8}", "F a whole number from 1 to 999999999"),
+    "S": ("0*[1-9][0-9]{0,8}", "S a whole number from 1 to 999999999"),
+    "K": ("[0-9]{1,9}", "K a whole number from 0 to 999999999"),
+    "topk:R": (r"topk:0?\.[0-9]*[1-9][0-9]*", "topk:R with a fraction R of the gradient, as 0.01"),
+    "powersgd:R": ("powersgd:[1-9][0-9]{0,3}", "powersgd:R with a rank R from 1 to 9999"),
+}
+
+
+def _word(value: str, caption: str, of: str = "", axis: bool = False, built: bool | tuple[str, ...] = False) -> Any:
+    """One row: the values of the word ("" for a flag), what it means, the word that it refines, whether its
+    number multiplies the workers needed, and whether it works in this version (or the values that do)."""
+    metadata = {"value": value, "caption": caption, "of": of, "axis": axis, "built": built}
+    return field(default=None if value else False, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the training is laid out over the workers. None or False: the word was not said.
+
+    `Plan.parse` reads the text that `str` prints, and `validate` fits the plan to a number of workers.
+    """
+
+    data: int | None = _word("N", "N replicas, gradients all-reduced every step", axis=True, built=True)
+    local: int | None = _word("N", "N islands that synchronise every H steps (local SGD, DiLoCo)", axis=True)
+    every: int | None = _word("H", "steps between two synchronisations of the islands", of="local")
+    outer: str | None = _word("nesterov", "the islands' mean difference is a gradient for this optimizer", of="local")
+    fragments: int | None = _word("F", "the islands synchronise one of F parts of the model at a time", of="local")
+    server: int | None = _word("S", "S parameter servers")
+    staleness: float | None = _word(
+        "K|inf", "steps a worker may run ahead: 0 synchronous, inf asynchronous", of="server"
+    )
+    shard: int | None = _word("N", "parameters, gradients and optimizer state in N shards", axis=True)
+    zero: int | None = _word("1|2|3", "sharded: 1 optimizer state, 2 and gradients, 3 and parameters", of="shard")
+    offload: str | None = _word("cpu", "shards wait in the memory of the host", of="shard")
+    tensor: int | None = _word("N", "the model cut N times inside its layers", axis=True)
+    pipeline: int | None = _word("N", "the model cut in N stages", axis=True)
+    schedule: str | None = _word("1f1b", "the order of micro-batches through the stages", of="pipeline")
+    context: int | None = _word("N", "the sequence cut in N parts", axis=True)
+    micro: int | None = _word("N", "rows of a micro-batch; an eighth of the global batch unless said", built=True)
+    codec: str | None = _word("bf16|fp16|int8|topk:R|powersgd:R|sign|auto", "gradients on the wire")
+    precision: str | None = _word("bf16|fp16", "arithmetic of forward and backward", built=("bf16",))
+    recompute: str | None = _word("blocks", "activations are computed again in backward, which saves memory")
+    compile: bool = _word("", "torch.compile")
+    exact: bool = _word("", "bit-identical for any number of workers")
+    auto: bool = _word("", "the planner decides")
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """The plan that `text` says: words with white space between. Raises PlanError if it cannot."""
+        said: dict[str, Any] = {}
+        for word in text.split():
+            row, value = _read(word)
+            if row.name in said:
+                first = _say(row.name, said[row.name])
+                raise PlanError(f"plan word {row.name!r} is said twice: {first} and {word}", "keep one of them")
+            said[row.name] = value
+        return cls(**said)
+
+    def __str__(self) -> str:
+        """The canonical text: only what was said, in the order of the table."""
+        return " ".join(_say(row.name, value) for row, value in self._said())
+
+    def validate(self, workers: int) -> Plan:
+        """This plan over `workers`, with `data` resolved: the product of the axes is the number of workers.
+
+        Raises PlanError if the axes do not fit the workers, words contradict each other, or one is not built.
+        """
+        if workers < 1:
+            raise PlanError(f"a plan cannot use {workers} workers", "start at least one")
+        data = self._divide(workers)
+        self._check_pairs()
+        unbuilt = [_say(row.name, value) for row, value in self._said() if not _is_built(row, value)]
+        if unbuilt:
+            verb = "is" if len(unbuilt) == 1 else "are"
+            known = ", ".join(_usage(row, built=True) for row in fields(Plan) if row.metadata["built"])
+            raise PlanError(f"{' '.join(unbuilt)} {verb} not built yet", f"use only what is: {known}")
+        return replace(self, data=data)
+
+    def _said(self) -> Iterator[tuple[Field[Any], Any]]:
+        """Each word that was said, with its value."""
+        for row in fields(self):
+            value = getattr(self, row.name)
+            if value is not None and value is not False:
+                yield row, value
+
+    def _divide(self, workers: int) -> int:
+        """The replicas that the other axes leave; an error if some worker would be left over."""
+        axes = {row.name: value for row, value in self._said() if row.metadata["axis"]}
+        stated = axes.pop("data", None)
+        text, product = _say_all(axes), int(math.prod(axes.values()))
+        if workers % product:
+            if len(axes) == 1:
+                what = f"{text} does not divide {workers} worker{'' if workers == 1 else 's'}"
+            else:
+                what = f"{text} need {product} workers and do not divide {workers}"
+            raise PlanError(what, f"try {' or '.join(_nearest(axes, workers))}")
+        data = workers // product
+        if stated not in (None, data):
+            text, used = _say_all({"data": stated, **axes}), stated * product
+            if used > workers:
+                what = f"{text} need{'' if axes else 's'} {used} workers and there are {workers}"
+            elif axes:
+                what = f"{text} use {used} of {workers} workers"
+            else:
+                what = f"{text} does not use {workers} workers"
+            raise PlanError(what, f"leave data out, or say data={data}")
+        return data
+
+    def _check_pairs(self) -> None:
+        """An error where a word lacks the one it refines, or two words cannot both hold."""
+        for row, value in self._said():
+            owner = row.metadata["of"]
+            if owner and getattr(self, owner) is None:
+                word = _say(row.name, value)
+                raise PlanError(f"{word} needs {owner}", f"add {owner}=N, or leave {word} out")
+        if self.local and not self.every:
+            raise PlanError(f"local={self.local} does not say how often", "add every=H, as every=50")
+        if self.local and self.server:
+            what = f"local={self.local} and server={self.server} both synchronise the replicas"
+            raise PlanError(what, "keep one of them")
+        for row, value in self._said():
+            word = _say(row.name, value)
+            if self.exact and row.name in ("codec", "staleness") and value:
+                raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
+            if self.auto and (row.metadata["axis"] or row.name == "server"):
+                raise PlanError(f"auto and {word} both decide the layout", f"leave auto or {word} out")
+
+
+def describe() -> str:
+    """The words of a plan, one a line, for the help of the command line."""
+    lines = []
+    for row in fields(Plan):
+        built = row.metadata["built"]
+        note = "" if built is True else f" (built: {', '.join(built)})" if built else " (not built yet)"
+        lines.append(f"{_usage(row):<20} {row.metadata['caption']}{note}")
+    return "\n".join(lines)
+
+
+def _read(word: str) -> tuple[Field[Any], Any]:
+    """The row of the table that `word` names, and its value."""
+    if "," in word and word.strip(","):
+        words = " ".join(word.replace(",", " ").split())
+        raise PlanError(f"plan word {word!r} holds a comma", f"separate words with spaces: {words}")
+    if word.startswith("-") and word.strip("-"):
+        raise PlanError(f"plan word {word!r} begins with a dash", f"write it without: {word.lstrip('-')}")
+    name, equals, text = word.partition("=")
+    row = next((row for row in fields(Plan) if row.name == name), None)
+    if row is None:
+        raise _unknown(word)
+    spec = row.metadata["value"]
+    if not spec:
+        if equals:
+            raise PlanError(f"plan word {word!r} takes no value", f"say {name}, or leave it out")
+        return row, True
+    if not text:
+        raise PlanError(f"plan word {word!r} has no value", f"say {_usage(row)}, without spaces")
+    if not any(re.fullmatch(_NUMBERS[kind][0] if kind in _NUMBERS else kind, text) for kind in spec.split("|")):
+        notes = [_NUMBERS[kind][1] for kind in spec.split("|") if kind in _NUMBERS]
+        cure = ", ".join([f"say {_usage(row)}", *notes])
+        raise PlanError(f"plan word {word!r} has a value that does not fit", cure)
+    return row, math.inf if text == "inf" else int(text) if text.isdecimal() else text
+
+
+def _unknown(word: str) -> PlanError:
+    """An error that names the word most like it, or all."""
+    name, _, text = word.partition("=")
+    close = difflib.get_close_matches(name.lower(), [row.name for row in fields(Plan)], n=1)
+    if not close:
+        known = " ".join(_usage(row) for row in fields(Plan))
+        return PlanError(f"unknown plan word {word!r}", f"the known ones are {known}")
+    row = next(row for row in fields(Plan) if row.name == close[0])
+    meant = f"{row.name}={text}" if text and row.metadata["value"] else _usage(row)
+    return PlanError(f"unknown plan word {word!r}", f"did you mean {meant}?")
+
+
+def _nearest(axes: dict[str, int], workers: int) -> list[str]:
+    """The legal axes that change these least, by the product of their factors: a smaller and a larger cut."""
+    best: dict[bool, tuple[Fraction, str]] = {}
+    for legal in _cuts(list(axes.values()), workers):
+        larger = math.prod(legal) > math.prod(axes.values())
+        pairs = zip(legal, axes.values(), strict=True)
+        change = math.prod((Fraction(max(pair), min(pair)) for pair in pairs), start=Fraction(1))
+        if larger not in best or change < best[larger][0]:
+            best[larger] = change, _say_all(dict(zip(axes, legal, strict=True)))
+    return [text for _, (_, text) in sorted(best.items())]
+
+
+def _cuts(axes: list[int], workers: int) -> Iterator[tuple[int, ...]]:
+    """Tuples of numbers near those of `axes` whose product divides `workers`."""
+    if not axes:
+        yield ()
+        return
+    low = [n for n in range(1, math.isqrt(workers) + 1) if workers % n == 0]
+    legal = sorted({*low, *(workers // n for n in low)})
+    here = bisect.bisect(legal, axes[0])
+    for n in sorted({1, *legal[max(0, here - 3) : here + 3]}):  # three each way: five axes stay quick
+        for rest in _cuts(axes[1:], workers // n):
+            yield n, *rest
+
+
+def _is_built(row: Field[Any], value: Any) -> bool:
+    built: bool | tuple[str, ...] = row.metadata["built"]
+    return built if isinstance(built, bool) else value in built
+
+
+def _say(name: str, value: Any) -> str:
+    return name if value is True else f"{name}={value}"
+
+
+def _say_all(axes: dict[str, Any]) -> str:
+    return " ".join(_say(name, value) for name, value in axes.items())
+
+
+def _usage(row: Field[Any], built: bool = False) -> str:
+    """How a word is written: ``data=N``; with `built` only the values that work in this version."""
+    value: str = row.metadata["value"]
+    if built and row.metadata["built"] is not True:
+        value = "|".join(row.metadata["built"])
+    return f"{row.name}={value}" if value else str(row.name)

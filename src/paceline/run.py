@@ -1,0 +1,401 @@
+"""The run of this process: its folder, journal, checkpoints, notices and end, shared by all trainers of the script."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from paceline.checkpoint.export import write_model
+from paceline.checkpoint.files import Checkpoint, find_checkpoint, write_checkpoint
+from paceline.checkpoint.lock import hold_lock
+from paceline.checkpoint.tree import flatten, unflatten
+from paceline.errors import CheckpointError, UsageError
+from paceline.observe.journal import Journal
+from paceline.observe.progress import Progress
+from paceline.observe.report import write_report
+from paceline.team.team import Team, join
+from paceline.world import parse_save_every
+
+STOPPED = 75  # stopped politely: the same command continues
+_SCRIPT_LIMIT = 200_000
+
+
+class Member(Protocol):
+    """What a run needs of a trainer."""
+
+    def snapshot(self) -> dict[str, Any]: ...
+    @property
+    def steps_done(self) -> int: ...
+    @property
+    def complete(self) -> bool: ...
+
+
+class Run:
+    """One per process. `folder` is None without a run folder: then nothing is written and nothing resumed."""
+
+    _current: Run | None = None
+
+    @classmethod
+    def current(cls) -> Run:
+        if cls._current is None:
+            cls._current = Run(join())
+        return cls._current
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        world = team.world
+        self.folder = Path(world.run_dir) if world.run_dir else None
+        self.main = team.rank == 0
+        self.members: list[Member] = []
+        self.notice: int | None = None
+        self.bodies = 0  # loops whose body is running
+        self.stepping = False  # trainer.step() is being used
+        self.took_step = False
+        self.results: list[Any] = []
+        self._replayed = 0
+        self._said: set[str] = set()
+        self._every = parse_save_every(world.save_every)
+        self._saved_at = time.monotonic()
+        self._saved_steps = 0
+        self._check: dict[str, Any] = json.loads(world.check) if world.check else {}
+        self._asked = self._began = self._left = False
+        self._plan = ""
+        self._lock: int | None = None
+        if self.folder is not None and world.launcher != "paceline" and self.main:
+            self._lock = hold_lock(self.folder)
+        self.journal = Journal(self.folder if self.main else None)
+        self.progress = Progress() if self.main and world.events_fd is None else None
+        self.resumed = self._find()
+        self.tree: dict[str, Any] = {}
+        if self.resumed is not None:
+            self.tree = unflatten(self.resumed.manifest["tree"], self.resumed.tensors())
+            self.results = list(self.tree["results"])
+            self._saved_steps = self.resumed.step
+            self._say_changes(self.resumed.manifest)
+        signal.signal(signal.SIGUSR1, self._notice)
+        signal.signal(signal.SIGTERM, self._notice)
+        team.closing.append(self.close)
+
+    # -- beginning ----------------------------------------------------------------------------------------------
+
+    def _find(self) -> Checkpoint | None:
+        """The newest good checkpoint, the same on every worker."""
+        found = find_checkpoint(self.folder, self.say) if self.folder is not None else None
+        self.team.group.enter("the start of the run")
+        steps = self.team.group.gather_json(found.step if found else None)
+        if any(step != steps[0] for step in steps):
+            raise CheckpointError(
+                f"the workers see different checkpoints in {self.folder} (steps {steps})",
+                "put the run folder where all workers can read it",
+            )
+        return found
+
+    def _say_changes(self, manifest: dict[str, Any]) -> None:
+        """A changed script continues, but says what changed."""
+        script = _script()
+        if self.resumed is not None and self.main:
+            self.say(f"resuming from step {self.resumed.step} of {self.folder}")
+        if manifest["script"] != script and self.main:
+            lines = difflib.unified_diff(
+                manifest["script"].splitlines(),
+                script.splitlines(),
+                "script of the checkpoint",
+                "script now",
+                lineterm="",
+                n=1,
+            )
+            shown = list(lines)
+            more = [f"... and {len(shown) - 30} lines more"] if len(shown) > 30 else []
+            self.say(
+                "\n".join(
+                    ["the script has changed since the checkpoint; continuing with the new one:", *shown[:30], *more]
+                )
+            )
+
+    def begin(self, plan: str, origin: str, seed: int, device: torch.device) -> None:
+        """Writes the journal's start line, once."""
+        if self._began:
+            return
+        self._began = True
+        self._plan = plan
+        world = self.team.world
+        if self.resumed is not None and self.resumed.manifest["plan"] != plan:
+            self.say(f"the plan has changed since the checkpoint: {self.resumed.manifest['plan']} -> {plan}")
+        self.journal.write(
+            "start",
+            workers=world.size,
+            hosts=1 + (world.size - 1) // max(1, world.local_size),
+            plan=plan,
+            plan_origin=origin,
+            script=sys.argv[0],
+            argv=sys.argv,
+            script_sha256=hashlib.sha256(_script().encode()).hexdigest(),
+            versions={"python": sys.version.split()[0], "torch": torch.__version__, "paceline": _version()},
+            seed=seed,
+            threads=torch.get_num_threads(),
+            device=str(device),
+            resumed_from=self.resumed.step if self.resumed else None,
+        )
+
+    # -- saying -------------------------------------------------------------------------------------------------
+
+    def say(self, text: str, once: bool = False) -> None:
+        """A line for the person at the console, from worker 0."""
+        if not self.main or (once and text in self._said):
+            return
+        self._said.add(text)
+        if self.progress is not None:
+            self.progress.line(text)
+        self.team.world.tell("line", text=text)
+
+    def decide(self, what: str, why: str) -> None:
+        """A decision and its reason, for `paceline explain`."""
+        self.journal.write("decision", what=what, why=why)
+
+    def show(self, event: str, **fields: Any) -> None:
+        """An event for the journal and the progress line."""
+        if not self.main:
+            return
+        self.journal.write(event, **fields)
+        if self.progress is not None:
+            {"grid": self.progress.phase, "step": self.progress.step}[event](fields)
+        self.team.world.tell("phase" if event == "grid" else event, **fields)
+
+    # -- paceline check ------------------------------------------------------------------------------------------
+
+    @property
+    def probing(self) -> bool:
+        """Whether the loss is to be tested also where micro-batches cannot be merged."""
+        return bool(self._check)
+
+    @property
+    def reverse(self) -> bool:
+        """Whether micro-batches are summed in the opposite order."""
+        return bool(self._check.get("reverse"))
+
+    def checking(self, model: torch.nn.Module, mixes: str) -> None:
+        """In a run of `paceline check`: after its steps, the weights are handed over and the script ends."""
+        if not self._check or self.step < self._check["steps"]:
+            return
+        if self.main:
+            params = dict(model.named_parameters())
+            write_model(
+                {name: p.detach().double() for name, p in params.items()}, Path(self._check["out"] + ".safetensors")
+            )
+            dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
+            Path(self._check["out"] + ".json").write_text(json.dumps({"dtype": dtype, "mixes": mixes}))
+        self._left = True
+        raise SystemExit(0)
+
+    # -- notices ------------------------------------------------------------------------------------------------
+
+    def _notice(self, number: int, _: object) -> None:
+        self.notice = number
+
+    @contextmanager
+    def ctrl_c(self) -> Iterator[None]:
+        """While a loop runs without an agent, Ctrl-C stops cleanly."""
+        if self.team.world.launcher == "paceline":
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._interrupted)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """The time in which the body of the user's loop runs."""
+        self.bodies += 1
+        try:
+            yield
+        finally:
+            self.bodies -= 1
+
+    def _interrupted(self, number: int, _: object) -> None:
+        """Ctrl-C without an agent: once stops cleanly, twice at once."""
+        if self.notice is not None:
+            raise KeyboardInterrupt
+        self.notice = number
+        self.say("stopping after this step and saving; press Ctrl-C again to stop at once")
+
+    # -- results of collectives outside of the loops ------------------------------------------------------------
+
+    def outside(self, compute: Callable[[], Any]) -> Any:
+        """The result of a collective; in a resumed run, before its first step, the one that was recorded."""
+        if self.bodies or self.stepping:
+            return compute()
+        if self.resumed is not None and not self.took_step and self._replayed < len(self.results):
+            self._replayed += 1
+            return self.results[self._replayed - 1]
+        result = compute()
+        if not self.took_step and self.resumed is not None:
+            return result  # beyond what was recorded: after the end of a finished run
+        self.results.append(result)
+        return result
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return sum(member.steps_done for member in self.members)
+
+    def wants_save(self) -> bool:
+        """Worker 0's wish, by the interval of `--save-every`; the step's vector makes it everybody's."""
+        if self.folder is None or not self.main:
+            return False
+        seconds, steps = self._every
+        if seconds is not None:
+            return time.monotonic() - self._saved_at >= seconds
+        return self.step + 1 - self._saved_steps >= (steps or 1)
+
+    def ask_save(self) -> None:
+        if self.folder is None:
+            raise UsageError(
+                "there is no run folder to save to",
+                "start with `paceline run --run-dir FOLDER train.py`, or set PACELINE_RUN_DIR",
+            )
+        self._asked = True
+
+    @property
+    def save_asked(self) -> bool:
+        return self._asked
+
+    def save(self, must: bool) -> str | None:
+        """Writes a checkpoint of all trainers; collective. Without `must`, a failure is said and training goes on."""
+        self._asked = False
+        if self.folder is None or (self.step == self._saved_steps and not must):
+            return None
+        began = time.monotonic()
+        self.team.group.enter("a checkpoint", check=False)
+        streams = self.team.group.gather_json(_user_streams())
+        path = None
+        if self.main:
+            try:
+                path = self._write(streams)
+                self.journal.write(
+                    "checkpoint",
+                    step=self.step,
+                    path=path,
+                    seconds=time.monotonic() - began,
+                    bytes=_size(self.folder / path),
+                )
+            except CheckpointError as error:
+                if must:
+                    raise
+                self.say(f"training goes on without it: {error}")
+        self._saved_at, self._saved_steps = time.monotonic(), self.step
+        return path
+
+    def _write(self, streams: list[Any]) -> str:
+        assert self.folder is not None
+        tree = {"trainers": [member.snapshot() for member in self.members], "results": self.results}
+        tensors, skeleton = flatten(tree, "")
+        manifest = {
+            "tree": skeleton,
+            "plan": self._plan,
+            "script": _script(),
+            "workers": self.team.size,
+            "streams": streams if any(s != streams[0] for s in streams) else streams[:1],
+        }
+        path = write_checkpoint(self.folder, self.step, tensors, manifest)
+        return str(path.relative_to(self.folder))
+
+    def restore_streams(self) -> None:
+        """Brings the user's own random streams back to where the checkpoint left them."""
+        if self.resumed is None or self.took_step:
+            return
+        saved = self.resumed.manifest["streams"]
+        if len(saved) == 1 or self.team.rank < len(saved):
+            _load_user_streams(saved[min(self.team.rank, len(saved) - 1)])
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def leave(self, code: int, why: str) -> None:
+        """Ends the script here, politely, after a checkpoint."""
+        path = self.save(must=False) or self._newest()
+        self.journal.write("stopped", step=self.step, why=why)
+        if self.main:
+            self.team.world.tell("stopped", step=self.step, checkpoint=path)
+            if self.progress is not None:
+                then = (
+                    f"; the same command continues from {self.folder}"
+                    if path
+                    else ": there is no run folder, nothing was saved"
+                )
+                self.say(f"stopped at step {self.step}{then}")
+        self._left = True
+        raise SystemExit(code)
+
+    def _newest(self) -> str | None:
+        return f"checkpoints/step-{self._saved_steps:012d}" if self.folder and self._saved_steps else None
+
+    def close(self, failed: bool) -> None:
+        """At the end of the script: what is owed is written; the report is made."""
+        done = bool(self.members) and all(member.complete for member in self.members)
+        if not failed and not self._left and self.members:
+            if self.save_asked or self.step > self._saved_steps:
+                self.save(must=True)
+            if done and self.step:
+                already = not self.took_step
+                self.journal.write("finished", step=self.step, already=already)
+                if self.main:
+                    self.team.world.tell("finished", step=self.step, already=already)
+                if already:
+                    self.say(
+                        f"this run was finished at step {self.step}: nothing was left to do; "
+                        "give a larger count= or epochs= to continue it, or another --run-dir"
+                    )
+        if self.progress is not None:
+            self.progress.close()
+            if done and self.folder is not None and self.took_step and not failed:
+                self.journal.close()
+                print(write_report(self.folder), file=sys.stderr)
+        self.journal.close()
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("paceline")
+
+
+def _script() -> str:
+    """The text of the script that runs, as far as it is a file."""
+    path = Path(sys.argv[0])
+    return path.read_text(errors="replace")[:_SCRIPT_LIMIT] if path.is_file() else ""
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def _user_streams() -> dict[str, Any]:
+    streams: dict[str, Any] = {
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "random": json.loads(json.dumps(random.getstate())),
+    }
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
+        streams["numpy"] = [name, keys.tolist(), *rest]
+    return streams
+
+
+def _load_user_streams(saved: dict[str, Any]) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(bytes.fromhex(saved["torch"])), dtype=torch.uint8))
+    version, keys, gauss = saved["random"]
+    random.setstate((version, tuple(keys), gauss))
+    if "numpy" in saved and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(saved["numpy"]))

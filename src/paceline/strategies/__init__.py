@@ -1,0 +1,1 @@
+"""How a global batch becomes an update: one readable file per strategy."""

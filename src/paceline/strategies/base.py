@@ -1,0 +1,391 @@
+"""The moments of a step, and `Single`: plain training, to which every other strategy passes the rest.
+
+A strategy overrides only the moments it changes. `Single` is the innermost one and the whole of a world of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from paceline.comm.buckets import Bucket, Buckets
+from paceline.errors import ChangingBufferError, LossError, UsageError
+from paceline.step import Agreed, stream_seed
+from paceline.strategies.pieces import MicroBatch, Piece, join, merged
+from paceline.strategies.streams import Streams
+from paceline.strategies.watch import BatchStatistics, BufferWatch
+
+Ready = Callable[[Bucket], None]
+LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
+
+
+@dataclass
+class Job:
+    """What is trained, in the user's own objects, and where: the model is already on `device`."""
+
+    model: nn.Module
+    forward: Callable[[nn.Module, Any], Any]
+    loss: Callable[[Any, Any], Any]
+    device: torch.device
+    seed: int
+    clip_norm: float | None = None
+    precision: str | None = None
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
+    named: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        """The context of forward and loss: autocast where the plan says `precision`."""
+        if self.precision is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision])
+
+
+@dataclass
+class Orders:
+    """What a step is told: its number, the count its gradients are scaled by, and how it may be executed.
+
+    `merge` is how many micro-batches a piece may hold, `test` asks for an observation of whether they may be merged
+    at all, `probe` to look at the loss also where they may not, `collect` for BatchNorm's statistics per micro-batch,
+    `reverse` for the opposite order of summation.
+    """
+
+    step: int
+    expected: float
+    micro_batches: int
+    merge: int = 1
+    test: bool = False
+    probe: bool = False
+    collect: bool = False
+    reverse: bool = False
+
+
+@dataclass
+class Sums:
+    """What one worker's share of a step adds up to. Gradients stay where the strategy keeps them, as sums/expected.
+
+    `records` has a row per micro-batch of the global batch, zero where another worker computed it.
+    """
+
+    loss: float = 0.0
+    count: float = 0.0
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    unused: set[int] = field(default_factory=set)
+    tested: bool = False
+    strict: bool = False
+    why: str = ""
+    mixes: str = ""
+    records: torch.Tensor | None = None
+    bad: list[str] = field(default_factory=list)
+
+
+class Strategy:
+    """One layer of the plan. Every moment passes to the layer below unless it is overridden."""
+
+    inner: Strategy
+
+    def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
+        """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""
+        self.inner.build(optimizers, schedulers)
+
+    def form(self) -> None:
+        """Makes all replicas equal: worker 0's weights and buffers are everybody's."""
+        self.inner.form()
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
+        """Forward and backward over this worker's micro-batches, leaving sums; calls `ready` with complete buckets."""
+        return self.inner.gradients(micro_batches, orders, ready)
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Makes a bucket agree along this layer's axis; returns at once, `agree` waits for it."""
+        self.inner.reduce(bucket)
+
+    def agree(self, vector: torch.Tensor, sums: Sums) -> torch.Tensor:
+        """Sums the step's vector along the axis, and returns when all reductions of the step have arrived."""
+        return self.inner.agree(vector, sums)
+
+    def update(self, sums: Sums, agreed: Agreed, orders: Orders) -> float:
+        """Changes the weights; returns the norm of the global batch's mean gradient, before clipping."""
+        return self.inner.update(sums, agreed, orders)
+
+    def abort(self) -> None:
+        """Voids a step before its update: nothing of it may remain."""
+        self.inner.abort()
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on, by logical names."""
+        return self.inner.state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.inner.load(state)
+
+
+class Single(Strategy):
+    """Plain training on one device. With `bucketed`, gradients land in buckets for the layer above."""
+
+    def __init__(self, job: Job, bucketed: bool) -> None:
+        self.job = job
+        self.params = list(job.named.values())
+        self.streams = Streams(job.device)
+        self.statistics = BatchStatistics(job.model)
+        self.watch = BufferWatch(job.model, self.statistics.buffers())
+        self.buckets = Buckets(self.params) if bucketed else None
+
+    def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
+        self.job.optimizers, self.job.schedulers = optimizers, schedulers
+
+    def form(self) -> None:
+        pass
+
+    def reduce(self, bucket: Bucket) -> None:
+        pass
+
+    def agree(self, vector: torch.Tensor, sums: Sums) -> torch.Tensor:
+        return vector
+
+    def abort(self) -> None:
+        self.statistics.restore()
+        if self.buckets is not None:
+            self.buckets.abandon()
+
+    # -- forward and backward -----------------------------------------------------------------------------------
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
+        for param in self.params:
+            param.grad = None
+        sums = Sums()
+        width = self.statistics.begin()
+        if orders.collect and width:
+            sums.records = torch.zeros(orders.micro_batches, width, dtype=torch.float64, device=self.job.device)
+        if self.buckets is not None:
+            self.buckets.begin(ready or self.reduce)
+        sums.strict = bool(width and micro_batches)
+        sums.why = "BatchNorm normalises each micro-batch" if sums.strict else ""
+        self.watch.mark()
+        order = list(reversed(micro_batches)) if orders.reverse else list(micro_batches)
+        queue = deque(merged(order, 1 if sums.strict else orders.merge))
+        parts: list[_Part] = []
+        while queue:
+            piece = queue.popleft()
+            if self.buckets is not None and not queue:
+                self.buckets.arm()
+            part = self._forward(piece, sums, orders)
+            if part is None:  # a merged piece turned out not to be mergeable: its micro-batches one by one
+                queue.extendleft(Piece([m], m.batch) for m in reversed(piece.micro_batches))
+                continue
+            part.total.mul(1.0 / orders.expected).backward()
+            parts.append(part.detached())
+        if orders.test and len(order) > 1 and (orders.probe or not sums.strict):
+            self._test_merging(order[:2], sums)
+        self._add_up(parts, sums)
+        if self.buckets is not None:
+            sums.unused = self.buckets.flush()
+        else:
+            sums.unused = {number for number, param in enumerate(self.params) if param.grad is None}
+        return sums
+
+    def _forward(self, piece: Piece, sums: Sums, orders: Orders) -> _Part | None:
+        """Forward and loss of one piece, under the stream of its first micro-batch."""
+        self.streams.seed(stream_seed(self.job.seed, orders.step, piece.micro_batches[0].index))
+        looks = not sums.strict
+        mark = self.streams.mark() if looks else ()
+        if sums.records is not None:
+            self.statistics.reset()
+        part = self._loss(piece)
+        if sums.records is not None:
+            sums.records[piece.micro_batches[0].index] = self.statistics.record()
+        drew = looks and self.streams.moved(mark)
+        # Values are compared while the model is being observed, versions ever after.
+        changed = self.watch.changed(values=orders.test)
+        if changed is not None and orders.collect:
+            self.watch.restore()
+            raise ChangingBufferError(
+                f"the forward changes the buffer {changed!r}, which would come out differently on each worker",
+                "make it a parameter, keep it in trainer.state, or train with one worker",
+            )
+        if drew or changed is not None:
+            sums.strict = True
+            sums.why = "the forward draws random numbers" if drew else f"the forward changes the buffer {changed!r}"
+            if len(piece.micro_batches) > 1:
+                self.watch.restore()
+                return None
+        return part
+
+    def _loss(self, piece: Piece) -> _Part:
+        job = self.job
+        with job.arithmetic():
+            output = job.forward(job.model, piece.batch)
+            result = job.loss(output, piece.batch)
+        return _Part.of(result, piece, any(param.requires_grad for param in self.params))
+
+    def _test_merging(self, pair: Sequence[MicroBatch], sums: Sums) -> None:
+        """Whether the loss of two micro-batches together is the sum of theirs: observed, not guessed."""
+        whole = join(pair)
+        if whole is None:
+            return
+        training = [module for module in self.job.model.modules() if module.training] if sums.strict else []
+        for module in training:  # at rest, draws and BatchNorm do not hide what the loss does
+            module.training = False
+        with torch.no_grad():
+            together, *parts = (self._loss(piece) for piece in (whole, *(Piece([m], m.batch) for m in pair)))
+        for module in training:
+            module.training = True
+        apart, count = sum(float(part.total) for part in parts), sum(float(part.count) for part in parts)
+        tolerance = 1e-9 if together.total.dtype == torch.float64 else 1e-4
+        tolerance = 2e-2 if self.job.precision is not None else tolerance
+        size = max(sum(abs(float(part.total)) for part in parts), 1e-30)
+        sums.tested = not sums.strict
+        if float(together.count) != count or not abs(float(together.total) - apart) <= tolerance * size:
+            sums.mixes = f"two micro-batches together give {float(together.total):.6g}, one by one {apart:.6g}"
+            sums.why = sums.why or f"the loss is not a sum over rows: {sums.mixes}"
+            sums.strict = True
+
+    def _add_up(self, parts: Sequence[_Part], sums: Sums) -> None:
+        if not parts:
+            return
+        losses = torch.stack([part.total.double() for part in parts]).tolist()
+        counts = [float(part.count) for part in parts]
+        sums.loss, sums.count = (
+            math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
+            math.fsum(counts),
+        )
+        sums.bad = [part.piece_source for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss)]
+        for part in parts:
+            for name, (total, count) in part.metrics.items():
+                before = sums.metrics.get(name, (0.0, 0.0))
+                sums.metrics[name] = (before[0] + float(total), before[1] + float(count))
+
+    # -- update -------------------------------------------------------------------------------------------------
+
+    def update(self, sums: Sums, agreed: Agreed, orders: Orders) -> float:
+        if sums.records is not None:
+            self.statistics.merge(sums.records)
+        for number in agreed.unused:
+            self.params[number].grad = None
+        grads = [p.grad for p in self.params if p.grad is not None]
+        if self.buckets is not None:
+            grads = [bucket.flat for bucket in self.buckets.buckets]
+        # The one division: gradients are sums/expected, and expected is right whenever the count did not change.
+        factor = orders.expected / agreed.count
+        norm = float(nn.utils.get_total_norm(grads)) * factor if grads else 0.0
+        if self.job.clip_norm is not None:
+            factor *= min(1.0, self.job.clip_norm / (norm + 1e-6))
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+        for optimizer in self.job.optimizers:
+            optimizer.step()
+        for scheduler in self.job.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(agreed.loss / agreed.count)
+            else:
+                scheduler.step()
+        return norm
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        names = {id(param): name for name, param in self.job.named.items()}
+        return {
+            "model": dict(self.job.model.state_dict(keep_vars=True)),
+            "optimizers": [_optimizer_state(optimizer, names) for optimizer in self.job.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.job.model.load_state_dict(state["model"], strict=True)
+        names = {id(param): name for name, param in self.job.named.items()}
+        _same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
+        _same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
+        for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
+            _load_optimizer(optimizer, saved, names)
+        for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(dict(saved))
+
+
+@dataclass
+class _Part:
+    """The loss of one piece: its sum (a tensor), its count, its metrics."""
+
+    total: torch.Tensor
+    count: Any
+    metrics: Mapping[str, tuple[Any, Any]]
+    piece_source: str
+
+    @staticmethod
+    def of(result: Any, piece: Piece, trainable: bool) -> _Part:
+        metrics: Mapping[str, tuple[Any, Any]] = {}
+        if isinstance(result, torch.Tensor):
+            total, count = result * piece.rows if result.numel() == 1 else result, piece.rows
+        elif isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], torch.Tensor):
+            total, count = result[0], result[1]
+            metrics = result[2] if len(result) == 3 else {}
+        else:
+            what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+            raise LossError(f"the loss returned {what}", LOSS_FORMS)
+        if total.numel() != 1:
+            raise LossError(f"the loss returned a tensor of shape {tuple(total.shape)}", LOSS_FORMS)
+        if trainable and torch.is_grad_enabled() and not total.requires_grad:
+            raise LossError(
+                "the loss does not depend on any trainable parameter",
+                "compute it from the model's output, without detach(), item() or no_grad()",
+            )
+        if not isinstance(metrics, Mapping) or any(not _is_pair(pair) for pair in metrics.values()):
+            raise LossError(f"the loss returned metrics {metrics!r:.80}", LOSS_FORMS)
+        return _Part(total.reshape(()), count, metrics, piece.source)
+
+    def detached(self) -> _Part:
+        return _Part(self.total.detach(), self.count, self.metrics, self.piece_source)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _same_number(what: str, saved: int, now: int) -> None:
+    if saved != now:
+        raise UsageError(
+            f"the checkpoint holds {saved} {what}, the script makes {now}",
+            "make the same ones as in the run that is resumed, or start a new run",
+        )
+
+
+def _optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    groups = [
+        {
+            **{k: v for k, v in group.items() if k != "param_names"},
+            "params": [names[id(p)] for p in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return {
+        "groups": groups,
+        "state": {names[id(param)]: dict(value) for param, value in optimizer.state.items()},
+    }
+
+
+def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    _same_number("parameter groups", len(saved["groups"]), len(optimizer.param_groups))
+    current = optimizer.state_dict()
+    numbers: dict[str, int] = {}
+    groups = []
+    for group, packed, old in zip(optimizer.param_groups, current["param_groups"], saved["groups"], strict=True):
+        here = [names[id(param)] for param in group["params"]]
+        if set(here) != set(old["params"]):
+            odd = sorted(set(here) ^ set(old["params"]))
+            raise UsageError(
+                f"parameter group of the optimizer differs from the checkpoint's in {', '.join(odd[:5])}",
+                "make the same groups as in the run that is resumed, or start a new run",
+            )
+        numbers.update(zip(here, packed["params"], strict=True))
+        groups.append({**packed, **{k: v for k, v in old.items() if k != "params"}})
+    state = {numbers[name]: dict(value) for name, value in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,0 +1,55 @@
+"""Data parallelism: every replica computes its share of the micro-batches, gradients are summed over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.buckets import Bucket
+from paceline.comm.group import Group
+from paceline.strategies.base import Job, Orders, Ready, Strategy, Sums
+from paceline.strategies.pieces import MicroBatch
+
+
+class Data(Strategy):
+    """Sums gradients over `group` in buckets, as soon as backward completes them; shares may be unequal or empty.
+
+    Nothing is divided here: sums and counts travel, and `Single.update` divides once by the global count.
+    """
+
+    def __init__(self, inner: Strategy, group: Group, job: Job) -> None:
+        self.inner = inner
+        self.group = group
+        self.job = job
+        self.works: list[dist.Work | None] = []
+
+    def form(self) -> None:
+        self.inner.form()
+        self.group.enter("the broadcast of worker 0's weights")
+        state = [*self.job.model.parameters(), *self.job.model.buffers()]
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in state:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+        for tensors in by_kind.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            self.group.broadcast(flat)
+            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
+        self.works = []
+        return self.inner.gradients(micro_batches, orders, self.reduce)
+
+    def reduce(self, bucket: Bucket) -> None:
+        self.works.append(self.group.start_sum(bucket.flat))
+
+    def agree(self, vector: torch.Tensor, sums: Sums) -> torch.Tensor:
+        if sums.records is not None:
+            self.works.append(self.group.start_sum(sums.records))
+        self.works.append(self.group.start_sum(vector))
+        for work in self.works:
+            self.group.finish(work)
+        self.works = []
+        return self.inner.agree(vector, sums)

@@ -1,0 +1,15 @@
+"""From a plan to nested strategies: the only place that sees them all."""
+
+from __future__ import annotations
+
+from paceline.comm.group import Group
+from paceline.plan import Plan
+from paceline.strategies.base import Job, Single, Strategy
+from paceline.strategies.data import Data
+
+
+def nest(plan: Plan, job: Job, group: Group) -> Strategy:
+    """The plan's strategies, outermost first around `Single`. `plan` is validated for `group.size` workers."""
+    if group.size == 1:
+        return Single(job, bucketed=False)
+    return Data(Single(job, bucketed=True), group, job)

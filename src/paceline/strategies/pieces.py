@@ -1,0 +1,111 @@
+"""Micro-batches and the pieces in which they are executed: cutting, merging, moving batches of any nesting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from paceline.errors import UsageError
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch: its number in the grid, its rows, the collated batch, and where the rows came from."""
+
+    index: int
+    rows: int
+    batch: Any
+    source: str = ""
+
+
+@dataclass
+class Piece:
+    """What one forward and backward computes: one micro-batch, or several merged."""
+
+    micro_batches: list[MicroBatch]
+    batch: Any
+
+    @property
+    def rows(self) -> int:
+        return sum(micro_batch.rows for micro_batch in self.micro_batches)
+
+    @property
+    def source(self) -> str:
+        return ", ".join(m.source or f"micro-batch {m.index}" for m in self.micro_batches)
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def rows_of(batch: Any) -> int:
+    """Rows of a batch: the common first dimension of its tensors. Raises UsageError where there is none."""
+    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
+    if len(sizes) != 1:
+        raise UsageError(
+            f"the rows of the batch cannot be counted: first dimensions are {sorted(sizes) or 'missing'}",
+            "bring tensors whose first dimension is the row, all of one length",
+        )
+    return sizes.pop()
+
+
+def cut(batch: Any, rows: range) -> Any:
+    """The given rows of a batch: every tensor is narrowed along its first dimension."""
+    return pytree.tree_map(
+        lambda leaf: leaf[rows.start : rows.stop] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf,
+        batch,
+    )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    return pytree.tree_map(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
+    )
+
+
+def _can_join(micro_batches: Sequence[MicroBatch]) -> bool:
+    """Whether the batches are tensors alike but for their rows, so that concatenation means the same rows."""
+    flat = [pytree.tree_flatten(micro_batch.batch) for micro_batch in micro_batches]
+    leaves, spec = flat[0]
+    if not leaves or not all(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
+        return False
+    for (others, other_spec), micro_batch in zip(flat, micro_batches, strict=True):
+        if other_spec != spec:
+            return False
+        for leaf, other in zip(leaves, others, strict=True):
+            if not isinstance(other, torch.Tensor) or other.shape[:1] != (micro_batch.rows,):
+                return False
+            if other.shape[1:] != leaf.shape[1:] or other.dtype != leaf.dtype:
+                return False
+    return True
+
+
+def join(micro_batches: Sequence[MicroBatch]) -> Piece | None:
+    """One piece of several micro-batches, or None if their batches cannot be concatenated."""
+    if len(micro_batches) == 1:
+        return Piece(list(micro_batches), micro_batches[0].batch)
+    if not _can_join(micro_batches):
+        return None
+    _, spec = pytree.tree_flatten(micro_batches[0].batch)
+    columns = zip(*(pytree.tree_leaves(m.batch) for m in micro_batches), strict=True)
+    return Piece(list(micro_batches), pytree.tree_unflatten([torch.cat(column) for column in columns], spec))
+
+
+def merged(micro_batches: Sequence[MicroBatch], at_most: int) -> list[Piece]:
+    """Pieces of up to `at_most` micro-batches each; what cannot be concatenated stays alone."""
+    if at_most > 1 and micro_batches:
+        # Equal pieces rather than full ones and a rest: 5 in pieces of at most 4 are 3 and 2.
+        at_most = math.ceil(len(micro_batches) / math.ceil(len(micro_batches) / at_most))
+    pieces: list[Piece] = []
+    for start in range(0, len(micro_batches), at_most):
+        group = micro_batches[start : start + at_most]
+        piece = join(group)
+        pieces.extend([piece] if piece is not None else [Piece([m], m.batch) for m in group])
+    return pieces

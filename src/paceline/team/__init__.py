@@ -1,0 +1,1 @@
+"""Who is here: the team that a worker joins."""

@@ -1,0 +1,152 @@
+"""The team that a worker joins, and the few collectives that a script of one's own may need."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline.world as worlds
+from paceline.comm.group import Group
+from paceline.errors import PacelineError, UsageError, WorkersDifferError
+from paceline.world import World
+
+
+class Team:
+    """Everybody who trains: `rank` of `size` workers, and collectives that take a name for error messages.
+
+    Every method but `main_first` is collective: all workers must call the same ones in the same order; otherwise
+    CollectiveMismatchError is raised on every worker, with each call site.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.group = Group(world)
+        self.failed = False
+        self.closing: list[Callable[[bool], None]] = []
+        self._firsts = 0
+        world.tell("join")
+        self._greet()
+
+    rank = property(lambda self: self.group.rank)
+    size = property(lambda self: self.group.size)
+
+    def _greet(self) -> None:
+        """Refuses a team whose workers run different things, before they train apart."""
+        script = Path(sys.argv[0])
+        digest = hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else ""
+        mine = {
+            "script": digest,
+            "torch": torch.__version__,
+            "python": ".".join(map(str, sys.version_info[:2])),
+            "plan": self.world.plan,
+        }
+        self.group.enter("the start")
+        everyone = self.group.gather_json(mine)
+        for what in mine:
+            others = [rank for rank, greeting in enumerate(everyone) if greeting[what] != everyone[0][what]]
+            if others:
+                shown = "" if what == "script" else f" ({everyone[0][what]} and {everyone[others[0]][what]})"
+                raise WorkersDifferError(
+                    f"worker {others[0]} runs another {what} than worker 0{shown}",
+                    f"give every worker the same {what} and start again",
+                )
+
+    def all_reduce(self, tensor: torch.Tensor, name: str = "all_reduce") -> torch.Tensor:
+        """The sum of all workers' tensors (same shape and dtype everywhere), in a new tensor."""
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        self.group.enter(f"all_reduce {name!r} of {shape} {str(tensor.dtype).removeprefix('torch.')}")
+        return self.group.sum(tensor.detach().clone().contiguous())
+
+    def broadcast(self, tensor: torch.Tensor, name: str = "broadcast") -> torch.Tensor:
+        """Worker 0's tensor (same shape and dtype everywhere), in a new tensor."""
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        self.group.enter(f"broadcast {name!r} of {shape} {str(tensor.dtype).removeprefix('torch.')}")
+        return self.group.broadcast(tensor.detach().clone().contiguous())
+
+    def gather(self, tensor: torch.Tensor, name: str = "gather") -> list[torch.Tensor]:
+        """All workers' tensors in rank order, on every worker; shapes may differ, the dtype may not."""
+        self.group.enter(f"gather {name!r} of {str(tensor.dtype).removeprefix('torch.')}")
+        shapes = self.group.gather_json(list(tensor.shape))
+        parts = self.group.gather(tensor.detach().reshape(-1))
+        return [part.reshape(shape).clone() for part, shape in zip(parts, shapes, strict=True)]
+
+    def any(self, flag: bool, name: str = "any") -> bool:
+        """Whether `flag` is true on at least one worker: the same answer on all."""
+        self.group.enter(f"any {name!r}")
+        return bool(self.group.sum(torch.tensor([int(bool(flag))])).item())
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Worker 0 runs the block first, the others after it: for tokenising or downloading once per team.
+
+        The others wait as long as worker 0 lives, not until a deadline.
+        """
+        self._firsts += 1
+        name = f"main_first/{self._firsts}"
+        if self.rank != 0:
+            self.group.wait_for_flag(name)
+        yield
+        if self.rank == 0:
+            self.group.flag(name)
+
+    def close(self) -> None:
+        """Ends this worker's part; called by itself when the script ends."""
+        for close in reversed(self.closing):
+            close(self.failed)
+        self.closing.clear()
+        self.group.close(self.failed)
+
+
+_team: Team | None = None
+
+
+def join() -> Team:
+    """The team of this process; made on the first call. A world of one needs no launcher.
+
+    Raises WorkersDifferError where workers run different scripts, plans or versions, and UsageError on platforms
+    without what several workers need (Linux).
+    """
+    global _team
+    if _team is None:
+        world = worlds.read_world()
+        if world.size > 1 and not sys.platform.startswith("linux"):
+            raise UsageError(f"several workers need Linux, this is {sys.platform}", "train with one worker here")
+        _team = Team(world)
+        _own_the_end(_team)
+    return _team
+
+
+def _own_the_end(team: Team) -> None:
+    """The order of shutdown is ours: an uncaught exception is noticed, and groups are released before torch goes."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        team.failed = True
+        team.world.tell("failed", kind=kind.__name__)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+    atexit.register(_end, team)
+    if team.world.launcher == "paceline":
+        # The terminal's Ctrl-C is the agent's business; it tells us politely.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _end(team: Team) -> None:
+    """The last act. An error here, such as a last checkpoint that cannot be written, must still fail the worker."""
+    try:
+        team.close()
+    except PacelineError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(1)

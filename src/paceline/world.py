@@ -1,0 +1,165 @@
+"""Who and where am I: the only reader of environment variables. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True)
+class World:
+    """One worker's place, and what its launcher told it.
+
+    `rank` counts workers from 0, `local_rank` those of this host. `launcher` is who started us: ``paceline``,
+    ``torchrun``, ``mpirun``, ``srun`` or ``none``. `store` is the address of the rendezvous store (none in a
+    world of one); where `store_fd` is set, this worker serves the store on that inherited listening socket.
+    `events_fd` is a pipe to the agent, one JSON object a line. `shares` are the workers' weights in dealing
+    micro-batches. `save_every` is seconds (``60s``) or steps (``100``); `max_steps` ends the run early.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = "none"
+    store: tuple[str, int] | None = None
+    store_fd: int | None = None
+    store_is_ours: bool = True
+    run_dir: str | None = None
+    plan: str | None = None
+    events_fd: int | None = None
+    shares: tuple[float, ...] | None = None
+    save_every: str = "60s"
+    max_steps: int | None = None
+    check: str | None = None
+
+    @property
+    def host(self) -> str:
+        return socket.gethostname()
+
+    def tell(self, event: str, **fields: Any) -> None:
+        """Tells the agent, if there is one: one JSON line on its pipe. Silent when the agent is gone."""
+        if self.events_fd is None:
+            return
+        with contextlib.suppress(OSError):  # the agent is gone: so are we, in a moment
+            os.write(self.events_fd, json.dumps({"event": event, **fields}).encode() + b"\n")
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name}={text!r} is not a number", f"unset {name} or give a whole number") from None
+
+
+def _first(env: Mapping[str, str], *names: str, default: int) -> int:
+    for name in names:
+        if env.get(name):
+            return _number(env, name, default)
+    return default
+
+
+def _address(env: Mapping[str, str], launcher: str, rank: int) -> tuple[str, int]:
+    if env.get("PACELINE_STORE"):
+        host, _, port = env["PACELINE_STORE"].rpartition(":")
+        return host, int(port)
+    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if host and port:
+        return host, _number(env, "MASTER_PORT", 0)
+    raise UsageError(
+        f"worker {rank} was started by {launcher} without MASTER_ADDR and MASTER_PORT",
+        "export both on every worker: the address of worker 0's host and a free port there",
+    )
+
+
+def read_world(env: Mapping[str, str] | None = None) -> World:
+    """The world as the environment tells it: ours first, then torchrun's, Open MPI's and Slurm's; else alone."""
+    env = os.environ if env is None else env
+    if env.get("PACELINE_WORLD_SIZE"):
+        launcher, names = (
+            "paceline",
+            ("PACELINE_RANK", "PACELINE_WORLD_SIZE", "PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE"),
+        )
+    elif env.get("RANK") and env.get("WORLD_SIZE"):
+        launcher, names = "torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif env.get("OMPI_COMM_WORLD_SIZE"):
+        launcher = "mpirun"
+        names = tuple(f"OMPI_COMM_WORLD_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))  # type: ignore[assignment]
+    elif env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS")):
+        launcher, names = (
+            "srun",
+            ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+        )
+    else:
+        launcher, names = "none", ("", "", "", "")
+    rank = _first(env, names[0], default=0)
+    size = _first(env, names[1], "SLURM_NTASKS" if launcher == "srun" else "", default=1)
+    if not 0 <= rank < size:
+        raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", "number the workers from 0")
+    local_rank = _first(env, names[2], default=rank)
+    fd = env.get("PACELINE_STORE_FD")
+    events = env.get("PACELINE_EVENTS_FD")
+    shares = env.get("PACELINE_SHARES")
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=_first(env, names[3], default=size),
+        launcher=launcher,
+        store=_address(env, launcher, rank) if size > 1 else None,
+        store_fd=int(fd) if fd else None,
+        store_is_ours=env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true",
+        run_dir=env.get("PACELINE_RUN_DIR") or None,
+        plan=env.get("PACELINE_PLAN") or None,
+        events_fd=int(events) if events else None,
+        shares=parse_shares(shares, size) if shares else None,
+        save_every=env.get("PACELINE_SAVE_EVERY") or "60s",
+        max_steps=_number(env, "PACELINE_MAX_STEPS", 0) or None,
+        check=env.get("PACELINE_CHECK") or None,
+    )
+
+
+def parse_shares(text: str, size: int) -> tuple[float, ...]:
+    """``3,1`` for two workers: the first computes three micro-batches for each one of the second."""
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"shares {text!r} are not numbers", "give one weight per worker, as 3,1") from None
+    if len(shares) != size or min(shares) < 0 or sum(shares) <= 0:
+        raise UsageError(
+            f"shares {text!r} do not fit {size} workers",
+            "give one weight per worker, none negative, not all zero",
+        )
+    return shares
+
+
+def parse_save_every(text: str) -> tuple[float | None, int | None]:
+    """``60s`` is (60.0, None), ``100`` is (None, 100): seconds or steps between checkpoints."""
+    try:
+        seconds, steps = (float(text[:-1]), None) if text.endswith("s") else (None, int(text))
+    except ValueError:
+        seconds, steps = None, 0
+    if (steps is None and not 0 <= (seconds or 0) < float("inf")) or (steps is not None and steps < 1):
+        raise UsageError(f"--save-every {text!r} is no interval", "give seconds as 60s, or steps as 100")
+    return seconds, steps
+
+
+def worker_environment(base: Mapping[str, str] | None = None, **values: str | None) -> dict[str, str]:
+    """An environment for a child: `base` (ours unless given) with `values` set, and those that are None unset."""
+    env = dict(os.environ if base is None else base)
+    for name, value in values.items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env

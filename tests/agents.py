@@ -1,0 +1,125 @@
+"""Starts the agent as its own process, as a user would, on small scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+# What stands for the command line: the options as JSON.
+MAIN = """
+import json, sys
+from paceline.errors import PacelineError
+from paceline.launch.local import LaunchOptions, launch
+assert "torch" not in sys.modules
+try:
+    code = launch(LaunchOptions(**json.loads(sys.argv[1])))
+except PacelineError as error:
+    print(error, file=sys.stderr)
+    code = 2
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+# What stands for a worker's part: it writes events itself, so that no test of the agent waits for torch.
+WORKER = """
+import json, os, signal, sys, time, warnings
+RANK = int(os.environ["PACELINE_RANK"])
+SIZE = int(os.environ["PACELINE_WORLD_SIZE"])
+RUN = os.environ["PACELINE_RUN_DIR"]
+def event(kind, /, **fields):
+    line = json.dumps({"event": kind, **fields}) + "\\n"
+    os.write(int(os.environ["PACELINE_EVENTS_FD"]), line.encode())
+def mark(name):
+    open(os.path.join(RUN, f"{name}-{RANK}"), "w").close()
+def wait_for(name, *workers):
+    while not all(os.path.exists(os.path.join(RUN, f"{name}-{rank}")) for rank in workers or range(SIZE)):
+        time.sleep(0.01)
+def meet(name):
+    mark(name)
+    wait_for(name)
+"""
+
+
+@dataclass
+class Ended:
+    code: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "logs" / f"worker-{rank}.log").read_text(errors="surrogateescape")
+
+    @property
+    def block(self) -> str:
+        """The failure block, without what differs from run to run; it must come last on the console."""
+        found = re.findall(r"^worker \d+ failed \(host.*\Z", self.stderr, re.MULTILINE | re.DOTALL)
+        assert len(found) == 1, self.stderr
+        assert self.stderr.count(" failed (host ") == 1, self.stderr
+        return re.sub(r"\(host \S+, pid \d+", "(host H, pid P", found[0]).strip()
+
+
+class Launcher:
+    """Runs scripts under the agent in a folder of the test; whatever is still alive at the end is ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(
+        self,
+        script: str,
+        /,
+        preexec: Callable[[], None] | None = None,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        (self.folder / "train.py").write_text(WORKER + textwrap.dedent(script))
+        given = {"script": "train.py", "workers": 2, "run_dir": "run", **options}
+        process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, json.dumps(given)],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(SOURCE), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="surrogateescape",
+            preexec_fn=preexec,
+        )
+        self.started.append(process)
+        return process
+
+    def end(self, process: subprocess.Popen[str]) -> Ended:
+        stdout, stderr = process.communicate(timeout=120)
+        return Ended(process.returncode, stdout, stderr, self.folder / "run")
+
+    def run(self, script: str, /, **options: Any) -> Ended:
+        return self.end(self.start(script, **options))
+
+    def wait_for(self, name: str, workers: int = 2) -> None:
+        """Until every worker has called mark(name)."""
+        until(lambda: all((self.folder / "run" / f"{name}-{rank}").exists() for rank in range(workers)))
+
+    def close(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)

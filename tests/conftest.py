@@ -1,0 +1,89 @@
+"""Fixtures of all tests, and what the markers `root` and `gpu` mean."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+
+def lacking(what: str) -> NoReturn:
+    """Skips a test that needs what is missing here; fails it in CI, which must have run everything."""
+    if os.environ.get("PACELINE_CI") == "1":
+        pytest.fail(f"this test must run in CI, and {what}", pytrace=False)
+    pytest.skip(what)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        lacking("it needs root")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("it needs a CUDA device")
+
+
+MemoryGroup = Callable[[int], Path]
+
+
+@pytest.fixture
+def memory_group() -> Iterator[MemoryGroup]:
+    """Makes a memory cgroup (version 1 or 2) with a limit in bytes; a process enters by `enter_group`."""
+    made: list[Path] = []
+
+    def make(limit: int) -> Path:
+        first = Path("/sys/fs/cgroup/memory")
+        if (first / "memory.limit_in_bytes").exists():
+            base, knobs = first, {"memory.limit_in_bytes": limit, "memory.memsw.limit_in_bytes": limit}
+        else:
+            base, knobs = first.parent, {"memory.max": limit, "memory.swap.max": 0}
+        folder = base / f"paceline-test-{os.getpid()}-{len(made)}"
+        try:
+            folder.mkdir()
+        except OSError as error:
+            lacking(f"no memory cgroup can be made ({error})")
+        made.append(folder)
+        for knob, value in knobs.items():
+            if (folder / knob).exists():  # the kernel may not account swap
+                (folder / knob).write_text(str(value))
+        if not (folder / next(iter(knobs))).exists():
+            lacking(f"{folder} has no memory controller")
+        return folder
+
+    yield make
+    for folder in made:
+        folder.rmdir()
+
+
+def enter_group(folder: Path) -> Callable[[], None]:
+    """For a child between fork and exec: moves it into a cgroup."""
+    procs = str(folder / "cgroup.procs")
+
+    def enter() -> None:
+        fd = os.open(procs, os.O_WRONLY)
+        os.write(fd, b"0")
+        os.close(fd)
+
+    return enter
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if shutil.which("mount") is None:
+        lacking("there is no mount")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "paceline-test", folder], capture_output=True, text=True
+    )
+    if done.returncode:
+        lacking(f"nothing can be mounted ({done.stderr.strip()})")
+    yield folder
+    subprocess.run(["umount", folder], check=True)

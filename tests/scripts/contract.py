@@ -1,0 +1,41 @@
+"""Trains cases, each by a Trainer of its own, and writes what came out. Usage: contract.py OUT CASE..."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from cases import CASES, right
+from safetensors.torch import save_file
+
+import paceline
+
+out = Path(sys.argv[1])
+tensors, figures = {}, {}
+for name in sys.argv[2:]:
+    case = CASES[name]
+    trainer = paceline.Trainer(
+        model=case.model,
+        loss=case.loss,
+        optimizer=case.optimizer,
+        global_batch=case.global_batch,
+        schedule=case.schedule,
+        clip_norm=case.clip_norm,
+        seed=7,
+        plan=f"micro={case.micro}" if case.micro else None,
+    )
+    reports = list(trainer.steps(case.data(), count=case.steps))
+    evaluation = trainer.evaluate(case.data(), right)
+    tensors |= {f"{name}/{key}": value.clone() for key, value in trainer.model.state_dict().items()}
+    figures[name] = {
+        "loss": [report.loss for report in reports],
+        "norm": [report.grad_norm for report in reports],
+        "lr": [report.lr for report in reports],
+        "samples": [report.samples for report in reports],
+        "metrics": [report.metrics for report in reports],
+        "evaluation": evaluation,
+    }
+if paceline.join().rank == 0:
+    save_file(tensors, out.with_suffix(".safetensors"))
+    out.with_suffix(".json").write_text(json.dumps(figures))

@@ -1,0 +1,74 @@
+"""Figures as they are written, and the arithmetic of the report's charts."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.observe.charts import label, smooth, thin, ticks
+from paceline.observe.figures import clock, duration, number, shares_of, size_of
+
+
+def test_figures() -> None:
+    values = (2.31415, 5321.4, 1234567, 3, 0.0003, 0.0, None, math.nan, 1e20)
+    assert [number(value) for value in values] == [
+        *("2.314", "5,321", "1,234,567", "3", "0.0003", "0", "not finite", "not finite", "1e+20")
+    ]
+    assert [clock(seconds) for seconds in (0, 34.4, 725, 3723)] == ["0:00", "0:34", "12:05", "1:02:03"]
+    assert [duration(seconds) for seconds in (0, 0.02, 34.21, 59.97, 725, 12000, 190000)] == [
+        *("0.0 s", "20 ms", "34.2 s", "1 min", "12 min 5 s", "3 h 20 min", "2 d 4 h")
+    ]
+    assert [size_of(count) for count in (0, 812, 1234567, 999_900, 5e15)] == [
+        "0 B",
+        "812 B",
+        "1.23 MB",
+        "1 MB",
+        "5 PB",
+    ]
+    assert shares_of({"other": 3.0, "a": 1.0, "b": 4.0, "c": 0.0}) == [
+        ("b", 0.5),
+        ("a", 0.125),
+        ("other", 0.375),
+    ]
+
+
+FINITE = st.floats(-1e150, 1e150)
+
+
+@given(FINITE, FINITE, st.booleans(), st.integers(4, 8))
+def test_ticks_are_few_round_and_inside(one: float, other: float, whole: bool, count: int) -> None:
+    low, high = min(one, other), max(one, other)
+    places = ticks(low, high, count, whole)
+    span = high - low
+    if len(places) == 1:
+        assert low - span * 1e-6 <= places[0] <= high + span * 1e-6
+        assert span <= max(abs(low), abs(high)) * 1e-9 or (whole and span < 2)
+        return
+    assert len(places) <= 2 * count + 1
+    gaps = [after - before for before, after in pairwise(places)]
+    assert gaps == pytest.approx([gaps[0]] * len(gaps), rel=1e-5)
+    assert round(gaps[0] / 10 ** math.floor(math.log10(gaps[0] * 1.0001)), 4) in (1, 2, 5)
+    assert low - span * 1e-6 <= places[0] < places[-1] <= high + span * 1e-6
+    assert not whole or gaps[0] > 0.999
+    assert len({label(place, gaps[0]) for place in places}) == len(places) or max(map(abs, places)) >= 1e12
+
+
+def test_tick_labels() -> None:
+    assert [
+        label(value, step)
+        for value, step in ((0, 1), (0.5, 0.5), (12000, 2000), (1500, 500), (1.2e6, 2e5), (3e-6, 1e-6))
+    ] == [*("0", "0.5", "12k", "1,500", "1.2M", "3e-06")]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=600))
+def test_thinning_keeps_the_extremes_and_smoothing_the_ends(points: list[tuple[float, float]]) -> None:
+    kept = thin(points, 50)
+    assert len(kept) <= max(50, 2)
+    assert {min(y for _, y in points), max(y for _, y in points)} <= {y for _, y in kept}
+    smoothed = smooth(points)
+    assert [x for x, _ in smoothed] == [x for x, _ in points]
+    assert (smoothed[0][1], smoothed[-1][1]) == pytest.approx((points[0][1], points[-1][1]), abs=1e-3)

@@ -1,0 +1,599 @@
+"""Checkpoints on disk: whatever interrupts a write or damages a file, a whole checkpoint is found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_checkpoint_tree import refusal, same
+
+from paceline.checkpoint.export import export_model, write_model
+from paceline.checkpoint.files import find_checkpoint, list_checkpoints, write_checkpoint
+from paceline.checkpoint.tensorfile import size_text
+from paceline.checkpoint.tree import flatten
+from paceline.errors import CheckpointError, UsageError
+
+
+def sample(step: int, size: int = 5000) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model.weight": torch.randn(size, generator=generator),
+        "model.steps": torch.tensor(step),
+        "optimizer.mean": torch.randn(7, 3, generator=generator, dtype=torch.float64).t(),
+    }
+
+
+def write(folder: Path, step: int, **options: Any) -> Path:
+    return write_checkpoint(folder, step, sample(step), {"seed": 3}, **options)
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return same(dict(sorted(a.items())), dict(sorted(b.items())))
+
+
+def found_step(folder: Path, said: list[str] | None = None) -> int:
+    """The step that is found, after its tensors were compared with what was written."""
+    lines: list[str] = []
+    checkpoint = find_checkpoint(folder, lines.append)
+    assert checkpoint is not None
+    assert equal(checkpoint.tensors(), sample(checkpoint.step))
+    assert lines == (said or [])
+    return checkpoint.step
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def step_names(*steps: int) -> list[str]:
+    return [f"step-{step:012d}" for step in steps]
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_on_disk(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        path = write(tmp_path / "run", 120)
+    finally:
+        os.umask(mask)
+    assert path == tmp_path / "run/checkpoints/step-000000000120"
+    manifest = json.loads((path / "manifest.json").read_text())
+    data = (path / "model.safetensors").read_bytes()
+    assert manifest["format"] == 1
+    assert manifest["step"] == 120
+    assert manifest["seed"] == 3
+    assert manifest["files"] == {
+        "model.safetensors": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    }
+    assert manifest["tensors"] == {
+        "model.weight": {"file": "model.safetensors", "dtype": "F32", "shape": [5000]},
+        "model.steps": {"file": "model.safetensors", "dtype": "I64", "shape": []},
+        "optimizer.mean": {"file": "model.safetensors", "dtype": "F64", "shape": [3, 7]},
+    }
+    assert equal(load_file(path / "model.safetensors"), sample(120))
+    for each in (tmp_path / "run", tmp_path / "run/checkpoints", path):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o700
+    for each in path.iterdir():
+        assert stat.S_IMODE(each.stat().st_mode) == 0o600
+
+
+def test_large_states_are_split_into_files(tmp_path: Path) -> None:
+    state = {str(number): torch.full((10,), float(number)) for number in range(5)} | {"big": torch.ones(100)}
+    path = write_checkpoint(tmp_path, 1, state, {}, file_bytes=80)
+    files = [f"model-{number:05d}-of-00004.safetensors" for number in (1, 2, 3, 4)]
+    assert sorted(each.name for each in path.iterdir()) == ["manifest.json", *files]
+    found = find_checkpoint(tmp_path, pytest.fail)
+    assert found is not None
+    assert equal(found.tensors(), state)
+    assert write_checkpoint(tmp_path, 2, {}, {}).exists()
+    found = find_checkpoint(tmp_path, pytest.fail)
+    assert found is not None
+    assert found.tensors() == {}
+
+
+def test_everything_is_flushed_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+    log: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def logged_fsync(fd: int) -> None:
+        log.append(Path(os.readlink(f"/proc/self/fd/{fd}")).relative_to(tmp_path).as_posix())
+        fsync(fd)
+
+    def logged_rename(source: Path, target: Path) -> None:
+        log.append(f"{source.name} > {target.name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(os, "rename", logged_rename)
+    write(tmp_path, 2, keep=1)
+    temporary = f".step-000000000002.tmp-{os.getpid()}"
+    assert log == [
+        f"checkpoints/{temporary}/model.safetensors",
+        f"checkpoints/{temporary}/manifest.json",
+        f"checkpoints/{temporary}",
+        f"{temporary} > step-000000000002",
+        "checkpoints",
+        ".",
+        f"step-000000000001 > .step-000000000001.tmp-{os.getpid()}",
+    ]
+
+
+def test_none_where_there_is_none(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path / "nowhere", pytest.fail) is None
+    (tmp_path / "checkpoints").mkdir()
+    assert find_checkpoint(tmp_path, pytest.fail) is None
+    assert list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(0, [5]), (1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+)
+def test_only_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
+    for step in range(1, 6):
+        write(tmp_path, step, keep=keep)
+    assert names(tmp_path) == step_names(*left)
+    assert list_checkpoints(tmp_path) == [
+        (s, tmp_path / "checkpoints" / f"step-{s:012d}") for s in reversed(left)
+    ]
+
+
+def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep=9)
+    os.truncate(tmp_path / "checkpoints/step-000000000003/model.safetensors", 100)
+    write(tmp_path, 4, keep=2)
+    assert names(tmp_path) == step_names(2, 4)
+
+
+def test_later_steps_stay_when_an_earlier_one_is_written(tmp_path: Path) -> None:
+    # As after a resume that passed over the damaged step 9.
+    for step in (1, 2, 9):
+        write(tmp_path, step, keep=9)
+    write(tmp_path, 3, keep=1)
+    assert names(tmp_path) == step_names(3, 9)
+
+
+def test_the_same_step_is_replaced(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 5, {"a": torch.zeros(1)}, {})
+    write(tmp_path, 5)
+    assert names(tmp_path) == step_names(5)
+    assert found_step(tmp_path) == 5
+
+
+def test_the_replaced_one_is_found_between_the_two_moves(tmp_path: Path) -> None:
+    parent = tmp_path / "checkpoints"
+    write(tmp_path, 5)
+    (parent / "step-000000000005").rename(parent / ".step-000000000005.old-77")
+    assert found_step(tmp_path) == 5
+    write(tmp_path, 6)
+    assert names(tmp_path) == step_names(5, 6)
+    shutil.copytree(parent / "step-000000000005", parent / ".step-000000000005.old-78")
+    write(tmp_path, 6)  # killed after the second move: the hidden one has served
+    assert names(tmp_path) == step_names(5, 6)
+
+
+def test_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
+    parent = tmp_path / "checkpoints"
+    write(tmp_path, 1)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for pid in (dead.pid, os.getpid(), os.getppid()):
+        (parent / f".step-000000000002.tmp-{pid}").mkdir()
+        (parent / f".step-000000000002.tmp-{pid}" / "model.safetensors").write_bytes(b"torn")
+    assert found_step(tmp_path) == 1
+    write(tmp_path, 2)
+    assert names(tmp_path) == [f".step-000000000002.tmp-{os.getppid()}", *step_names(1, 2)]
+
+
+# -- damage ------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE: list[tuple[str, str, Any]] = [
+    ("model.safetensors", "model.safetensors: SHA-256 differs", lambda p: flip(p, -1)),
+    ("model.safetensors", "model.safetensors: SHA-256 differs", lambda p: flip(p, 40)),
+    ("model.safetensors", r"model.safetensors: \d+ bytes instead of \d+", lambda p: os.truncate(p, 999)),
+    ("model.safetensors", r"model.safetensors: 0 bytes instead of \d+", lambda p: os.truncate(p, 0)),
+    ("model.safetensors", r"model.safetensors: \d+ bytes instead of \d+", lambda p: os.truncate(p, 10**5)),
+    ("model.safetensors", "model.safetensors is missing", lambda p: p.unlink()),
+    ("manifest.json", "manifest.json is missing", lambda p: p.unlink()),
+    ("manifest.json", "manifest.json cannot be read", lambda p: os.truncate(p, 200)),
+    ("manifest.json", "manifest.json cannot be read", lambda p: os.truncate(p, 0)),
+    ("manifest.json", "manifest.json cannot be read", lambda p: p.write_bytes(bytes(200))),
+    ("manifest.json", "manifest.json cannot be read", lambda p: p.write_text('["format"]')),
+    ("manifest.json", "manifest.json: SHA-256 differs", lambda p: p.write_text('{"format": 1, "step": 120}')),
+    ("manifest.json", "manifest.json: SHA-256 differs", lambda p: flip(p, p.read_bytes().index(b": 3") + 2)),
+    ("manifest.json", "manifest.json: Is a directory", lambda p: (p.unlink(), p.mkdir())),
+]
+
+
+@pytest.mark.parametrize(("file", "reason", "damage"), DAMAGE)
+def test_damage_is_found_and_passed_over(tmp_path: Path, file: str, reason: str, damage: Any) -> None:
+    write(tmp_path, 100)
+    damage(write(tmp_path, 120) / file)
+    lines: list[str] = []
+    found = find_checkpoint(tmp_path, lines.append)
+    assert found is not None
+    assert found.step == 100
+    assert len(lines) == 1
+    assert re.fullmatch(rf"checkpoint of step 120 is damaged \({reason}\); taking step 100", lines[0])
+
+
+def test_every_byte_of_a_checkpoint_is_guarded(tmp_path: Path) -> None:
+    good = write_checkpoint(tmp_path, 1, {"a": torch.arange(3)}, {"seed": 1})
+    for file in good.iterdir():
+        data = file.read_bytes()
+        for position in range(len(data)):
+            flip(file, position)
+            # Only the end of the manifest, after its seal, holds nothing that could be wrong.
+            try:
+                found = find_checkpoint(tmp_path, pytest.fail)
+            except CheckpointError:
+                pass
+            else:
+                assert found is not None
+                assert same(found.tensors(), {"a": torch.arange(3)})
+                assert found.manifest["seed"] == 1
+                assert position > data.rindex(b'"sha256": "') + 64
+                assert file.name == "manifest.json"
+            file.write_bytes(data)
+
+
+def test_several_damaged_ones_are_told_each(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep=9)
+    for step in (2, 3):
+        flip(tmp_path / f"checkpoints/step-{step:012d}/model.safetensors", -1)
+    told = "checkpoint of step {} is damaged (model.safetensors: SHA-256 differs); taking step 1"
+    assert found_step(tmp_path, [told.format(3), told.format(2)]) == 1
+
+
+def test_no_whole_one_is_an_error(tmp_path: Path) -> None:
+    flip(write(tmp_path, 100) / "model.safetensors", -1)
+    (write(tmp_path, 120) / "manifest.json").unlink()
+    assert refusal(CheckpointError, find_checkpoint, tmp_path, pytest.fail) == (
+        f"no checkpoint in {tmp_path}/checkpoints is whole: step 120 (manifest.json is missing), "
+        "step 100 (model.safetensors: SHA-256 differs); "
+        "restore one from a copy, or choose another --run-dir to train from the start"
+    )
+
+
+def test_a_folder_under_another_name_is_damage(tmp_path: Path) -> None:
+    path = write(tmp_path, 100)
+    shutil.copytree(path, path.with_name("step-000000000200"))
+    assert found_step(
+        tmp_path, ["checkpoint of step 200 is damaged (manifest.json: is of step 100); taking step 100"]
+    )
+
+
+def test_a_newer_format_is_refused_and_never_removed(tmp_path: Path) -> None:
+    write(tmp_path, 100)
+    manifest = write(tmp_path, 120) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    assert refusal(CheckpointError, find_checkpoint, tmp_path, pytest.fail) == (
+        f"checkpoint of step 120 in {tmp_path}/checkpoints has format version 2, "
+        "and this Paceline reads versions up to 1; "
+        "install the Paceline that wrote it, or choose another --run-dir"
+    )
+    write(tmp_path, 130, keep=1)
+    assert names(tmp_path) == step_names(120, 130)
+
+
+def test_files_that_do_not_match_their_manifest_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    found = find_checkpoint(tmp_path, pytest.fail)
+    assert found is not None
+    found.manifest["tensors"]["model.steps"]["shape"] = [1]
+    wanted = f"{path}: 'model.steps' is not what the manifest says; take another checkpoint"
+    assert refusal(CheckpointError, found.tensors) == wanted
+    shutil.rmtree(path)
+    assert refusal(CheckpointError, found.tensors).startswith(f"{path} could not be read: No such file")
+
+
+# -- interruptions -----------------------------------------------------------------------------------------
+
+
+KILLER = """
+import json, os, random, shutil, signal, sys
+from pathlib import Path
+import torch
+sys.path.insert(0, sys.argv[1])
+from test_checkpoint import equal, names, sample
+from paceline.checkpoint.files import find_checkpoint, write_checkpoint
+
+torch.set_num_threads(1)
+root, replace = Path(sys.argv[2]), sys.argv[3] == "replace"
+EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def write_and_die(folder, events, size):
+    left = [events, size]
+    def on_event(event, arguments):
+        if event in EVENTS:
+            left[0] -= 1
+            if left[0] < 0:
+                die()
+    real = os.write
+    def write(fd, data):
+        if len(data) > left[1]:
+            real(fd, data[:left[1]])
+            die()
+        left[1] -= len(data)
+        return real(fd, data)
+    os.write = write
+    sys.addaudithook(on_event)
+    # Replacing, the other content is under the same step, and nothing else is there.
+    write_checkpoint(folder, 3, sample(3), {"version": "new"}, keep=1 if replace else 2)
+    os._exit(0)
+
+base = root / "base"
+for step in (3,) if replace else (1, 2):
+    write_checkpoint(base, step, sample(step if not replace else 30), {"version": "old"})
+
+def trial(events, size):
+    folder = root / f"{events}-{size}"
+    shutil.copytree(base, folder)
+    pid = os.fork()
+    if pid == 0:
+        write_and_die(folder, events, size)
+    killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    said = []
+    found = find_checkpoint(folder, said.append)
+    version = found.manifest["version"]
+    wanted = sample(3 if version == "new" else 30 if replace else found.step)
+    whole = equal(found.tensors(), wanted)
+    write_checkpoint(folder, 4, sample(4), {}, keep=2)
+    print(json.dumps({"killed": killed, "found": [found.step, version], "whole": whole, "said": said,
+                      "after": names(folder)}), flush=True)
+    shutil.rmtree(folder)
+    return killed
+
+events = 0
+while trial(events, 1 << 40):
+    events += 1
+total = sum(file.stat().st_size for file in (base / "checkpoints" / names(base)[-1]).iterdir())
+for size in sorted(random.Random(7).sample(range(total - 20), 30)):
+    trial(1 << 40, size)
+"""
+
+
+@pytest.mark.parametrize("scenario", ["next", "replace"])
+def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, scenario: str) -> None:
+    """SIGKILL before every operation on the file system, and after 30 seeded numbers of bytes."""
+    command = [sys.executable, "-c", KILLER, str(Path(__file__).parent), str(tmp_path), scenario]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    trials = [json.loads(line) for line in done.stdout.splitlines()]
+    killed = [trial for trial in trials if trial["killed"]]
+    assert len(killed) == len(trials) - 1 >= 45
+    for trial in trials:
+        assert trial["whole"], trial
+        assert trial["said"] == [], trial
+        assert trial["found"] in ([2, "old"], [3, "old"], [3, "new"]), trial
+        assert trial["after"] in (step_names(2, 4), step_names(3, 4)), trial
+    old, new = ("old", 2 if scenario == "next" else 3), ("new", 3)
+    order = [(version, step) for step, version in (trial["found"] for trial in trials[:-30])]
+    assert set(order) == {old, new}
+    assert order == sorted(order, key=lambda found: found[0] == "new")  # once the new one is there, it stays
+
+
+@pytest.fixture
+def small_files() -> Iterator[int]:
+    """This process may write 4096 bytes to a file, as under ulimit -f; Python ignores SIGXFSZ."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield 4096
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_the_limit_on_file_sizes(tmp_path: Path, small_files: int) -> None:
+    write_checkpoint(tmp_path, 100, {"a": torch.ones(2)}, {})
+    assert refusal(CheckpointError, write, tmp_path, 120) == (
+        f"checkpoint of step 120 could not be written to {tmp_path}/checkpoints: File too large; "
+        "raise the limit on the size of a file (ulimit -f) or choose another --run-dir; "
+        "the checkpoint of step 100 is intact"
+    )
+    assert names(tmp_path) == step_names(100)
+    out = tmp_path / "model.safetensors"
+    write_model({"a": torch.ones(2)}, out)
+    before = out.read_bytes()
+    assert refusal(CheckpointError, write_model, sample(1), out) == (
+        f"the model could not be written to {out}: File too large; "
+        "raise the limit on the size of a file (ulimit -f) or choose another file"
+    )
+    assert out.read_bytes() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "paceline-test", disk], check=True)
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.root
+def test_a_full_disk_and_one_that_is_read_only(small_disk: Path) -> None:
+    run = small_disk / "run"
+    big = {"a": torch.zeros(500_000), "b": torch.zeros(1)}
+    said = f"checkpoint of step {{}} could not be written to {run}/checkpoints: {{}}; {{}} another --run-dir"
+    full = said.format(90, "No space left on device", "free some space (it needs 2.0 MB) or choose")
+    assert refusal(CheckpointError, write_checkpoint, run, 90, big, {}) == full
+    assert find_checkpoint(run, pytest.fail) is None
+    write(run, 100)
+    full = full.replace("90", "120") + "; the checkpoint of step 100 is intact"
+    for _ in range(3):  # a failed try leaves nothing behind that the next one would lack
+        assert refusal(CheckpointError, write_checkpoint, run, 120, big, {}) == full
+    out = small_disk / "model.safetensors"
+    assert refusal(CheckpointError, write_model, big, out) == (
+        f"the model could not be written to {out}: No space left on device; "
+        "free some space (it needs 2.0 MB) or choose another file"
+    )
+    assert sorted(each.name for each in small_disk.iterdir()) == ["run"]
+    assert found_step(run) == 100
+    write(run, 130)
+    assert names(run) == step_names(100, 130)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    cure = "see that the folder exists and can be written to, or choose"
+    wanted = said.format(140, "Read-only file system", cure)
+    assert refusal(CheckpointError, write, run, 140) == f"{wanted}; the checkpoint of step 130 is intact"
+
+
+def test_a_run_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    assert refusal(CheckpointError, write, tmp_path / "run", 1) == (
+        f"checkpoint of step 1 could not be written to {tmp_path}/run/checkpoints: File exists; "
+        "see that the folder exists and can be written to, or choose another --run-dir"
+    )
+    assert refusal(CheckpointError, find_checkpoint, tmp_path / "run", pytest.fail) == (
+        f"{tmp_path}/run/checkpoints could not be read: Not a directory; "
+        "see that it is a folder that you may read, or choose another --run-dir"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_tensors_on_a_gpu_are_kept(tmp_path: Path) -> None:
+    state = {name: tensor.cuda() for name, tensor in sample(4).items()}
+    write_checkpoint(tmp_path, 4, state, {})
+    assert found_step(tmp_path) == 4
+
+
+# -- export ------------------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.phase = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64))
+        self.register_buffer("flipped", torch.randn(3, 2).t())
+
+
+def save_net(folder: Path, step: int, *nets: torch.nn.Module) -> None:
+    trainers = [{"model": net.state_dict(keep_vars=True), "step": step} for net in nets]
+    flat, skeleton = flatten({"trainers": trainers}, "")
+    write_checkpoint(folder, step, flat, {"tree": skeleton}, keep=9)
+
+
+def test_export_holds_what_a_strict_load_needs(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    run, out = tmp_path / "run", tmp_path / "model.safetensors"
+    nets = [Net(), Net(), Net()]
+    save_net(run, 100, nets[0], nets[1])
+    save_net(run, 120, nets[2], nets[1])
+    for options, step, wanted in [
+        ({}, 120, nets[2]),
+        ({"trainer": 1}, 120, nets[1]),
+        ({"step": 100}, 100, nets[0]),
+    ]:
+        line = export_model(run, out, **options)
+        size = out.stat().st_size
+        assert line == f"wrote {out}: 9 tensors, {size_text(size)}, from step {step} of {run}"
+        fresh = Net()
+        fresh.load_state_dict(load_file(out), strict=True)
+        assert same(dict(fresh.state_dict()), dict(wanted.state_dict()))
+        assert list(load_file(out).keys() ^ wanted.state_dict().keys()) == []
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.safetensors", "run"]
+    assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~current_umask()
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_export_says_what_it_passed_over(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "m.safetensors"
+    save_net(run, 100, torch.nn.Linear(2, 2))
+    save_net(run, 120, torch.nn.Linear(2, 2))
+    flip(run / "checkpoints/step-000000000120/model.safetensors", -1)
+    first, second = export_model(run, out).splitlines()
+    assert first == "checkpoint of step 120 is damaged (model.safetensors: SHA-256 differs); taking step 100"
+    assert second == f"wrote {out}: 2 tensors, {out.stat().st_size} bytes, from step 100 of {run}"
+
+
+def test_export_errors(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "m.safetensors"
+    wanted = f"there is no checkpoint in {run}; give the --run-dir of a run that saved one"
+    assert refusal(CheckpointError, export_model, run, out) == wanted
+    save_net(run, 100, torch.nn.Linear(2, 2))
+    save_net(run, 120, torch.nn.Linear(2, 2))
+    wanted = f"there is no checkpoint of step 70 in {run}; choose one of the steps 100, 120"
+    assert refusal(CheckpointError, export_model, run, out, step=70) == wanted
+    assert refusal(UsageError, export_model, run, out, trainer=1) == (
+        f"there is no trainer 1 in step 120 of {run}, which has 1; "
+        "count trainers from 0, in the order in which the script makes them"
+    )
+    assert refusal(UsageError, export_model, run, tmp_path / "m.pt") == (
+        f"the model cannot be exported to {tmp_path}/m.pt: only .safetensors files, which run no code, "
+        f"are written; name it {tmp_path}/m.safetensors"
+    )
+    assert refusal(CheckpointError, export_model, run, tmp_path / "no/m.safetensors") == (
+        f"the model could not be written to {tmp_path}/no/m.safetensors: No such file or directory; "
+        "see that the folder exists and can be written to, or choose another file"
+    )
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ({"a": 1}, "dict"),
+        (torch.ones(2, dtype=torch.complex128), "torch.complex128 tensor on cpu"),
+        (torch.ones(2, device="meta"), "torch.float32 tensor on meta"),
+    ],
+)
+def test_a_state_that_safetensors_cannot_hold(tmp_path: Path, value: Any, kind: str) -> None:
+    assert refusal(UsageError, write_model, {"x._extra_state": value}, tmp_path / "m.safetensors") == (
+        f"'x._extra_state' of the model's state is of a kind that safetensors files do not hold ({kind}); "
+        "keep it out of state_dict(), as register_buffer(..., persistent=False) does, or convert it"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (999_960, "1.0 MB"),
+        (1_200_000_000, "1.2 GB"),
+        (10**16, "10000.0 TB"),
+    ],
+)
+def test_sizes_for_readers(count: int, text: str) -> None:
+    assert size_text(count) == text

@@ -1,0 +1,92 @@
+"""The contract of every strategy: what one process in plain PyTorch computes, bit by bit to rounding.
+
+A strategy that is built joins `TEAMS`; nothing else changes.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from cases import CASES
+from launching import SCRIPTS, paceline
+from oracle import Result, apart, train
+from safetensors.torch import load_file
+
+TOLERANCE = 1e-12
+TEAMS = {
+    "1 worker": ["--workers", "1"],
+    "2 workers": ["--workers", "2"],
+    "3 workers": ["--workers", "3"],
+    "5 workers": ["--workers", "5"],
+    "2 unequal": ["--workers", "2", "--shares", "3,1"],
+    "3 unequal, one idle": ["--workers", "3", "--shares", "1,0,2"],
+}
+
+
+@cache
+def oracle(name: str) -> Result:
+    torch.set_num_threads(1)
+    return train(CASES[name])
+
+
+@pytest.fixture(scope="module", params=TEAMS)
+def outcome(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("contract")
+    paceline("run", *TEAMS[request.param], SCRIPTS / "contract.py", folder / "out", *CASES, cwd=folder)
+    return load_file(folder / "out.safetensors"), json.loads((folder / "out.json").read_text())
+
+
+def weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in state.items() if "running" not in key and "tracked" not in key}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_one_process(outcome, name):
+    tensors, _ = outcome
+    mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+    assert apart(weights(mine), weights(oracle(name).weights)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reports_are_those_of_one_process(outcome, name):
+    _, figures = outcome
+    theirs, mine = oracle(name).figures, figures[name]
+    assert mine["samples"] == theirs["samples"]
+    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
+    assert mine["norm"] == pytest.approx(theirs["norm"], rel=1e-9)
+    for one, other in zip(mine["metrics"], theirs["metrics"], strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluation_counts_every_row_once(outcome, name):
+    _, figures = outcome
+    assert figures[name]["evaluation"] == pytest.approx(oracle(name).evaluation, rel=1e-10)
+    assert figures[name]["evaluation"]["n"] == len(CASES[name].data())
+
+
+def test_batchnorm_statistics_are_those_of_one_process(outcome):
+    tensors, _ = outcome
+    for key, value in oracle("batchnorm").weights.items():
+        if "running" in key or "tracked" in key:
+            assert torch.allclose(tensors[f"batchnorm/{key}"], value, rtol=1e-12, atol=1e-14), key
+
+
+def test_evaluation_is_equal_bit_by_bit_on_any_number_of_workers(tmp_path: Path):
+    """The same weights, evaluated by one and by three workers with one thread each."""
+    script = tmp_path / "evaluate.py"
+    script.write_text(
+        "import json, sys, paceline\nfrom cases import CASES, right\ncase = CASES['tokens']\n"
+        "t = paceline.Trainer(case.model, case.loss, case.optimizer, global_batch=14)\n"
+        "found = t.evaluate(case.data(), right)\n"
+        "if t.main: open(sys.argv[1], 'w').write(json.dumps(found))\n"
+    )
+    found = []
+    for workers in ("1", "3"):
+        paceline("run", "--workers", workers, script, tmp_path / workers, cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+        found.append(json.loads((tmp_path / workers).read_text()))
+    assert found[0] == found[1]

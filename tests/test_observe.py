@@ -1,0 +1,589 @@
+"""Journal, progress line, report and explanation: the files, pipes and pseudo-terminals are real."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pty
+import re
+import resource
+import subprocess
+import sys
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from paceline.errors import UsageError
+from paceline.observe.explain import explain
+from paceline.observe.journal import Journal, effective_steps, read_journal
+from paceline.observe.progress import Progress
+from paceline.observe.report import summarise, write_report
+
+GRID = "global batch 256 = 8 micro-batches of 32 rows; one epoch = 391 steps"
+
+
+def step(number: int, **fields: Any) -> dict[str, Any]:
+    """A record of ten steps."""
+    record = {
+        "trainer": 0,
+        "step": number,
+        "epoch": 0,
+        "loss": 2.5,
+        "samples": 2560,
+        "steps": 10,
+        "seconds": 0.5,
+        "time": {"data": 0.025, "compute": 0.411, "reduce": 0.05, "update": 0.014, "other": 0.0},
+        "waited_for": {1: 0.02},
+        "bytes": 10_000_000,
+    }
+    return {**record, **fields}
+
+
+def write_run(folder: Path, script: str = "train.py") -> None:
+    """Two attempts: the first was killed after step 60, the second resumed from step 50 and finished."""
+    journal = Journal(folder)
+    start = {
+        "workers": 2,
+        "hosts": 1,
+        "plan": "data=2",
+        "plan_origin": "--plan",
+        "script": script,
+        "argv": [script, "--size", "big one"],
+        "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "seed": 7,
+        "threads": 1,
+        "device": "cpu",
+    }
+    journal.write("compare", workers=1, samples_per_second=2560.0)
+    journal.write("start", **start, resumed_from=None)
+    journal.write("grid", trainer=0, phase=0, steps=100, shares=[5, 3], text=GRID)
+    journal.write("decision", what="micro-batches are merged", why="the forward drew no random numbers")
+    for done in range(10, 70, 10):
+        journal.write("step", **step(done, loss=10.0 - done / 10))
+    journal.write("evaluate", trainer=0, step=60, results={"accuracy": 0.1, "n": 500})
+    journal.write("start", **start, resumed_from=50)
+    journal.write("grid", trainer=0, phase=0, steps=100, shares=[5, 3], text=GRID)
+    journal.write("decision", what="micro-batches are merged", why="the forward drew no random numbers")
+    for done in range(60, 110, 10):
+        journal.write("step", **step(done, loss=8.0 - done / 20, metrics={"error": 1 / done}))
+        journal.write("evaluate", trainer=0, step=done, results={"accuracy": done / 200, "n": 500})
+        journal.write("log", step=done, values={"accuracy": done / 200, "sample": f"text of step {done}"})
+    journal.write("checkpoint", step=100, path="checkpoints/step-000000000100", seconds=0.25, bytes=1000)
+    journal.write("finished", step=100)
+    journal.close()
+
+
+# ---- the journal
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "run")
+    journal.write(
+        "step",
+        loss=torch.tensor(2.5, requires_grad=True),
+        lr=np.float32(0.5),
+        half=torch.tensor([1.0, math.nan], dtype=torch.bfloat16),
+        count=np.int64(3),
+        bad=[math.nan, math.inf, 1.5],
+        waited_for={1: 0.25},
+        path=tmp_path,
+        flag=True,
+        none=None,
+        name="a\ud800b",
+        event_kind={"x"},
+    )
+    journal.close()
+    (event,) = read_journal(tmp_path / "run")
+    assert event.pop("at") > 1_600_000_000
+    assert event == {
+        "event": "step",
+        "loss": 2.5,
+        "lr": 0.5,
+        "half": [1.0, None],
+        "count": 3,
+        "bad": [None, None, 1.5],
+        "waited_for": {"1": 0.25},
+        "path": str(tmp_path),
+        "flag": True,
+        "none": None,
+        "name": "a\\ud800b",
+        "event_kind": ["x"],
+    }
+
+
+def test_the_first_line_is_the_version_and_files_are_private(tmp_path: Path) -> None:
+    for _ in range(2):
+        Journal(tmp_path / "run").close()
+    path = tmp_path / "run" / "journal.jsonl"
+    (line,) = path.read_text().splitlines()
+    assert {k: v for k, v in json.loads(line).items() if k != "at"} == {"event": "journal", "version": 1}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_folder_nothing_happens() -> None:
+    journal = Journal(None)
+    journal.write("step", loss=1.0)
+    journal.close()
+
+
+def test_a_torn_line_is_skipped_and_does_not_swallow_the_next(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write("a")
+    journal.write("b", text="x" * 100)
+    journal.close()
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(path.read_bytes()[:-50])
+    assert [event["event"] for event in read_journal(tmp_path)] == ["a"]
+    journal = Journal(tmp_path)
+    journal.write("c")
+    journal.close()
+    assert [event["event"] for event in read_journal(tmp_path)] == ["a", "c"]
+
+
+def test_a_later_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").write_text('{"event":"journal","version":2}\n')
+    with pytest.raises(UsageError) as caught:
+        read_journal(tmp_path)
+    path = tmp_path / "journal.jsonl"
+    assert str(caught.value) == f"{path} is of version 2, this Paceline reads up to 1; install a newer Paceline"
+
+
+def test_lines_of_several_processes_never_interleave(tmp_path: Path) -> None:
+    Journal(tmp_path).close()
+    script = """
+import sys
+from pathlib import Path
+from paceline.observe.journal import Journal
+journal = Journal(Path(sys.argv[1]))
+sys.stdin.read()
+for place in range(500):
+    journal.write("step", writer=int(sys.argv[2]), place=place, text=sys.argv[2] * (place * 37 % 5000))
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    writers = [subprocess.Popen([*command, str(k)], stdin=subprocess.PIPE) for k in range(4)]
+    for writer in writers:  # all are let go at once
+        assert writer.stdin is not None
+        writer.stdin.close()
+    assert [writer.wait() for writer in writers] == [0] * 4
+    events = read_journal(tmp_path)
+    assert len((tmp_path / "journal.jsonl").read_bytes().splitlines()) == 1 + 4 * 500
+    for k in range(4):
+        own = [event for event in events if event["writer"] == k]
+        assert [event["place"] for event in own] == list(range(500))
+        assert all(event["text"] == str(k) * (event["place"] * 37 % 5000) for event in own)
+
+
+def test_a_full_disk_warns_once_and_later_lines_are_whole(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "journal.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 30, limits[1]))  # Python ignores SIGXFSZ: EFBIG
+    try:
+        journal.write("torn", text="x" * 100)
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            journal.write("lost")
+            journal.write("lost")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [str(one.message) for one in caught] == [
+        f"{tmp_path / 'journal.jsonl'} cannot be written (File too large): the training goes on, "
+        "its report will have gaps; free space on that disk"
+    ]
+    journal.write("whole")
+    journal.close()
+    assert [event["event"] for event in read_journal(tmp_path)] == ["whole"]
+
+
+def test_a_resumed_attempt_supersedes_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    events = read_journal(tmp_path)
+    assert [event["step"] for event in events if event["event"] == "step"] == [
+        *range(10, 70, 10),
+        *range(60, 110, 10),
+    ]
+    kept = effective_steps(events)
+    assert [event["step"] for event in kept] == list(range(10, 110, 10))
+    assert [event["loss"] for event in kept[4:6]] == [5.0, 5.0]  # 10 - 50 / 10, then 8 - 60 / 20
+    assert [event["step"] for event in effective_steps(events, "evaluate")] == list(range(60, 110, 10))
+
+
+def test_an_attempt_from_scratch_supersedes_everything() -> None:
+    events = [
+        {"event": "step", "step": 5},
+        {"event": "start", "resumed_from": None},
+        {"event": "step", "step": 1},
+    ]
+    assert effective_steps(events) == [{"event": "step", "step": 1}]
+
+
+# ---- progress
+
+
+def plain_progress(every: float) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    return Progress(Console(file=out, width=200), every=every), out
+
+
+def test_plain_lines() -> None:
+    progress, out = plain_progress(every=0.0)
+    with progress:
+        progress.phase({"trainer": 0, "steps": 1200, "text": GRID})
+        progress.step(step(10, loss=2.3144))
+        progress.line("a line of [bold]the script")
+        progress.step(step(20, loss=None, seconds=1.5))
+    assert out.getvalue().splitlines() == [
+        GRID,
+        "step 10/1200  loss 2.314  5,120 samples/s  1:00 left  compute 82% reduce 10% data 5% update 3%",
+        "a line of [bold]the script",
+        "step 20/1200  loss not finite  2,560 samples/s  1:58 left  compute 82% reduce 10% data 5% update 3%",
+    ]
+
+
+def test_plain_lines_come_first_then_rarely_and_last() -> None:
+    progress, out = plain_progress(every=3600.0)
+    for done in range(10, 60, 10):
+        progress.step({"step": done, "loss": float(done)})
+    progress.close()
+    progress.close()
+    assert out.getvalue().splitlines() == ["step 10  loss 10.00", "step 50  loss 50.00"]
+
+
+def test_several_trainers_show_every_loss() -> None:
+    progress, out = plain_progress(every=0.0)
+    for trainer, loss in (("generator", 1.5), ("critic", 0.25)):
+        progress.step({"trainer": trainer, "step": 3, "loss": loss})
+    assert out.getvalue().splitlines()[-1] == "step 3  loss 1.500 0.2500"
+
+
+def test_rates_are_of_the_last_ten_seconds() -> None:
+    progress, out = plain_progress(every=0.0)
+    for done, seconds in ((1, 100.0), (2, 5.0), (3, 5.0)):
+        progress.step({"step": done, "samples": 1000, "steps": 1, "seconds": seconds})
+    assert out.getvalue().splitlines()[-1] == "step 3  200 samples/s"
+
+
+def live_progress(width: int) -> str:
+    """What is left on a terminal of that width after some events: the control codes are taken out."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    with Progress(console) as progress:
+        progress.phase({"trainer": 0, "steps": 1200, "text": "the grid"})
+        progress.step(step(750, loss=2.3144))
+        progress.line("\x1b[31mred\x1b[0m\x1b[2J")
+        progress.step(step(900, loss=2.25))
+    assert out.getvalue().endswith("\n\x1b[?25h")  # the line stays, and so does the cursor
+    assert "\x1b[2J" not in out.getvalue()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+
+
+def test_the_live_line_holds_all_parts() -> None:
+    shown = live_progress(140)
+    last = "step 900/1200  ▕█████████   ▏  loss 2.250  5,120 samples/s  0:15 left  "
+    last += "compute 82% reduce 10% data 5% update 3%"
+    assert shown.rstrip().splitlines()[-1].rpartition("\r")[2].rstrip() == last
+    assert "the grid\n" in shown
+    assert "red\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (
+            95,
+            "step 900/1200  loss 2.250  5,120 samples/s  0:15 left  compute 82% reduce 10% data 5% update 3%",
+        ),
+        (60, "step 900/1200  loss 2.250  5,120 samples/s  0:15 left"),
+        (40, "step 900/1200  loss 2.250  0:15 left"),
+        (30, "step 900/1200  loss 2.250"),
+        (20, "step 900/1200"),
+    ],
+)
+def test_a_narrow_terminal_drops_the_least_important(width: int, line: str) -> None:
+    assert live_progress(width).rstrip().splitlines()[-1].rpartition("\r")[2].rstrip() == line
+
+
+TRAINING = """
+import sys
+from paceline.observe.progress import Progress
+with Progress() as progress:
+    progress.phase({"steps": 100, "text": "the grid"})
+    for done in range(1, 101):
+        progress.step({"step": done, "loss": 1.0, "steps": 1, "seconds": 0.1})
+        progress.line(f"line {done}")
+print("the script's own", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_on_a_real_terminal_the_line_is_live() -> None:
+    agent, terminal = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", TRAINING],
+        stdout=terminal,
+        stderr=terminal,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(agent, 65536):
+            shown += part
+    except OSError:  # so ends a pseudo-terminal
+        pass
+    os.close(agent)
+    assert child.wait() == 3
+    assert b"step 100/100" in shown
+    assert b"\x1b[2K" in shown
+    assert b"line 100" in shown
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_reader_that_goes_away_does_not_end_the_training(terminal: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = (
+        TRAINING
+        if not terminal
+        else TRAINING.replace(
+            "Progress()",
+            "Progress(__import__('rich.console').console.Console(stderr=True, force_terminal=True))",
+        )
+    )
+    child = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=writer, check=False)
+    os.close(writer)
+    assert child.returncode == 3
+
+
+def test_a_closed_stream_is_survived() -> None:
+    progress, out = plain_progress(every=0.0)
+    out.close()
+    progress.line("nobody reads this")
+    progress.step(step(10))
+    progress.close()
+
+
+# ---- the report
+
+
+class Page(HTMLParser):
+    """Reads a page strictly: every element that is opened is closed, in order."""
+
+    VOID = frozenset(("meta", "br"))
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def read_page(folder: Path) -> Page:
+    return Page((folder / "report.html").read_text())
+
+
+def test_the_summary_counts_every_step_once(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    summary = summarise(tmp_path)
+    assert (summary.workers, summary.steps_done, summary.samples) == (2, 100, 25_600)
+    assert summary.losses == {"": (9.0, 3.0)}
+    assert summary.samples_per_second == pytest.approx(5120.0)
+    assert summary.speedup == pytest.approx(2.0)
+    assert summary.time["compute"] == pytest.approx(4.11)
+    assert summary.waited_for == {"1": pytest.approx(0.2)}
+    assert (summary.bytes_moved, summary.bytes_per_step) == (100_000_000, 1_000_000.0)
+    assert summary.series == {"accuracy": [(float(done), done / 200) for done in range(60, 110, 10)]}
+    assert summary.texts == {"sample": (100, "text of step 100")}
+    assert (len(summary.attempts), len(summary.grids), len(summary.decisions)) == (2, 1, 1)
+    assert summary.finished
+
+
+def test_the_steady_speed_leaves_the_first_tenth_out(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for done in range(10, 210, 10):
+        journal.write("step", **step(done, seconds=50.0 if done <= 20 else 0.5))
+    assert summarise(tmp_path).samples_per_second == pytest.approx(5120.0)
+
+
+def test_an_attempt_with_nothing_left_to_do_is_not_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    journal = Journal(tmp_path)
+    journal.write("start", workers=7, resumed_from=100)
+    journal.write("finished", step=100, already=True)
+    assert summarise(tmp_path).workers == 2
+
+
+def test_the_page_is_whole_and_needs_nothing_from_outside(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_report(tmp_path)
+    page = read_page(tmp_path)
+    raw = (tmp_path / "report.html").read_text()
+    assert not re.search(r"https?:|//|@import|url\(", raw)
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
+    assert not [attrs for _, attrs in page.tags if attrs.keys() & {"src", "href"}]
+    for figure in (
+        "3.000",
+        "loss, from 9.000",
+        "5,120",
+        "2.00\u00d7",
+        "as fast as 1 worker",
+        "100",
+        "25,600 samples",
+    ):
+        assert figure in page.text
+    for text in (
+        GRID,
+        "compute 82.2%",
+        "1 MB a step, 100 MB in all",
+        "data=2 (from --plan)",
+        "text of step 100",
+    ):
+        assert text in page.text
+    for text in (
+        "because the forward drew no random numbers",
+        "2, the last went on from step 50",
+        "torch 2.13.0",
+    ):
+        assert text in page.text
+    captions = [attrs["aria-label"] for _, attrs in page.tags if attrs.get("class") == "chart"]
+    assert captions == [
+        "loss: 9.000 to 3.000 over 10 points",
+        "samples/s: 5,120 to 5,120 over 10 points",
+        "error: 0.0167 to 0.01 over 5 points",
+        "accuracy: 0.3000 to 0.5000 over 5 points",
+    ]
+    assert [path.name for path in tmp_path.iterdir() if "report" in path.name] == ["report.html"]
+
+
+def test_the_terminal_text(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    text = re.sub(r" in \d.* m?s$", " in T", write_report(tmp_path, width=200), flags=re.M)
+    assert text.splitlines() == [
+        "train.py finished at step 100",
+        "loss        9.000 at first, 3.000 at last",
+        "evaluation  accuracy 0.5000, n 500 (step 100)",
+        "done        100 steps, 25,600 samples in T",
+        "speed       5,120 samples/s, 2.00 times as fast as 1 worker",
+        "time        compute 82% (4.1 s), reduce 10% (0.5 s), data 5% (0.2 s), update 3% (0.1 s)",
+        "waited for  worker 1 0.2 s",
+        "bytes       1 MB a step, 100 MB in all, sent by worker 0",
+        f"report      {tmp_path}/report.html",
+    ]
+    assert max(map(len, write_report(tmp_path, width=40).splitlines())) <= 40
+    assert "\x1b[1;32mtrain.py finished at step 100\x1b[0m" in write_report(tmp_path, colour=True)
+
+
+EVIL = "<script>alert('x')</script>\"&"
+
+
+def test_everything_of_the_users_is_escaped(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write("start", script=EVIL, argv=[EVIL], plan=EVIL, plan_origin=EVIL, versions={EVIL: EVIL}, hosts=[EVIL])
+    journal.write("grid", text=EVIL, shares=[EVIL])
+    journal.write("decision", what=EVIL, why=EVIL)
+    for done in (1, 2):
+        for trainer in (EVIL, "b"):
+            fields = {"time": {EVIL: 1.0}, "waited_for": {EVIL: 1.0}, "metrics": {EVIL: 1.0 * done}}
+            journal.write("step", **step(done, trainer=trainer, **fields))
+        journal.write("evaluate", trainer=EVIL, step=done, results={EVIL: float(done)})
+        journal.write("log", step=done, values={EVIL: EVIL, "c": 1.0})
+    journal.write("checkpoint", step=2, path=EVIL, seconds=1.0)
+    journal.write("failed", worker=EVIL, host=EVIL, cause=EVIL, text=EVIL)
+    write_report(tmp_path)
+    page = read_page(tmp_path)
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert page.text.count("<script>alert('x')</script>") > 10
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_hardly_began_has_a_report(tmp_path: Path, steps: int) -> None:
+    journal = Journal(tmp_path)
+    assert "not ended, last seen at step 0: killed, or still running" in write_report(tmp_path)
+    assert explain(tmp_path).endswith(f"\n\nNext: the same command again, with --run-dir {tmp_path}")
+    for done in range(steps):
+        journal.write("step", step=done + 1, loss=math.nan)
+    write_report(tmp_path)
+    explain(tmp_path)
+    titles = [tag for tag, _ in read_page(tmp_path).tags if tag == "section"]
+    assert len(titles) == 1 + steps
+
+
+def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for done in range(1, 5001):
+        journal.write("step", **step(done, loss=1000.0 if done == 2500 else math.sin(done)))
+    write_report(tmp_path)
+    raw = (tmp_path / "report.html").read_text()
+    assert len(raw) < 150_000
+    assert "<title>step 2,500: 1,000</title>" in raw
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        summarise(tmp_path)
+    assert str(caught.value) == f"{tmp_path} is no run folder: it has no journal.jsonl; name one that --run-dir made"
+
+
+# ---- the explanation
+
+
+def test_explain_a_finished_run(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    text = explain(tmp_path)
+    for line in (
+        "  script        train.py --size 'big one'",
+        "  threads each  1",
+        "  plan    data=2 (from --plan)",
+        f"  grid    {GRID}",
+        "  micro-batches are merged\n    because the forward drew no random numbers",
+        "  waited for  worker 1 0.2 s",
+        "  bytes       1 MB a step, 100 MB in all, sent by worker 0",
+        "  attempts     2, the last went on from step 50",
+        "  checkpoints  1 in 0.2 s, the last checkpoints/step-000000000100",
+        "  ended        finished at step 100",
+    ):
+        assert line in text
+    assert text.endswith(f"\n\nNext: paceline export {tmp_path} model.safetensors")
+
+
+def test_explain_a_failed_run(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    journal = Journal(tmp_path)
+    journal.write("start", workers=3, plan="data=3", plan_origin="default", script="a b.py", argv=["a b.py", "-x"])
+    journal.write("stopped", step=0, why="a worker failed")
+    journal.write("failed", worker=2, host="ada", cause="ValueError: no", code=1, text="worker 2 failed\n  line 3")
+    text = explain(tmp_path)
+    assert "  failure   worker 2 on ada: ValueError: no\n  ended     failed at step 0: worker 2" in text
+    assert text.endswith(
+        f"\n\nworker 2 failed\n  line 3\n\nNext: paceline run --workers 3 --run-dir {tmp_path} 'a b.py' -x"
+    )

@@ -1,0 +1,310 @@
+"""The plan: what is printed is read back, what is valid fits the workers, every refusal says what to do."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from paceline.errors import PlanError
+from paceline.plan import Plan, describe
+
+AXES = ("data", "local", "shard", "tensor", "pipeline", "context")
+NUMBERS = st.integers(1, 999_999_999)
+VALUES: dict[str, st.SearchStrategy[object]] = {
+    "data": NUMBERS,
+    "local": NUMBERS,
+    "every": NUMBERS,
+    "outer": st.just("nesterov"),
+    "fragments": NUMBERS,
+    "server": NUMBERS,
+    "staleness": st.one_of(st.integers(0, 999_999_999), st.just(math.inf)),
+    "shard": NUMBERS,
+    "zero": st.sampled_from([1, 2, 3]),
+    "offload": st.just("cpu"),
+    "tensor": NUMBERS,
+    "pipeline": NUMBERS,
+    "schedule": st.just("1f1b"),
+    "context": NUMBERS,
+    "micro": NUMBERS,
+    "codec": st.sampled_from(["bf16", "fp16", "int8", "topk:0.01", "topk:.5", "powersgd:4", "sign", "auto"]),
+    "precision": st.sampled_from(["bf16", "fp16"]),
+    "recompute": st.just("blocks"),
+    "compile": st.just(True),
+    "exact": st.just(True),
+    "auto": st.just(True),
+}
+PLANS = st.fixed_dictionaries({}, optional=VALUES).map(lambda said: Plan(**said))  # type: ignore[arg-type]
+SMALL_AXES = st.fixed_dictionaries({}, optional={name: st.integers(1, 12) for name in AXES})
+
+
+def error_of(text: str, workers: int) -> PlanError | None:
+    try:
+        Plan.parse(text).validate(workers)
+    except PlanError as error:
+        return error
+    return None
+
+
+def refusal(text: str, workers: int = 8) -> str:
+    error = error_of(text, workers)
+    assert error is not None
+    return str(error)
+
+
+def test_the_strategies_above_cover_the_table() -> None:
+    assert list(VALUES) == [row.name for row in fields(Plan)]
+
+
+@given(PLANS)
+def test_what_is_printed_is_read_back(plan: Plan) -> None:
+    assert Plan.parse(str(plan)) == plan
+    assert str(Plan.parse(str(plan))) == str(plan)
+
+
+@given(PLANS, st.randoms(use_true_random=False), st.sampled_from([" ", "  ", "\t", "\n", " \n "]))
+def test_the_order_of_words_and_the_kind_of_white_space_do_not_matter(plan: Plan, random, space: str) -> None:
+    words = str(plan).split()
+    random.shuffle(words)
+    assert Plan.parse(space + space.join(words) + space) == plan
+
+
+def test_the_canonical_text_holds_only_what_was_said_in_the_order_of_the_table() -> None:
+    assert str(Plan()) == ""
+    assert Plan.parse("") == Plan()
+    text = "exact micro=4 codec=topk:0.01 staleness=inf server=2 data=08"
+    assert str(Plan.parse(text)) == "data=8 server=2 staleness=inf micro=4 codec=topk:0.01 exact"
+    assert str(Plan.parse("staleness=0")) == "staleness=0"
+
+
+@given(PLANS, st.integers(-1, 64))
+def test_a_valid_plan_uses_every_worker(plan: Plan, workers: int) -> None:
+    try:
+        valid = plan.validate(workers)
+    except PlanError:
+        return
+    assert math.prod(getattr(valid, axis) or 1 for axis in AXES) == workers
+    assert valid.data is not None
+    assert valid.validate(workers) == valid
+
+
+@given(st.integers(1, 10_000), st.one_of(st.none(), NUMBERS), st.sampled_from([None, "bf16"]))
+def test_data_is_what_the_workers_are(workers: int, micro: int | None, precision: str | None) -> None:
+    plan = Plan(micro=micro, precision=precision)
+    assert plan.validate(workers) == Plan(data=workers, micro=micro, precision=precision)
+    assert Plan(data=workers, micro=micro).validate(workers) == Plan(data=workers, micro=micro)
+
+
+@given(SMALL_AXES, st.integers(1, 48))
+def test_what_is_suggested_fits(axes: dict[str, int], workers: int) -> None:
+    """Axes that do not fit are refused with axes that do: the same words, other numbers."""
+    error = error_of(str(Plan(**axes)), workers)  # type: ignore[arg-type]
+    others = {name: axes[name] for name in AXES if name in axes and name != "data"}
+    product = math.prod(others.values())
+    if workers % product:
+        assert error is not None
+        assert error.cure.startswith("try ")
+        for text in error.cure.removeprefix("try ").split(" or "):
+            words = [word.split("=") for word in text.split()]
+            assert [name for name, _ in words] == list(others)
+            assert workers % math.prod(int(number) for _, number in words) == 0
+    elif axes.get("data", workers // product) != workers // product:
+        assert error is not None
+        assert error.cure == f"leave data out, or say data={workers // product}"
+    else:
+        assert (error is None) == (not others)
+
+
+@given(st.text())
+@example("data=" + "9" * 5000)
+@example("data=٣")
+@example("=")
+@example(",")
+@example("--")
+@example("micro=1e3")
+def test_no_text_raises_anything_else(text: str) -> None:
+    error = error_of(text, 8)
+    assert error is None or str(error) == f"{error.what}; {error.cure}"
+
+
+WORDS = st.one_of(
+    st.sampled_from(["data", "shard", "micro", "codec", "precision", "exact", "compile", "auto", "zero"]),
+    st.text("abcdehimrstx", max_size=8),
+)
+WORD = st.tuples(
+    WORDS, st.sampled_from(["", "=", "=1", "=0", "=-1", "=x", "=bf16", "=inf", ",", "=2=2"])
+).map("".join)
+
+
+@given(st.lists(WORD, max_size=5).map(" ".join), st.integers(1, 12))
+def test_nearly_right_text_raises_nothing_else(text: str, workers: int) -> None:
+    error = error_of(text, workers)
+    assert error is None or str(error) == f"{error.what}; {error.cure}"
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "message"),
+    [
+        ("shard=3", 8, "shard=3 does not divide 8 workers; try shard=2 or shard=4"),
+        ("shard=16", 8, "shard=16 does not divide 8 workers; try shard=8"),
+        ("shard=2", 1, "shard=2 does not divide 1 worker; try shard=1"),
+        ("pipeline=5", 7, "pipeline=5 does not divide 7 workers; try pipeline=1 or pipeline=7"),
+        (
+            "shard=2 pipeline=3",
+            8,
+            "shard=2 pipeline=3 need 6 workers and do not divide 8; "
+            "try shard=2 pipeline=2 or shard=2 pipeline=4",
+        ),
+        (
+            "shard=3 tensor=3",
+            8,
+            "shard=3 tensor=3 need 9 workers and do not divide 8; try shard=2 tensor=4",
+        ),
+        ("data=3", 8, "data=3 does not use 8 workers; leave data out, or say data=8"),
+        ("data=16", 8, "data=16 needs 16 workers and there are 8; leave data out, or say data=8"),
+        ("data=3 shard=2", 8, "data=3 shard=2 use 6 of 8 workers; leave data out, or say data=4"),
+        (
+            "data=8 shard=2",
+            8,
+            "data=8 shard=2 need 16 workers and there are 8; leave data out, or say data=4",
+        ),
+        ("", 0, "a plan cannot use 0 workers; start at least one"),
+    ],
+)
+def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
+    assert refusal(text, workers) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("every=50", "every=50 needs local; add local=N, or leave every=50 out"),
+        ("fragments=2", "fragments=2 needs local; add local=N, or leave fragments=2 out"),
+        ("outer=nesterov", "outer=nesterov needs local; add local=N, or leave outer=nesterov out"),
+        ("zero=3", "zero=3 needs shard; add shard=N, or leave zero=3 out"),
+        ("offload=cpu", "offload=cpu needs shard; add shard=N, or leave offload=cpu out"),
+        ("staleness=inf", "staleness=inf needs server; add server=N, or leave staleness=inf out"),
+        ("staleness=0", "staleness=0 needs server; add server=N, or leave staleness=0 out"),
+        ("schedule=1f1b", "schedule=1f1b needs pipeline; add pipeline=N, or leave schedule=1f1b out"),
+        ("local=2", "local=2 does not say how often; add every=H, as every=50"),
+        (
+            "local=2 every=50 server=1",
+            "local=2 and server=1 both synchronise the replicas; keep one of them",
+        ),
+        (
+            "codec=powersgd:4 exact",
+            "exact and codec=powersgd:4 contradict each other; leave exact or codec=powersgd:4 out",
+        ),
+        (
+            "server=1 staleness=inf exact",
+            "exact and staleness=inf contradict each other; leave exact or staleness=inf out",
+        ),
+        ("shard=2 auto", "auto and shard=2 both decide the layout; leave auto or shard=2 out"),
+        ("server=2 auto", "auto and server=2 both decide the layout; leave auto or server=2 out"),
+    ],
+)
+def test_words_that_contradict_each_other(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+BUILT = "use only what is: data=N, micro=N, precision=bf16"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("local=2 every=50", "local=2 every=50 are"),
+        ("server=1 staleness=0 exact", "server=1 staleness=0 exact are"),
+        ("shard=4", "shard=4 is"),
+        ("tensor=2 pipeline=2 context=2", "tensor=2 pipeline=2 context=2 are"),
+        ("codec=topk:0.01", "codec=topk:0.01 is"),
+        ("precision=fp16 micro=4", "precision=fp16 is"),
+        ("recompute=blocks", "recompute=blocks is"),
+        ("compile exact", "compile exact are"),
+        ("auto", "auto is"),
+    ],
+)
+def test_words_that_are_not_built_yet(text: str, named: str) -> None:
+    assert refusal(text) == f"{named} not built yet; {BUILT}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shrad=4", "unknown plan word 'shrad=4'; did you mean shard=4?"),
+        ("sharded", "unknown plan word 'sharded'; did you mean shard=N?"),
+        ("Exact", "unknown plan word 'Exact'; did you mean exact?"),
+        ("compil=1", "unknown plan word 'compil=1'; did you mean compile?"),
+        ("precison=bf16", "unknown plan word 'precison=bf16'; did you mean precision=bf16?"),
+        (
+            "fsdp",
+            "unknown plan word 'fsdp'; the known ones are data=N local=N every=H outer=nesterov fragments=F "
+            "server=S staleness=K|inf shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N schedule=1f1b "
+            "context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto precision=bf16|fp16 "
+            "recompute=blocks compile exact auto",
+        ),
+        ("data=2 data=3", "plan word 'data' is said twice: data=2 and data=3; keep one of them"),
+        ("exact exact", "plan word 'exact' is said twice: exact and exact; keep one of them"),
+        (
+            "micro=0",
+            "plan word 'micro=0' has a value that does not fit; "
+            "say micro=N, N a whole number from 1 to 999999999",
+        ),
+        (
+            "data=x",
+            "plan word 'data=x' has a value that does not fit; "
+            "say data=N, N a whole number from 1 to 999999999",
+        ),
+        (
+            "staleness=-1",
+            "plan word 'staleness=-1' has a value that does not fit; "
+            "say staleness=K|inf, K a whole number from 0 to 999999999",
+        ),
+        ("zero=4", "plan word 'zero=4' has a value that does not fit; say zero=1|2|3"),
+        ("precision=fp8", "plan word 'precision=fp8' has a value that does not fit; say precision=bf16|fp16"),
+        (
+            "codec=topk:2",
+            "plan word 'codec=topk:2' has a value that does not fit; "
+            "say codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto, "
+            "topk:R with a fraction R of the gradient, as 0.01, powersgd:R with a rank R from 1 to 9999",
+        ),
+        ("compile=1", "plan word 'compile=1' takes no value; say compile, or leave it out"),
+        ("shard", "plan word 'shard' has no value; say shard=N, without spaces"),
+        ("data = 2", "plan word 'data' has no value; say data=N, without spaces"),
+        ("data= 2", "plan word 'data=' has no value; say data=N, without spaces"),
+        (
+            "data=2,micro=4",
+            "plan word 'data=2,micro=4' holds a comma; separate words with spaces: data=2 micro=4",
+        ),
+        ("data=2, micro=4", "plan word 'data=2,' holds a comma; separate words with spaces: data=2"),
+        ("--data=2", "plan word '--data=2' begins with a dash; write it without: data=2"),
+    ],
+)
+def test_words_that_cannot_be_read(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+def test_axes_are_checked_before_pairs_and_pairs_before_what_is_built() -> None:
+    assert refusal("shard=3 every=50 exact").startswith("shard=3 does not divide")
+    assert refusal("shard=4 every=50 exact").startswith("every=50 needs local")
+    assert refusal("shard=4 exact").startswith("shard=4 exact are not built yet")
+
+
+def test_the_help_has_one_line_per_word() -> None:
+    lines = describe().splitlines()
+    assert [line.split("=")[0].split()[0] for line in lines] == [row.name for row in fields(Plan)]
+    assert lines[0] == "data=N               N replicas, gradients all-reduced every step"
+    assert lines[7].endswith("parameters, gradients and optimizer state in N shards (not built yet)")
+    assert lines[16] == "precision=bf16|fp16  arithmetic of forward and backward (built: bf16)"
+    assert lines[18] == "compile              torch.compile (not built yet)"
+
+
+def test_the_plan_needs_no_torch() -> None:
+    code = "import sys; from paceline.plan import Plan; Plan().validate(2); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
