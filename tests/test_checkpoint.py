@@ -77,9 +77,7 @@ def test_what_is_on_disk(tmp_path: Path) -> None:
     assert manifest["format"] == 1
     assert manifest["step"] == 120
     assert manifest["seed"] == 3
-    assert manifest["files"] == {
-        "model.safetensors": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    }
+    assert manifest["files"] == {"model.safetensors": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
     assert manifest["tensors"] == {
         "model.weight": {"file": "model.safetensors", "dtype": "F32", "shape": [5000]},
         "model.steps": {"file": "model.safetensors", "dtype": "I64", "shape": []},
@@ -106,9 +104,7 @@ def test_large_states_are_split_into_files(tmp_path: Path) -> None:
     assert found.tensors() == {}
 
 
-def test_everything_is_flushed_before_it_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
     log: list[str] = []
     fsync, rename = os.fsync, os.rename
@@ -136,6 +132,18 @@ def test_everything_is_flushed_before_it_gets_its_name(
     ]
 
 
+def test_tensors_are_aligned_and_need_the_file_no_more(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.ones(2)}
+    file = write_checkpoint(tmp_path, 1, state, {}) / "model.safetensors"
+    found = find_checkpoint(tmp_path, pytest.fail)
+    assert found is not None
+    assert [t.data_ptr() % t.element_size() for t in found.tensors(mapped=True).values()] == [0, 0, 0]
+    read = found.tensors()
+    with open(file, "r+b") as stream:
+        stream.write(bytes(file.stat().st_size))
+    assert equal(read, state)
+
+
 def test_none_where_there_is_none(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "nowhere", pytest.fail) is None
     (tmp_path / "checkpoints").mkdir()
@@ -143,16 +151,12 @@ def test_none_where_there_is_none(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("keep", "left"), [(0, [5]), (1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
-)
+@pytest.mark.parametrize(("keep", "left"), [(0, [5]), (1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
 def test_only_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
     for step in range(1, 6):
         write(tmp_path, step, keep=keep)
     assert names(tmp_path) == step_names(*left)
-    assert list_checkpoints(tmp_path) == [
-        (s, tmp_path / "checkpoints" / f"step-{s:012d}") for s in reversed(left)
-    ]
+    assert list_checkpoints(tmp_path) == [(s, tmp_path / "checkpoints" / f"step-{s:012d}") for s in reversed(left)]
 
 
 def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
@@ -284,9 +288,7 @@ def test_no_whole_one_is_an_error(tmp_path: Path) -> None:
 def test_a_folder_under_another_name_is_damage(tmp_path: Path) -> None:
     path = write(tmp_path, 100)
     shutil.copytree(path, path.with_name("step-000000000200"))
-    assert found_step(
-        tmp_path, ["checkpoint of step 200 is damaged (manifest.json: is of step 100); taking step 100"]
-    )
+    assert found_step(tmp_path, ["checkpoint of step 200 is damaged (manifest.json: is of step 100); taking step 100"])
 
 
 def test_a_newer_format_is_refused_and_never_removed(tmp_path: Path) -> None:
@@ -500,6 +502,7 @@ class Net(torch.nn.Module):
         self.head.weight = self.embed.weight
         self.phase = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64))
         self.register_buffer("flipped", torch.randn(3, 2).t())
+        self.register_buffer("mirrored", torch.randn(2, dtype=torch.complex64).conj())
 
 
 def save_net(folder: Path, step: int, *nets: torch.nn.Module) -> None:
@@ -521,13 +524,22 @@ def test_export_holds_what_a_strict_load_needs(tmp_path: Path) -> None:
     ]:
         line = export_model(run, out, **options)
         size = out.stat().st_size
-        assert line == f"wrote {out}: 9 tensors, {size_text(size)}, from step {step} of {run}"
+        assert line == f"wrote {out}: 10 tensors, {size_text(size)}, from step {step} of {run}"
         fresh = Net()
         fresh.load_state_dict(load_file(out), strict=True)
         assert same(dict(fresh.state_dict()), dict(wanted.state_dict()))
         assert list(load_file(out).keys() ^ wanted.state_dict().keys()) == []
     assert sorted(each.name for each in tmp_path.iterdir()) == ["model.safetensors", "run"]
     assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~current_umask()
+
+
+def test_an_export_replaces_the_file_and_not_its_bytes(tmp_path: Path) -> None:
+    out = tmp_path / "m.safetensors"
+    write_model(sample(1), out)
+    before = load_file(out)  # mapped, as a server would hold it
+    write_model(sample(2), out)
+    assert equal(before, sample(1))
+    assert equal(load_file(out), sample(2))
 
 
 def current_umask() -> int:
@@ -583,17 +595,3 @@ def test_a_state_that_safetensors_cannot_hold(tmp_path: Path, value: Any, kind: 
         "keep it out of state_dict(), as register_buffer(..., persistent=False) does, or convert it"
     )
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (999, "999 bytes"),
-        (1000, "1.0 kB"),
-        (999_960, "1.0 MB"),
-        (1_200_000_000, "1.2 GB"),
-        (10**16, "10000.0 TB"),
-    ],
-)
-def test_sizes_for_readers(count: int, text: str) -> None:
-    assert size_text(count) == text

@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from paceline.checkpoint.files import find_checkpoint, write_checkpoint
-from paceline.checkpoint.tensorfile import DTYPES
+from paceline.checkpoint.tensorfile import DTYPES, size_text
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.errors import CheckpointError, UsageError
 
@@ -75,15 +75,11 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @st.composite
 def arrays(draw: st.DrawFn) -> Any:
-    dtype = np.dtype(
-        draw(st.sampled_from(["?", "i1", "<i8", ">i4", "<f2", ">f8", "<c16", "<U3", "S2", "<M8[s]"]))
-    )
+    dtype = np.dtype(draw(st.sampled_from(["?", "i1", "<i8", ">i4", "<f2", ">f8", "<c16", "<U3", "S2", "<M8[s]"])))
     shape = draw(st.lists(st.integers(0, 3), max_size=2))
     count = math.prod(shape)
     if dtype.kind == "U":
-        array = np.array(draw(st.lists(st.text(max_size=3), min_size=count, max_size=count)), dtype).reshape(
-            shape
-        )
+        array = np.array(draw(st.lists(st.text(max_size=3), min_size=count, max_size=count)), dtype).reshape(shape)
     else:
         data = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
         array = np.frombuffer(data, np.uint8)
@@ -257,8 +253,7 @@ def test_what_cannot_be_kept_is_named(tree: Any, what: str, cure: str) -> None:
 
 def test_keys_that_cannot_be_kept_are_named() -> None:
     assert refusal(UsageError, flatten, {"x": {(1, 2): 3}}, "") == (
-        "x has a key of type tuple, (1, 2); "
-        "use text, numbers, bool or None as the keys of what a checkpoint keeps"
+        "x has a key of type tuple, (1, 2); use text, numbers, bool or None as the keys of what a checkpoint keeps"
     )
 
 
@@ -272,9 +267,21 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
 
 
 def test_a_skeleton_of_another_time_is_an_error_not_a_guess() -> None:
-    with pytest.raises(
-        CheckpointError, match=re.escape("the checkpoint holds the unknown form '$set'; read it with")
-    ):
+    with pytest.raises(CheckpointError, match=re.escape("the checkpoint holds the unknown form '$set'; read it with")):
         unflatten({"$set": [1]}, {})
     with pytest.raises(CheckpointError, match=re.escape("the checkpoint lacks the tensor 'a'; take another")):
         unflatten({"$tensor": "a"}, {})
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (999_960, "1.0 MB"),
+        (1_200_000_000, "1.2 GB"),
+        (10**16, "10000.0 TB"),
+    ],
+)
+def test_sizes_for_readers(count: int, text: str) -> None:
+    assert size_text(count) == text

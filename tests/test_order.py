@@ -119,17 +119,15 @@ def test_a_position_may_hold_any_sample(size: int) -> None:
 def test_every_permutation_is_equally_likely(size: int) -> None:
     draws = 20_000 if size < 6 else 40_000
     places, by = range(size), "epoch" if size % 2 else "seed"
-    counts = Counter(
-        tuple(sample_index(place, size, **{by: key}) for place in places) for key in range(draws)
-    )
+    counts = Counter(tuple(sample_index(place, size, **{by: key}) for place in places) for key in range(draws))
     kinds = list(itertools.permutations(places))
     assert abs(surprise([counts[kind] for kind in kinds], draws / len(kinds), len(kinds) - 1)) < 4
 
 
-@pytest.mark.parametrize("size", [9, 16, 25, 30])
+@pytest.mark.parametrize("size", [9, 16, 25])
 def test_every_pair_and_either_parity_is_equally_likely(size: int) -> None:
-    draws, columns = 8_000, math.isqrt(size)
-    orders = torch.stack([order_of(size, seed) for seed in range(draws)])
+    draws, columns = 6_000, math.isqrt(size)
+    orders = torch.tensor([[sample_index(place, size, seed) for place in range(size)] for seed in range(draws)])
     for first, second in ((0, 1), (0, columns), (1, size - 1)):
         pairs = torch.bincount(orders[:, first] * size + orders[:, second], minlength=size * size)
         distinct = pairs.reshape(size, size)[~torch.eye(size, dtype=torch.bool)]

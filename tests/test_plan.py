@@ -136,9 +136,7 @@ WORDS = st.one_of(
     st.sampled_from(["data", "shard", "micro", "codec", "precision", "exact", "compile", "auto", "zero"]),
     st.text("abcdehimrstx", max_size=8),
 )
-WORD = st.tuples(
-    WORDS, st.sampled_from(["", "=", "=1", "=0", "=-1", "=x", "=bf16", "=inf", ",", "=2=2"])
-).map("".join)
+WORD = st.tuples(WORDS, st.sampled_from(["", "=", "=1", "=0", "=-1", "=x", "=bf16", "=inf", ",", "=2=2"])).map("".join)
 
 
 @given(st.lists(WORD, max_size=5).map(" ".join), st.integers(1, 12))
@@ -157,8 +155,7 @@ def test_nearly_right_text_raises_nothing_else(text: str, workers: int) -> None:
         (
             "shard=2 pipeline=3",
             8,
-            "shard=2 pipeline=3 need 6 workers and do not divide 8; "
-            "try shard=2 pipeline=2 or shard=2 pipeline=4",
+            "shard=2 pipeline=3 need 6 workers and do not divide 8; try shard=2 pipeline=2 or shard=2 pipeline=4",
         ),
         (
             "shard=3 tensor=3",
@@ -252,13 +249,11 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
         ("exact exact", "plan word 'exact' is said twice: exact and exact; keep one of them"),
         (
             "micro=0",
-            "plan word 'micro=0' has a value that does not fit; "
-            "say micro=N, N a whole number from 1 to 999999999",
+            "plan word 'micro=0' has a value that does not fit; say micro=N, N a whole number from 1 to 999999999",
         ),
         (
             "data=x",
-            "plan word 'data=x' has a value that does not fit; "
-            "say data=N, N a whole number from 1 to 999999999",
+            "plan word 'data=x' has a value that does not fit; say data=N, N a whole number from 1 to 999999999",
         ),
         (
             "staleness=-1",

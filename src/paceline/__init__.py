@@ -6,6 +6,9 @@ torch, starts at once.
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -48,3 +51,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _last() -> None:
+    """Runs after all exit handlers that were registered since this import. A worker that failed ends here: gloo's
+    groups cannot be destroyed while a collective is unfinished, and left alone they abort the interpreter's exit.
+    """
+    team = sys.modules.get("paceline.team.team")
+    if team is not None and team.exit_code() is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(team.exit_code())
+
+
+atexit.register(_last)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from rich.console import Console
 
 from paceline.checkpoint.export import write_model
 from paceline.checkpoint.files import Checkpoint, find_checkpoint, write_checkpoint
@@ -35,6 +36,7 @@ class Member(Protocol):
     """What a run needs of a trainer."""
 
     def snapshot(self) -> dict[str, Any]: ...
+    def flush(self) -> None: ...
     @property
     def steps_done(self) -> int: ...
     @property
@@ -279,7 +281,9 @@ class Run:
         if self.folder is None or (self.step == self._saved_steps and not must):
             return None
         began = time.monotonic()
-        self.team.group.enter("a checkpoint", check=False)
+        for member in self.members:
+            member.flush()
+        self.team.group.enter("a checkpoint")
         streams = self.team.group.gather_json(_user_streams())
         path = None
         if self.main:
@@ -362,7 +366,8 @@ class Run:
             self.progress.close()
             if done and self.folder is not None and self.took_step and not failed:
                 self.journal.close()
-                print(write_report(self.folder), file=sys.stderr)
+                console = Console(stderr=True)
+                print(write_report(self.folder, console.width, console.is_terminal), file=sys.stderr)
         self.journal.close()
 
 

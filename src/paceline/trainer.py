@@ -119,7 +119,7 @@ class Trainer:
         self._merging = Merging(self._device, never=run.reverse)
         self._phases: list[Phase] = []
         self._calls = 0
-        self._stopped: bool = False
+        self._stopped = False
         self._decided = (False, False)  # (save, stop), agreed with the last step
         self._waiting_since = time.perf_counter()
         self._last: StepReport | None = None
@@ -157,8 +157,7 @@ class Trainer:
     @property
     def complete(self) -> bool:
         """Whether every `steps()` of this trainer reached its end, or `stop()` was called."""
-        done: bool = self._stopped or all(phase.complete for phase in self._phases)
-        return done
+        return self._stopped or all(phase.complete for phase in self._phases)
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -253,7 +252,7 @@ class Trainer:
                 self._between()
                 if self._stopped:
                     break
-        self._show()
+        self.flush()
         phase.complete, phase.stopped = True, self._stopped
         if phase.done:
             run.save(must=True)
@@ -271,7 +270,7 @@ class Trainer:
         rows = 0 if batch is None else rows_of(batch)
         grid = Grid(max(rows, 1), self._grid.micro if self._grid else (self.plan.micro or max(rows, 1)))
         cuts = grid.cut(rows)
-        self._group.enter(f"step {self.steps_done + 1} of step()")
+        self._group.enter(f"step {self.steps_done + 1} by step()")
         digest = _digest(batch) if first and rows else ""
         brought = self._group.gather_json([len(cuts), rows, digest])
         self._refuse_twins([entry[2] for entry in brought])
@@ -352,7 +351,7 @@ class Trainer:
         metrics = {key: total / count if count else math.nan for key, (total, count) in agreed.metrics.items()}
         loss = agreed.loss / agreed.count
         report = StepReport(step, whole.epoch, loss, metrics, whole.rows, ended - began + whole.seconds, lr, norm)
-        run.took_step = True
+        run.took_step, run.team.step = True, run.step
         self._record(report, spent, agreed)
         return report
 
@@ -428,10 +427,10 @@ class Trainer:
         self._ledger.add(report.samples, spent, agreed.seconds)
         self._last = report
         if self._ledger.due():
-            self._show()
+            self.flush()
         self._run.checking(self.model, self._merging.mixes)
 
-    def _show(self) -> None:
+    def flush(self) -> None:
         """A record of the steps since the last one, for the journal and the progress line."""
         report = self._last
         if self._run.main and self._ledger.steps and report is not None:

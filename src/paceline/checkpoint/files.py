@@ -28,9 +28,7 @@ from paceline.errors import CheckpointError
 
 VERSION = 1
 FOLDER = "checkpoints"
-_NAME = re.compile(
-    r"step-(\d{12})|\.step-(\d{12})\.old-\d+"
-)  # the second: about to be replaced by the same step
+_NAME = re.compile(r"step-(\d{12})|\.step-(\d{12})\.old-\d+")  # the second: about to be replaced by the same step
 _STALE = re.compile(r"\.step-\d{12}\.tmp-(\d{1,9})")
 _SEAL = ',\n"sha256": "'
 _MANIFEST = "manifest.json"
@@ -228,9 +226,7 @@ def _alive(pid: int) -> bool:
 def _sweep(parent: Path) -> None:
     """Tidies up after killed writers, also those that had our number before us."""
     for path in parent.iterdir():
-        if (match := _STALE.fullmatch(path.name)) and (
-            int(match[1]) == os.getpid() or not _alive(int(match[1]))
-        ):
+        if (match := _STALE.fullmatch(path.name)) and (int(match[1]) == os.getpid() or not _alive(int(match[1]))):
             shutil.rmtree(path)
         elif (match := _NAME.fullmatch(path.name)) and match[2]:
             visible = parent / f"step-{match[2]}"
@@ -279,9 +275,7 @@ def write_cure(error: OSError, need: int, instead: str) -> str:
     return f"see that the folder exists and can be written to, or choose {instead}"
 
 
-def _write_error(
-    error: OSError, folder: Path, step: int, tensors: Mapping[str, torch.Tensor]
-) -> CheckpointError:
+def _write_error(error: OSError, folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> CheckpointError:
     cure = write_cure(error, sum(tensor.nbytes for tensor in tensors.values()), "another --run-dir")
     with contextlib.suppress(CheckpointError):
         for number, path in list_checkpoints(folder):

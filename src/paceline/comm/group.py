@@ -6,6 +6,8 @@ the data channel is stuck: that is how a mismatch becomes an error with call sit
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import sys
 import threading
@@ -49,7 +51,7 @@ class Group:
         self.rank, self.size = world.rank, world.size
         self.sent = 0
         self._sequence = 0
-        self._here: dict[str, Any] = {"sequence": 0, "name": "the start", "site": "", "ended": False}
+        self._here: dict[str, Any] = {"sequence": 0, "name": "the start", "site": "", "state": "in"}
         self._said_late = False
         self._store: dist.Store | None = None
         if self.size == 1:
@@ -74,14 +76,14 @@ class Group:
         Raises CollectiveMismatchError on every worker, naming each call site, if they did not.
         """
         self._sequence += 1
-        self._here = {"sequence": self._sequence, "name": name, "site": call_site(), "ended": False}
+        self._here = {"sequence": self._sequence, "name": name, "site": call_site(), "state": "in"}
         if self.size == 1 or not check:
             return
         header = json.dumps([name, self._here["site"]]).encode()[:256].ljust(256)
         mine = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         rows = [json.loads(bytes(row.tolist()).decode()) for row in self._gather_equal(mine)]
         if any(row[0] != name for row in rows):
-            raise self._mismatch([{"name": row[0], "site": row[1], "ended": False} for row in rows])
+            raise self._mismatch([{"name": row[0], "site": row[1], "state": "in"} for row in rows])
 
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective without ever blocking inside it, and finds the reason when it does not come."""
@@ -89,8 +91,12 @@ class Group:
             done = threading.Event()
             work.get_future().add_done_callback(lambda _: done.set())
             began = time.monotonic()
-            while not done.wait(PATIENCE):
-                self._look_around(time.monotonic() - began)
+            try:
+                while not done.wait(PATIENCE):
+                    self._look_around(time.monotonic() - began)
+            except PacelineError:
+                self.abandon([work])
+                raise
         try:
             work.wait()
         except RuntimeError as error:
@@ -182,13 +188,16 @@ class Group:
         try:
             self._publish()
             places = self._others()
+            if self._trouble(places) is not None:
+                time.sleep(1.5 * PATIENCE)  # until everybody who waits has said where
+                places = self._others()
         except RuntimeError:  # the store went with worker 0
             raise PeerLostError(
-                f"worker {self.rank} lost worker 0 while waiting in {self._here['name']}",
-                "see the log of worker 0",
+                f"worker {self.rank} lost worker 0 while waiting in {self._here['name']}", "see the log of worker 0"
             ) from None
-        if self._differ(places):
-            raise self._mismatch(places)
+        error = self._trouble(places)
+        if error is not None:
+            raise error
         if waited > LATE and not self._said_late:
             self._said_late = True
             missing = [r for r, place in enumerate(places) if place is None or place["sequence"] < self._sequence]
@@ -198,25 +207,36 @@ class Group:
                 file=sys.stderr,
             )
 
-    def _differ(self, places: Sequence[dict[str, Any] | None]) -> bool:
-        """Whether somebody ended, or is in another collective of the same number."""
-        return any(
-            place is not None
-            and (place["ended"] or (place["sequence"] == self._sequence and place["name"] != self._here["name"]))
-            for place in places
-        )
+    def _trouble(self, places: Sequence[dict[str, Any] | None]) -> PacelineError | None:
+        """The error if somebody is in another collective of the same number, or ended, or failed."""
+        for place in places:
+            if place is None:
+                continue
+            elsewhere = place["sequence"] == self._sequence and place["name"] != self._here["name"]
+            if elsewhere or place["state"] == "ended":
+                return self._mismatch(places)
+        for rank, place in enumerate(places):
+            if place is not None and place["state"] == "failed":
+                return PeerLostError(
+                    f"worker {self.rank} waited in {self._here['name']} for worker {rank}, which failed",
+                    f"see the log of worker {rank}",
+                )
+        return None
 
     def _mismatch(self, places: Sequence[dict[str, Any] | None]) -> CollectiveMismatchError:
-        parts: dict[str, list[int]] = {}
+        parts: dict[tuple[str, str], list[int]] = {}
         for rank, place in enumerate(places):
-            if place is not None and (place["ended"] or place.get("sequence", self._sequence) == self._sequence):
-                text = "ended" if place["ended"] else f"in {place['name']}"
-                parts.setdefault(f"{text} at {place['site']}" if place["site"] else text, []).append(rank)
+            if place is None or (place["state"] != "ended" and place.get("sequence", self._sequence) != self._sequence):
+                continue
+            what = "ended after " if place["state"] == "ended" else ""
+            where = f"{place['name']} at {place['site']}" if place["site"] else place["name"]
+            parts.setdefault((what, where), []).append(rank)
         said = ", ".join(
-            f"{_workers(ranks)} {'are' if len(ranks) > 1 else 'is'} {text}" for text, ranks in parts.items()
+            f"{_workers(ranks)} {what or ('are in ' if len(ranks) > 1 else 'is in ')}{where}"
+            for (what, where), ranks in parts.items()
         )
         return CollectiveMismatchError(
-            f"workers do not meet: {said.replace('is ended', 'has ended').replace('are ended', 'have ended')}",
+            f"workers do not meet: {said}",
             "every worker must call the same ones in the same order: remove the condition around the call "
             "(files are written once anyway)",
         )
@@ -230,8 +250,9 @@ class Group:
                 places = self._others()
             except RuntimeError:  # the store went with worker 0
                 break
-            if self._differ(places):
-                return self._mismatch(places)
+            found = self._trouble(places)
+            if found is not None:
+                return found
             time.sleep(0.1)
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return PeerLostError(
@@ -241,24 +262,44 @@ class Group:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
+    def meet(self) -> None:
+        """At the good end of the script: says so, and waits until all have come as far, so that none is left waiting.
+
+        A worker that still waits for us in a collective sees that we ended, and fails with the reason; then we, too,
+        raise PeerLostError.
+        """
+        if self._store is None:
+            return
+        self._here = {**self._here, "state": "ended"}
+        places: list[dict[str, Any] | None] = [None]
+        with contextlib.suppress(RuntimeError):  # the store went with worker 0: nobody is left to wait for
+            self._publish()
+            while not all(place is not None and place["state"] == "ended" for place in places):
+                time.sleep(0.02)
+                places = self._others()
+                for rank, place in enumerate(places):
+                    if place is not None and place["state"] == "failed":
+                        raise PeerLostError(
+                            f"worker {self.rank} had ended, but worker {rank} failed", f"see the log of worker {rank}"
+                        )
+
+    def abandon(self, works: Sequence[dist.Work | None]) -> None:
+        """Leaves unfinished collectives behind for good: gloo ends the process when one is destroyed."""
+        for work in works:
+            if work is not None and not work.is_completed():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+
     def close(self, failed: bool) -> None:
-        """Ends this worker's part: tells the others, and in a good end the store outlives them."""
+        """Releases the group. In a good end the store, which lives in worker 0, goes last."""
         if self._store is None:
             return
         store, self._store = self._store, None
-        self._here = {
-            **self._here,
-            "ended": True,
-            "name": "the end",
-            "site": "" if failed else self._here["site"],
-        }
-        try:
+        with contextlib.suppress(RuntimeError):  # the store went with worker 0
+            self._here = {**self._here, "state": "failed" if failed else "ended"}
             store.set(f"at/{self.rank}", json.dumps(self._here))
             store.set(f"closed/{self.rank}", "1")
             while self.rank == 0 and not failed and not store.check([f"closed/{r}" for r in range(self.size)]):
                 time.sleep(0.02)
-        except RuntimeError:  # the store went with worker 0: nobody is left to tell
-            pass
         if not failed:
             dist.destroy_process_group()
 

@@ -87,9 +87,7 @@ def _indices(position: Tensor, cipher: _Cipher) -> Tensor:
 
 
 def _out_of_range(position: int, size: int) -> UsageError:
-    return UsageError(
-        f"position {position} is outside an epoch of {size} samples", f"give one from 0 to {size - 1}"
-    )
+    return UsageError(f"position {position} is outside an epoch of {size} samples", f"give one from 0 to {size - 1}")
 
 
 @lru_cache(maxsize=64)

@@ -53,3 +53,8 @@ class Data(Strategy):
             self.group.finish(work)
         self.works = []
         return self.inner.agree(vector, sums)
+
+    def abort(self) -> None:
+        self.group.abandon(self.works)
+        self.works = []
+        self.inner.abort()

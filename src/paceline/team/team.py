@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -31,13 +30,20 @@ class Team:
         self.world = world
         self.group = Group(world)
         self.failed = False
+        self.failure: type[BaseException] = Exception
+        self.step = 0  # optimizer steps done, for the failure block
         self.closing: list[Callable[[bool], None]] = []
         self._firsts = 0
         world.tell("join")
         self._greet()
 
-    rank = property(lambda self: self.group.rank)
-    size = property(lambda self: self.group.size)
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
 
     def _greet(self) -> None:
         """Refuses a team whose workers run different things, before they train apart."""
@@ -100,6 +106,8 @@ class Team:
 
     def close(self) -> None:
         """Ends this worker's part; called by itself when the script ends."""
+        if not self.failed:
+            self.group.meet()
         for close in reversed(self.closing):
             close(self.failed)
         self.closing.clear()
@@ -120,18 +128,18 @@ def join() -> Team:
         world = worlds.read_world()
         if world.size > 1 and not sys.platform.startswith("linux"):
             raise UsageError(f"several workers need Linux, this is {sys.platform}", "train with one worker here")
+        before = sys.excepthook  # torch puts its own in place, which prefixes every line
         _team = Team(world)
-        _own_the_end(_team)
+        _own_the_end(_team, before)
     return _team
 
 
-def _own_the_end(team: Team) -> None:
+def _own_the_end(team: Team, before: Callable[..., Any]) -> None:
     """The order of shutdown is ours: an uncaught exception is noticed, and groups are released before torch goes."""
-    before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        team.failed = True
-        team.world.tell("failed", kind=kind.__name__)
+        team.failed, team.failure = True, kind
+        team.world.tell("failed", kind=kind.__name__, step=team.step)
         before(kind, error, trace)
 
     sys.excepthook = hook
@@ -142,11 +150,16 @@ def _own_the_end(team: Team) -> None:
 
 
 def _end(team: Team) -> None:
-    """The last act. An error here, such as a last checkpoint that cannot be written, must still fail the worker."""
+    """The script's end. An error here, such as a last checkpoint that cannot be written, must still fail the worker."""
     try:
         team.close()
     except PacelineError as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(1)
+        team.group.close(failed=True)
+
+
+def exit_code() -> int | None:
+    """The exit code of a worker that failed among others; None where the interpreter may end as it likes."""
+    if _team is None or not _team.failed or _team.size == 1:
+        return None
+    return 130 if issubclass(_team.failure, KeyboardInterrupt) else 1
