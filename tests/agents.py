@@ -18,7 +18,9 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # What stands for the command line: the options as JSON.
 MAIN = """
-import json, sys
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from paceline.errors import PacelineError
 from paceline.launch.local import LaunchOptions, launch
 assert "torch" not in sys.modules
@@ -49,6 +51,9 @@ def meet(name):
     mark(name)
     wait_for(name)
 """
+
+# How the agent names the command that goes on with the run of `Launcher.run`.
+AGAIN = "paceline run --workers 2 --run-dir run train.py"
 
 
 @dataclass
@@ -123,3 +128,21 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def family(launcher: Launcher, workers: int = 2) -> list[int]:
+    """The process ids that the workers left in their files."""
+    files = [launcher.folder / "run" / f"pids-{rank}" for rank in range(workers)]
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def journal(folder: Path, kind: str) -> list[dict[str, object]]:
+    events = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == kind]

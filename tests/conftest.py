@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from agents import Launcher
 
 
 def lacking(what: str) -> NoReturn:
@@ -87,3 +88,10 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         lacking(f"nothing can be mounted ({done.stderr.strip()})")
     yield folder
     subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.close()

@@ -91,12 +91,19 @@ def _check_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     check.add_argument("--workers", type=int, default=2, metavar="N", help="workers to compare with one (default 2)")
     check.add_argument("--steps", type=int, default=5, metavar="K", help="optimizer steps to compare after (default 5)")
     check.add_argument("--plan", metavar="TEXT", help="the plan of the N workers")
-    check.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, after --")
+    check.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    options = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    own: list[str] = []
+    if words[:1] == ["check"] and "--" in words:
+        cut = words.index("--")
+        words, own = words[:cut], words[cut + 1 :]
+    options = _parser().parse_args(words)
+    if own:
+        options.arguments = own
     try:
         return _command(options)
     except PacelineError as error:

@@ -40,15 +40,17 @@ class Phase:
         say(f"the dataset has grown from {self.rows} to {rows} rows; this run goes on with the first {self.rows}")
         return self.rows
 
-    def aim(self, epochs: int | None, total: int | None, last: bool) -> None:
-        """Takes the script's aim. A complete last phase with a larger aim than before goes on."""
+    def aim(self, epochs: int | None, total: int | None, last: bool) -> bool:
+        """Takes the script's aim. A complete last phase with a larger aim than before goes on: then returns True."""
         further = total is not None and self.total is not None and total > self.total
         more_epochs = total is None and (epochs or 0) > (self.epochs or 0)
-        if self.complete and last and (further or more_epochs):
+        goes_on = self.complete and last and (further or more_epochs)
+        if goes_on:
             self.complete = self.stopped = False
         if not self.complete:
             self.epochs, self.total = epochs, total
             self.complete = total is not None and self.done >= total
+        return goes_on
 
     def source(self, source: Source) -> Source:
         """The source, held to the rows that the phase began with."""

@@ -57,6 +57,7 @@ class Run:
     def __init__(self, team: Team) -> None:
         self.team = team
         world = team.world
+        world.tell("join", trainer=True)
         self.folder = Path(world.run_dir) if world.run_dir else None
         self.main = team.rank == 0
         self.members: list[Member] = []
@@ -106,8 +107,6 @@ class Run:
     def _say_changes(self, manifest: dict[str, Any]) -> None:
         """A changed script continues, but says what changed."""
         script = _script()
-        if self.resumed is not None and self.main:
-            self.say(f"resuming from step {self.resumed.step} of {self.folder}")
         if manifest["script"] != script and self.main:
             lines = difflib.unified_diff(
                 manifest["script"].splitlines(),
@@ -132,8 +131,10 @@ class Run:
         self._began = True
         self._plan = plan
         world = self.team.world
-        if self.resumed is not None and self.resumed.manifest["plan"] != plan:
-            self.say(f"the plan has changed since the checkpoint: {self.resumed.manifest['plan']} -> {plan}")
+        if self.resumed is not None:
+            before, workers = self.resumed.manifest["plan"], self.resumed.manifest["workers"]
+            change = f": written by {_count(workers)} ({before}), now {_count(world.size)} ({plan})"
+            self.say(f"resuming from step {self.resumed.step} of {self.folder}{change if before != plan else ''}")
         self.journal.write(
             "start",
             workers=world.size,
@@ -239,13 +240,13 @@ class Run:
         """The result of a collective; in a resumed run, before its first step, the one that was recorded."""
         if self.bodies or self.stepping:
             return compute()
-        if self.resumed is not None and not self.took_step and self._replayed < len(self.results):
+        passing = self.resumed is not None and not self.took_step
+        if passing and self._replayed < len(self.results):
             self._replayed += 1
             return self.results[self._replayed - 1]
         result = compute()
-        if not self.took_step and self.resumed is not None:
-            return result  # beyond what was recorded: after the end of a finished run
-        self.results.append(result)
+        if not passing:  # a finished run that goes through its script's end records nothing
+            self.results.append(result)
         return result
 
     # -- checkpoints --------------------------------------------------------------------------------------------
@@ -369,6 +370,10 @@ class Run:
                 console = Console(stderr=True)
                 print(write_report(self.folder, console.width, console.is_terminal), file=sys.stderr)
         self.journal.close()
+
+
+def _count(workers: int) -> str:
+    return f"{workers} worker{'s' if workers > 1 else ''}"
 
 
 def _version() -> str:

@@ -157,7 +157,7 @@ class Trainer:
     @property
     def complete(self) -> bool:
         """Whether every `steps()` of this trainer reached its end, or `stop()` was called."""
-        return self._stopped or all(phase.complete for phase in self._phases)
+        return self._stopped or all(phase.complete or phase.done == phase.total for phase in self._phases)
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Trainer:
             raise UsageError("both epochs= and count= were given", "give one of them")
         self._loader = {"collate": collate, "options": dict(loader or {})}
         source = Source.of(dataset, self._seed, collate, order, loader or {})
-        phase = self._enter_phase(source, epochs if epochs or count else 1, count)
+        phase = self._enter_phase(source, 1 if epochs is None and count is None else epochs, count)
         return self._loop(phase, source, self._grid)
 
     def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> Phase:
@@ -198,7 +198,8 @@ class Trainer:
         if number == len(self._phases):
             self._phases.append(Phase(number, rows, epochs, total))
         phase = self._phases[number]
-        phase.aim(epochs, total, last=number == len(self._phases) - 1)
+        if phase.aim(epochs, total, last=number == len(self._phases) - 1):
+            self._stopped = False
         if not phase.complete:
             world = self._run.team.world
             weights = world.shares or (1.0,) * world.size
@@ -221,12 +222,12 @@ class Trainer:
 
     def _loop(self, phase: Phase, source: Source, grid: Grid) -> Iterator[StepReport]:
         run = self._run
-        if phase.complete:
+        if phase.complete or self._stopped:
             return
         run.restore_streams()
         world = run.team.world
         source = phase.source(source)
-        span = (phase.done, phase.total, phase.epochs or (1 << 62))
+        span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
         feed = Feed(source, grid, world.shares or (1.0,) * world.size, world.rank, span)
         batches = iter(feed)
         self._waiting_since = time.perf_counter()
@@ -314,13 +315,13 @@ class Trainer:
     def _transact(self, whole: _Rows, name: str) -> StepReport:
         """One step, applied whole or not at all."""
         began = time.perf_counter()
+        for micro_batch in whole.micro_batches:
+            micro_batch.batch = to_device(micro_batch.batch, self._device)
         run, number = self._run, self._transaction.begin()
         other = max(0.0, began - self._waiting_since - whole.seconds)
         applied = False
         try:
             with self._streams.lent():
-                for micro_batch in whole.micro_batches:
-                    micro_batch.batch = to_device(micro_batch.batch, self._device)
                 self._group.enter(name, check=False)
                 orders = self._orders(number, whole)
                 sums = self._top.gradients(whole.micro_batches, orders)
@@ -455,10 +456,13 @@ class Trainer:
         micro = self._grid.micro if self._grid else (self.plan.micro or 32)
         options = self._loader.get("options", {})
         source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
-        results: dict[str, float] = self._run.outside(
-            lambda: evaluate(self._run.team, self._job, model or self.model, source, metric, micro)
-        )
-        self._run.journal.write("evaluate", trainer=self._number, step=self.steps_done, results=results)
+
+        def compute() -> dict[str, float]:
+            found = evaluate(self._run.team, self._job, model or self.model, source, metric, micro)
+            self._run.journal.write("evaluate", trainer=self._number, step=self.steps_done, results=found)
+            return found
+
+        results: dict[str, float] = self._run.outside(compute)
         return dict(results)
 
     def log(self, **values: Any) -> None:

@@ -128,7 +128,7 @@ class Group:
         """Overwrites `tensor` on all workers with that of `source`. Part of the entered collective."""
         if self.size > 1:
             self.sent += tensor.nbytes if self.rank == source else 0
-            work = dist.broadcast(tensor, source, async_op=True)
+            work = dist.broadcast(_bytes(tensor), source, async_op=True)
             assert work is not None
             self.wait(work)
         return tensor
@@ -150,7 +150,7 @@ class Group:
         """Every worker's flat tensor of one length, shape (workers, length)."""
         everyone = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         self.sent += tensor.nbytes
-        work = dist.all_gather_single(everyone, tensor, async_op=True)
+        work = dist.all_gather_single(_bytes(everyone), _bytes(tensor), async_op=True)
         assert work is not None
         self.wait(work)
         return everyone.view(self.size, -1)
@@ -302,6 +302,11 @@ class Group:
                 time.sleep(0.02)
         if not failed:
             dist.destroy_process_group()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory: what is only moved may be of a dtype that the backend has no name for."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _workers(ranks: Sequence[int]) -> str:

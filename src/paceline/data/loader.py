@@ -33,6 +33,7 @@ _FIXED = {
     "batch_sampler": "order= of steps()",
     "collate_fn": "collate= of steps()",
     "drop_last": "nothing: the last, smaller batch is used",
+    "in_order": "nothing: micro-batches come in the order of the grid",
 }
 
 
@@ -70,6 +71,11 @@ class Source:
         for name in options:
             if name in _FIXED:
                 raise UsageError(f"loader option {name!r} is decided by the grid", f"use {_FIXED[name]}")
+        if isinstance(dataset, DataLoader):
+            raise DatasetError(
+                "a DataLoader is not a dataset: its items are batches, not rows",
+                "give the dataset itself; collate=, order= and loader= of steps() say the rest",
+            )
         iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         if iterable and not hasattr(dataset, "__iter__"):
             raise DatasetError(
@@ -208,16 +214,19 @@ class Feed:
             yield from _stream(self)
             return
         self._iterator = self._loader(self.start)
-        for step in range(self.start, sys.maxsize if self.batches is None else self.batches):
-            self._next = step + 1
-            epoch, _, cuts = self.grid_of(step)
-            share = len(deal(len(cuts), self.weights)[self.rank])
-            taken = [next(self._iterator) for _ in range(share)]
-            yield (
-                epoch,
-                sum(map(len, cuts)),
-                [MicroBatch(slot.index, slot.stop - slot.start, batch, self._where(slot)) for slot, batch in taken],
-            )
+        try:
+            for step in range(self.start, sys.maxsize if self.batches is None else self.batches):
+                self._next = step + 1
+                epoch, _, cuts = self.grid_of(step)
+                share = len(deal(len(cuts), self.weights)[self.rank])
+                taken = [next(self._iterator) for _ in range(share)]
+                yield (
+                    epoch,
+                    sum(map(len, cuts)),
+                    [MicroBatch(slot.index, slot.stop - slot.start, batch, self._where(slot)) for slot, batch in taken],
+                )
+        finally:  # at once, not when the cycle through slots() is collected: in a later loader's child, perhaps
+            self._iterator = iter(())
 
     def _where(self, slot: Slot) -> str:
         return f"micro-batch {slot.index} (rows {slot.start}-{slot.stop - 1} of epoch {slot.epoch})"

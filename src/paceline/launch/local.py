@@ -401,10 +401,10 @@ class Agent:
             self._say(f"note: {name} ended without using paceline, which trained and saved nothing")
         elif events["join"].get("trainer") and "phase" not in events:
             self._say(f"note: {name} made a Trainer and never asked it for steps")
+        if "phase" in events and not events.get("finished", {}).get("already") and not self._options.quiet:
+            self._say(write_report(self._folder, colour=self._coloured))
         if "stopped" in events:
             self._say(self._how_stopped("stopped"), always=True)
-        elif "phase" in events and not events.get("finished", {}).get("already") and not self._options.quiet:
-            self._say(write_report(self._folder, colour=self._coloured))
         return 0
 
     def _how_stopped(self, how: str) -> str:
@@ -446,14 +446,14 @@ class Agent:
 
     def _command(self) -> str:
         """The command that goes on with this run."""
-        options = self._options
+        options, done = self._options, self._newest_checkpoint() or 0
         given = {
             "--workers": options.workers,
             "--run-dir": short(self._folder),
             "--plan": options.plan,
             "--shares": options.shares,
             "--save-every": options.save_every,
-            "--max-steps": options.max_steps,
+            "--steps": options.max_steps if done < (options.max_steps or 0) else None,
         }
         flags = [part for name, value in given.items() if value is not None for part in (name, str(value))]
         return shlex.join(["paceline", "run", *flags, options.script, *options.arguments])

@@ -135,12 +135,20 @@ class Single(Strategy):
     def __init__(self, job: Job, bucketed: bool) -> None:
         self.job = job
         self.params = list(job.named.values())
+        self.names = {id(param): name for name, param in job.model.named_parameters()}
+        self.frozen = [param for param in job.model.parameters() if not param.requires_grad]
         self.streams = Streams(job.device)
         self.statistics = BatchStatistics(job.model)
         self.watch = BufferWatch(job.model, self.statistics.buffers())
         self.buckets = Buckets(self.params) if bucketed else None
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
+        held = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+        if foreign := sum(id(param) not in self.names for param in held):
+            raise UsageError(
+                f"{foreign} of the optimizer's {len(held)} tensors are not the model's, nobody would sum their gradients",
+                "make it from the params it is given, and a loss with parameters a part of the model",
+            )
         self.job.optimizers, self.job.schedulers = optimizers, schedulers
 
     def form(self) -> None:
@@ -154,6 +162,7 @@ class Single(Strategy):
 
     def abort(self) -> None:
         self.statistics.restore()
+        self.watch.restore()
         if self.buckets is not None:
             self.buckets.abandon()
 
@@ -162,6 +171,12 @@ class Single(Strategy):
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
         for param in self.params:
             param.grad = None
+        for param in self.frozen:
+            if param.requires_grad:
+                raise UsageError(
+                    f"{self.names[id(param)]} was frozen when the Trainer was made and is to be trained now",
+                    "make the Trainer while it is trainable, then freeze it until its time comes",
+                )
         sums = Sums()
         width = self.statistics.begin()
         if orders.collect and width:
@@ -176,13 +191,16 @@ class Single(Strategy):
         parts: list[_Part] = []
         while queue:
             piece = queue.popleft()
-            if self.buckets is not None and not queue:
-                self.buckets.arm()
-            part = self._forward(piece, sums, orders)
-            if part is None:  # a merged piece turned out not to be mergeable: its micro-batches one by one
+            mergeable = not sums.strict or len(piece.micro_batches) == 1
+            part = self._forward(piece, sums, orders) if mergeable else None
+            if part is None:  # it is merged and may not be: its micro-batches one by one
                 queue.extendleft(Piece([m], m.batch) for m in reversed(piece.micro_batches))
                 continue
+            if self.buckets is not None and not queue:
+                self.buckets.arm()
             part.total.mul(1.0 / orders.expected).backward()
+            if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
+                sums.records[piece.micro_batches[0].index] = self.statistics.record()
             parts.append(part.detached())
         if orders.test and len(order) > 1 and (orders.probe or not sums.strict):
             self._test_merging(order[:2], sums)
@@ -201,8 +219,6 @@ class Single(Strategy):
         if sums.records is not None:
             self.statistics.reset()
         part = self._loss(piece)
-        if sums.records is not None:
-            sums.records[piece.micro_batches[0].index] = self.statistics.record()
         drew = looks and self.streams.moved(mark)
         # Values are compared while the model is being observed, versions ever after.
         changed = self.watch.changed(values=orders.test)
@@ -244,7 +260,8 @@ class Single(Strategy):
         tolerance = 2e-2 if self.job.precision is not None else tolerance
         size = max(sum(abs(float(part.total)) for part in parts), 1e-30)
         sums.tested = not sums.strict
-        if float(together.count) != count or not abs(float(together.total) - apart) <= tolerance * size:
+        counts_agree = abs(float(together.count) - count) <= 1e-6 * abs(count)  # they may be sums of float32 weights
+        if not counts_agree or not abs(float(together.total) - apart) <= tolerance * size:
             sums.mixes = f"two micro-batches together give {float(together.total):.6g}, one by one {apart:.6g}"
             sums.why = sums.why or f"the loss is not a sum over rows: {sums.mixes}"
             sums.strict = True
@@ -293,20 +310,18 @@ class Single(Strategy):
     # -- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        names = {id(param): name for name, param in self.job.named.items()}
         return {
             "model": dict(self.job.model.state_dict(keep_vars=True)),
-            "optimizers": [_optimizer_state(optimizer, names) for optimizer in self.job.optimizers],
+            "optimizers": [_optimizer_state(optimizer, self.names) for optimizer in self.job.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.job.model.load_state_dict(state["model"], strict=True)
-        names = {id(param): name for name, param in self.job.named.items()}
         _same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
         _same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
-            _load_optimizer(optimizer, saved, names)
+            _load_optimizer(optimizer, saved, self.names)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(dict(saved))
 
@@ -343,7 +358,12 @@ class _Part:
         return _Part(total.reshape(()), count, metrics, piece.source)
 
     def detached(self) -> _Part:
-        return _Part(self.total.detach(), self.count, self.metrics, self.piece_source)
+        metrics = {name: (_bare(total), _bare(count)) for name, (total, count) in self.metrics.items()}
+        return _Part(self.total.detach(), _bare(self.count), metrics, self.piece_source)
+
+
+def _bare(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _is_pair(value: Any) -> bool:

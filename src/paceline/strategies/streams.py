@@ -15,11 +15,15 @@ class Streams:
     """The global generators of torch (CPU and one device), `random`, and numpy where it is in use."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
             index = device.index if device.index is not None else torch.cuda.current_device()
             self._generators.append(torch.cuda.default_generators[index])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Streams, (self._device,)  # a spawned loader process has global generators of its own
 
     def seed(self, seed: int) -> None:
         """Starts every generator afresh from `seed`."""

@@ -117,8 +117,8 @@ class BufferWatch:
         return None
 
     def restore(self) -> None:
-        """Brings back the buffers and values of the last `mark`."""
-        for (_, module, key), (old, _), value in zip(self._owners, self._marks, self._values, strict=True):
+        """Brings back the buffers and values of the last `mark`, if there was one."""
+        for (_, module, key), (old, _), value in zip(self._owners, self._marks, self._values, strict=False):
             if old is not None:
                 old.copy_(value)
             module._buffers[key] = old

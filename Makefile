@@ -1,0 +1,64 @@
+# Everything that a checkout can do. Needs Python 3.11 or newer with venv, git and make; the rest comes with `make`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# What was installed last: the package alone, or with all that its tests need.
+ALONE := $(VENV)/.installed
+TOOLS := $(VENV)/.installed-dev
+PINS := pyproject.toml constraints.txt
+RUN := runs/demo
+ONE := runs/demo-one
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint types bench clean
+
+# $(call install,WHAT): one command line for all, or pip would fetch another torch first, which is several gigabytes.
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Paceline needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing $(1) into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "$(1)"
+endef
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | \
+	  while IFS='|' read -r target text; do printf '%-14s %s\n' "$$target" "$$text"; done
+
+$(ALONE): $(PINS)
+	$(call install,.)
+	@touch $@
+
+$(TOOLS): $(PINS)
+	$(call install,.[dev])
+	@touch $(ALONE) $@
+
+demo: $(ALONE) ## train a small GPT on this Python's own source with two workers, and report
+	@rm -rf $(RUN) $(ONE)
+	@mkdir -p runs
+	@echo "a few steps with one worker first, to compare the speed with ..."
+	@$(BIN)/paceline run --workers 1 --steps 15 --run-dir $(ONE) examples/gpt.py > $(ONE).log 2>&1 || \
+	  { cat $(ONE).log; exit 1; }
+	@$(BIN)/paceline run --workers 2 --run-dir $(RUN) --against $(ONE) examples/gpt.py
+	@echo "open $(RUN)/report.html in a browser: it needs nothing but that file"
+
+test: lint types ## lint, types, and all tests but the slow ones
+	@$(BIN)/pytest -m "not slow"
+
+test-all: lint types ## lint, types, and all tests
+	@$(BIN)/pytest
+
+lint: $(TOOLS) ## ruff: rules and format
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: $(TOOLS) ## mypy, strict
+	@$(BIN)/mypy
+
+bench: $(TOOLS) ## step time beside a hand-written DDP loop
+	@$(BIN)/python benchmarks/step_time.py
+
+clean: ## remove what was installed, built and cached; runs/ stays
+	@rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

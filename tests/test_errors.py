@@ -1,0 +1,309 @@
+"""Bad input: what happened, where, what to do next. Every message is tested by its exact text, with real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import SCRIPTS, paceline
+
+MEET = (
+    "every worker must call the same ones in the same order: remove the condition around the call "
+    "(files are written once anyway)"
+)
+
+
+def fails(body: str, tmp_path: Path, workers: int = 2, code: int = 1, options: tuple[str, ...] = ()) -> str:
+    """Runs a script that must fail; returns its one failure block."""
+    (tmp_path / "train.py").write_text("from basics import *\n" + body)
+    args = ("run", "--workers", str(workers), "--run-dir", "out", *options, "train.py")
+    done = paceline(*args, cwd=tmp_path, code=code, PYTHONPATH=str(SCRIPTS))
+    blocks = re.findall(r"^worker \d+ failed \(.*", done.stderr, re.M)
+    assert len(blocks) == 1, done.stderr
+    return done.stderr[done.stderr.index(blocks[0]) :]
+
+
+@pytest.mark.parametrize(
+    ("plan", "workers", "message"),
+    [
+        ("shrad=4", 8, "unknown plan word 'shrad=4'; did you mean shard=4?"),
+        ("shard=3", 8, "shard=3 does not divide 8 workers; try shard=2 or shard=4"),
+        ("shard=4", 8, "shard=4 is not built yet; use only what is: data=N, micro=N, precision=bf16\n"),
+    ],
+)
+def test_plans_are_refused_before_anything_starts(plan, workers, message, tmp_path):
+    (tmp_path / "train.py").write_text("raise SystemExit('started')")
+    args = ("run", "--workers", str(workers), "--plan", plan, "train.py")
+    done = paceline(*args, cwd=tmp_path, code=2)
+    assert done.stderr.startswith(f"paceline: {message}")
+    assert "started" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("F.cross_entropy(o, b[1], reduction='none')", "the loss returned a tensor of shape (3,)"),
+        ("F.cross_entropy(o, b[1]).item()", "the loss returned a float"),
+        ("(o.sum(), 3, {}, {})", "the loss returned a tuple of 4"),
+        ("(o.sum(), 3, {'a': 1})", "the loss returned metrics {'a': 1}"),
+    ],
+)
+def test_a_loss_of_another_form(loss, message, tmp_path):
+    block = fails(f"list(make(loss=lambda o, b: {loss}).steps(data))", tmp_path, workers=1)
+    assert f"  LossError: {message}; {LOSS_FORMS}\n" in block
+    assert "at train.py:2 in <module>: list(make(" in block
+
+
+def test_a_loss_without_gradient(tmp_path):
+    block = fails("list(make(loss=lambda o, b: F.cross_entropy(o, b[1]).detach()).steps(data))", tmp_path, workers=1)
+    assert (
+        "LossError: the loss does not depend on any trainable parameter; "
+        "compute it from the model's output, without detach(), item() or no_grad()\n" in block
+    )
+
+
+def test_a_loss_that_is_not_a_number_names_worker_and_rows(tmp_path):
+    body = (
+        "def loss(o, b):\n"
+        "    value = F.cross_entropy(o, b[1])\n"
+        "    return value * float('nan') if t.steps_done == 2 and (b[0] == x[paceline.sample_index(60, 96)]).all(1).any() "
+        "else value\n"
+        "t = make(loss)\n"
+        "list(t.steps(data))\n"
+    )
+    block = fails(body, tmp_path)
+    assert (
+        "NonFiniteLossError: the loss of step 3 is not finite (worker 1: micro-batch 4 (rows 60-62 of epoch 0)); "
+        "the step was not applied; look at these rows, lower the learning rate or set clip_norm=\n" in block
+    )
+
+
+def test_an_exception_on_one_worker_is_the_one_that_is_shown(tmp_path):
+    body = (
+        "def loss(o, b):\n"
+        "    if t.steps_done == 1 and paceline.join().rank == 1:\n"
+        "        raise ValueError('bad row')\n"
+        "    return F.cross_entropy(o, b[1])\n"
+        "t = make(loss)\n"
+        "list(t.steps(data))\n"
+    )
+    block = fails(body, tmp_path, workers=3)
+    assert block.startswith("worker 1 failed (")
+    assert ", after step 1)" in block.splitlines()[0]
+    assert block.splitlines()[1] == "  ValueError: bad row"
+    assert block.splitlines()[2] == "  at train.py:4 in loss: raise ValueError('bad row')"
+    assert "workers 0, 2 ended because of it\n" in block or "stopped by us: workers 0, 2\n" in block
+
+
+def test_save_behind_a_condition(tmp_path):
+    body = "t = make()\nfor report in t.steps(data, epochs=3):\n    if report.step == 3 and t.main:\n        t.save()\n"
+    block = fails(body, tmp_path, workers=3)
+    assert (
+        "CollectiveMismatchError: workers do not meet: worker 0 is in save() at train.py:5, "
+        f"workers 1, 2 are in step 4 at train.py:3; {MEET}\n" in block
+    )
+
+
+@pytest.mark.parametrize("call", ["export('m.safetensors')", "stop()", "evaluate(data, metric)"])
+def test_the_other_collectives_behind_a_condition(call, tmp_path):
+    body = (
+        "metric = lambda o, b: {'n': (1, 1)}\n"
+        "t = make()\n"
+        "for report in t.steps(data, epochs=3):\n"
+        "    if report.step == 3 and t.main:\n"
+        f"        t.{call}\n"
+    )
+    block = fails(body, tmp_path)
+    name = call.split("(")[0]
+    assert (
+        f"CollectiveMismatchError: workers do not meet: worker 0 is in {name}() at train.py:6, "
+        f"worker 1 is in step 4 at train.py:4; {MEET}\n" in block
+    )
+
+
+def test_different_collectives_on_different_workers(tmp_path):
+    body = (
+        "team = paceline.join()\n"
+        "if team.rank == 1:\n"
+        "    team.broadcast(torch.ones(3), name='rate')\n"
+        "else:\n"
+        "    team.all_reduce(torch.ones(3), name='score')\n"
+    )
+    block = fails(body, tmp_path, workers=3)
+    assert (
+        "CollectiveMismatchError: workers do not meet: workers 0, 2 are in all_reduce 'score' of 3 float32 at "
+        f"train.py:6, worker 1 is in broadcast 'rate' of 3 float32 at train.py:4; {MEET}\n" in block
+    )
+
+
+def test_a_worker_that_ends_while_the_others_train_on(tmp_path):
+    body = (
+        "t = make()\nfor report in t.steps(data, epochs=3):\n    if report.step == 3 and not t.main:\n        break\n"
+    )
+    block = fails(body, tmp_path)
+    assert (
+        "CollectiveMismatchError: workers do not meet: worker 0 is in step 4 at train.py:3, "
+        f"worker 1 ended after step 3 at train.py:3; {MEET}\n" in block
+    )
+
+
+def test_workers_with_different_scripts(tmp_path):
+    """Started as torchrun starts them on two hosts whose checkouts differ."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener.close()
+    workers = []
+    for rank in range(2):
+        script = tmp_path / str(rank) / "train.py"
+        script.parent.mkdir()
+        script.write_text(f"import paceline\nteam = paceline.join()\n# checkout {rank}\n")
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        workers.append(
+            subprocess.Popen([sys.executable, script], env={**os.environ, **env}, stderr=subprocess.PIPE, text=True)
+        )
+    for worker in workers:
+        _, said = worker.communicate(timeout=120)
+        assert worker.returncode == 1
+        assert (
+            "WorkersDifferError: worker 1 runs another script than worker 0; "
+            "give every worker the same script and start again\n" in said
+        )
+
+
+def interrupted_run(tmp_path: Path) -> Path:
+    """A run of the basics that ended after step 8 of 12 with checkpoints of steps 4 and 8."""
+    (tmp_path / "train.py").write_text("from basics import *\nt = make()\nlist(t.steps(data, epochs=3))\n")
+    options = ("--workers", "2", "--run-dir", "out", "--save-every", "4", "--steps", "8")
+    paceline("run", *options, "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    saved = sorted((tmp_path / "out/checkpoints").glob("step-*"))
+    assert [path.name[-2:] for path in saved] == ["04", "08"]
+    return saved[-1]
+
+
+def test_a_dataset_that_shrank_since_the_checkpoint(tmp_path):
+    interrupted_run(tmp_path)
+    block = fails("t = make()\nlist(t.steps(TensorDataset(x[:90], x[:90, 0].long()), epochs=3))", tmp_path)
+    assert (
+        "DatasetError: the dataset had 96 rows when the checkpoint was written and has 90 now; "
+        "bring the missing rows back, or start a new run in another --run-dir\n" in block
+    )
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    newest = interrupted_run(tmp_path)
+    (weights,) = newest.glob("*.safetensors")
+    damaged = bytearray(weights.read_bytes())
+    damaged[-5] ^= 4
+    weights.write_bytes(damaged)
+    done = paceline("run", "--run-dir", "out", "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    assert f"checkpoint of step 8 is damaged ({weights.name}: SHA-256 differs); taking step 4\n" in done.stderr
+    assert "resuming from step 4 of " in done.stderr
+
+
+def test_only_damaged_checkpoints_stop_the_run(tmp_path):
+    interrupted_run(tmp_path)
+    for weights in (tmp_path / "out/checkpoints").glob("*/*.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1])
+    done = paceline("run", "--run-dir", "out", "train.py", cwd=tmp_path, code=1, PYTHONPATH=str(SCRIPTS))
+    assert "CheckpointError: no checkpoint in " in done.stderr
+
+
+def test_parameters_without_gradient_are_named_once(tmp_path):
+    body = (
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.used, self.spare = nn.Linear(10, 2), nn.Linear(10, 2)\n"
+        "    def forward(self, x):\n"
+        "        return self.used(x)\n"
+        "list(make(model=lambda: Net().double()).steps(data, epochs=2))\n"
+    )
+    (tmp_path / "train.py").write_text("from basics import *\n" + body)
+    for workers in ("1", "2"):
+        done = paceline("run", "--workers", workers, "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+        assert (
+            done.stderr.count(
+                "2 of 4 parameters got no gradient and were left as they are: spare.weight, spare.bias; "
+                "freeze them with requires_grad_(False) if that is meant\n"
+            )
+            == 1
+        )
+
+
+def test_a_script_that_never_calls_the_trainer(tmp_path):
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    done = paceline("run", "--workers", "3", "train.py", cwd=tmp_path, code=1)
+    assert (
+        "train.py ended without using paceline: no Trainer was made and paceline.join() was not called, "
+        "so 3 workers did the same work 3 times; make a paceline.Trainer, or run it with plain python" in done.stderr
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.root
+def test_no_disk_space_keeps_training_and_fails_at_the_end(small_disk, tmp_path):
+    """Checkpoints on the way that cannot be written are said and passed over; the last one is the result, and fails."""
+    (tmp_path / "train.py").write_text(
+        "from basics import *\n"
+        "t = make(model=lambda: nn.Sequential(nn.Linear(10, 9000), nn.ReLU(), nn.Linear(9000, 2)).double())\n"
+        "list(t.steps(data))\n"
+    )
+    options = ("--workers", "2", "--run-dir", "out", "--save-every", "2")
+    done = paceline("run", *options, "train.py", cwd=tmp_path, code=1, PYTHONPATH=str(SCRIPTS))
+    said = f"could not be written to {small_disk}/checkpoints: No space left on device; free some space"
+    assert f"training goes on without it: checkpoint of step 2 {said}" in done.stderr
+    assert f"  CheckpointError: checkpoint of step 4 {said}" in done.stderr
+    assert "step 4/4" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_killed_by_a_signal(number, tmp_path):
+    body = (
+        "import os\n"
+        "t = make()\n"
+        "for report in t.steps(data, epochs=3):\n"
+        "    if report.step == 5 and paceline.join().rank == 1:\n"
+        f"        os.kill(os.getpid(), {int(number)})\n"
+    )
+    block = fails(body, tmp_path, workers=3, code=128 + number)
+    assert block.startswith("worker 1 failed (")
+    assert ("SIGKILL" if number == signal.SIGKILL else "SIGSEGV") in block.splitlines()[1]
+
+
+def test_metrics_of_different_names(tmp_path):
+    body = (
+        "def loss(o, b):\n"
+        "    name = 'right' if paceline.join().rank else 'wrong'\n"
+        "    return F.cross_entropy(o, b[1], reduction='sum'), len(o), {name: (1, 1)}\n"
+        "list(make(loss).steps(data))\n"
+    )
+    block = fails(body, tmp_path)
+    assert (
+        "MetricError: the loss returned metrics ['wrong'] on worker 0 and ['right'] on worker 1; "
+        "return the same names everywhere, with count 0 where there is nothing to count\n" in block
+    )
+
+
+def test_clean_up_of_shared_names():
+    """None of these runs left anything in /dev/shm."""
+    if Path("/dev/shm").exists():
+        assert [p.name for p in Path("/dev/shm").iterdir() if "paceline" in p.name or "torch" in p.name] == []

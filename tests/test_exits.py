@@ -1,0 +1,30 @@
+"""Clean exits, and what they leave behind: nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import SCRIPTS, paceline
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_clean_exits_in_a_row(times, tmp_path):
+    """Two workers with a loader process each, a checkpoint and an evaluation: exit code 0, nothing left, every time."""
+    (tmp_path / "train.py").write_text(
+        "from basics import *\n"
+        "t = make()\n"
+        "list(t.steps(data, epochs=1, loader={'num_workers': 1}))\n"
+        "t.evaluate(data, lambda o, b: {'n': (len(o), 1)})\n"
+    )
+    shared = set(Path("/dev/shm").iterdir())
+    for number in range(times):
+        options = ("--workers", "2", "--run-dir", f"out-{number}")
+        done = paceline("run", *options, "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+        assert "train.py finished at step 4" in done.stderr
+        left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path) and p.pid != os.getpid()]
+        assert left == []
+        assert set(Path("/dev/shm").iterdir()) <= shared

@@ -1,0 +1,562 @@
+"""How runs under the agent end: failures, stops, and nothing that stays behind. With real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agents import AGAIN, SOURCE, Launcher, alive, family, journal, until
+from conftest import MemoryGroup, enter_group
+
+# ---- failures
+
+
+def test_an_exception_in_one_worker(launcher: Launcher) -> None:
+    ended = launcher.run("""
+        def loss(batch):
+            raise ValueError(f"no labels in {batch}")
+        event("join")
+        print("working")
+        meet("up")
+        if RANK == 1:
+            event("failed", kind="ValueError", step=812)
+            loss("batch 7")
+        time.sleep(600)
+        """)
+    number = (launcher.folder / "train.py").read_text().splitlines().index(
+        '    raise ValueError(f"no labels in {batch}")'
+    ) + 1
+    path = launcher.folder / "train.py"
+    assert ended.code == 1
+    assert ended.block == (
+        "worker 1 failed (host H, pid P, after step 812)\n"
+        "  ValueError: no labels in batch 7\n"
+        f'  at train.py:{number} in loss: raise ValueError(f"no labels in {{batch}}")\n'
+        "the end of run/logs/worker-1.log:\n"
+        "  | working\n"
+        "  | Traceback (most recent call last):\n"
+        f'  |   File "{path}", line {number + 6}, in <module>\n'
+        '  |     loss("batch 7")\n'
+        f'  |   File "{path}", line {number}, in loss\n'
+        '  |     raise ValueError(f"no labels in {batch}")\n'
+        "  | ValueError: no labels in batch 7\n"
+        "the others were stopped by us: worker 0\n"
+        "logs: run/logs/\n"
+        f"next: fix the cause; then run `{AGAIN}`: it starts anew: no checkpoint was written"
+    )
+    (event,) = journal(ended.folder, "failed")
+    assert (event["worker"], event["cause"], event["code"]) == (1, "ValueError: no labels in batch 7", 1)
+    assert event["host"] == os.uname().nodename
+    assert str(event["text"]).endswith("no checkpoint was written")
+
+
+def test_the_users_frame_is_named_and_the_traceback_shown_once(launcher: Launcher) -> None:
+    ended = launcher.run(
+        """
+        event("join"); event("step", step=3)
+        os.makedirs(RUN + "/checkpoints/step-000000000002")
+        os.makedirs(RUN + "/checkpoints/.step-000000000003.tmp")
+        import json.decoder
+        json.loads("{")  # the library raises
+        """,
+        workers=1,
+        plan="micro=4",
+        max_steps=9,
+        arguments=["--lr", "a b"],
+    )
+    lines = (launcher.folder / "train.py").read_text().splitlines()
+    number = next(at for at, line in enumerate(lines, 1) if "the library raises" in line)
+    block = ended.block.splitlines()
+    assert block[0] == "worker 0 failed (host H, pid P, after step 3)"
+    assert block[1].startswith("  json.decoder.JSONDecodeError: Expecting property name")
+    assert block[2] == f'  at train.py:{number} in <module>: json.loads("{{")  # the library raises'
+    assert block[-1] == (
+        "next: fix the cause; then run `paceline run --workers 1 --run-dir run --plan micro=4 --steps 9 train.py "
+        "--lr 'a b'`: it continues from step 2"
+    )
+    assert ended.stderr.count("Traceback (most recent call last)") == 1  # in the block
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "what", "cure"),
+    [
+        ("sys.exit(3)", 3, "ended with exit code 3", "see its log"),
+        ("sys.exit('no data')", 1, "ended with exit code 1", "see its log"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "killed by SIGKILL: somebody, or a job manager, ended it",
+            "find out who sent the signal",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGTERM)",
+            143,
+            "ended by SIGTERM: somebody, or a job manager, asked it to end",
+            "find out who sent the signal",
+        ),
+        ("os.kill(os.getpid(), signal.SIGUSR1)", 138, "ended by SIGUSR1", "find out who sent the signal"),
+        ("os.kill(os.getpid(), 40)", 168, "ended by signal 40", "find out who sent the signal"),
+    ],
+)
+def test_other_ends(launcher: Launcher, status: str, code: int, what: str, cure: str) -> None:
+    ended = launcher.run(f"""
+        event("join")
+        meet("up")
+        if RANK == 0:
+            {status}
+        time.sleep(600)
+        """)
+    assert ended.code == code
+    block = ended.block.splitlines()
+    assert block[:2] == ["worker 0 failed (host H, pid P)", f"  {what}"]
+    assert block[-3] == "the others were stopped by us: worker 1"
+    assert block[-1].startswith(f"next: {cure}; then run `{AGAIN}`")
+
+
+@pytest.mark.parametrize(
+    ("crash", "code", "what"),
+    [
+        (
+            "ctypes.string_at(8)",
+            139,
+            "crashed with SIGSEGV: compiled code touched memory that is not its own",
+        ),
+        ("os.abort()", 134, "aborted with SIGABRT: compiled code gave up"),
+        (
+            "os.kill(os.getpid(), signal.SIGBUS)",
+            135,
+            "crashed with SIGBUS: shared memory or a mapped file ended early; is /dev/shm full?",
+        ),
+    ],
+)
+def test_a_crash_in_compiled_code(launcher: Launcher, crash: str, code: int, what: str) -> None:
+    ended = launcher.run(f"""
+        import ctypes
+        def work():
+            {crash}  # here
+        event("join")
+        work() if RANK == 1 else time.sleep(600)
+        """)
+    lines = (launcher.folder / "train.py").read_text().splitlines()
+    number = next(at for at, line in enumerate(lines, 1) if "# here" in line)
+    assert ended.code == code
+    assert ended.block.splitlines()[1:3] == [f"  {what}", f"  at train.py:{number} in work: {crash}  # here"]
+
+
+def test_a_script_that_does_not_compile(launcher: Launcher) -> None:
+    ended = launcher.run("event('join'\n")
+    lines = (launcher.folder / "train.py").read_text().splitlines()
+    block = ended.block.splitlines()
+    assert ended.code == 1
+    assert block[1:3] == ["  SyntaxError: '(' was never closed", f"  at train.py:{len(lines)}: event('join'"]
+    assert "worker 1 failed in the same way" in block
+
+
+def test_a_plan_error_is_usage(launcher: Launcher) -> None:
+    ended = launcher.run("""
+        event("join")
+        event("failed", kind="PlanError", step=0)
+        class PlanError(Exception): pass
+        raise PlanError("unknown word; take another")
+        """)
+    assert ended.code == 2
+    assert ended.block.splitlines()[1] == "  PlanError: unknown word; take another"
+
+
+def test_lost_peers_are_a_consequence(launcher: Launcher) -> None:
+    ended = launcher.run(
+        """
+        class PeerLostError(Exception): pass
+        event("join")
+        meet("up")
+        if RANK == 3:
+            time.sleep(600)
+        if RANK == 1:
+            wait_for("lost", 0, 2)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        event("failed", kind="PeerLostError", step=11)
+        mark("lost")
+        raise PeerLostError("the connection to worker 1 broke")
+        """,
+        workers=4,
+    )
+    assert ended.code == 137
+    block = ended.block.splitlines()
+    assert block == [
+        "worker 1 failed (host H, pid P)",
+        "  killed by SIGKILL: somebody, or a job manager, ended it",
+        "workers 0, 2 ended because of it",
+        "the others were stopped by us: worker 3",
+        "logs: run/logs/",
+        "next: find out who sent the signal; then run `paceline run --workers 4 --run-dir run train.py`: it "
+        "starts anew: no checkpoint was written",
+    ]
+    assert "PeerLostError" not in ended.stderr
+    assert "PeerLostError: the connection to worker 1 broke" in ended.log(0)
+
+
+def test_lost_peers_without_a_cause(launcher: Launcher) -> None:
+    ended = launcher.run("""
+        class PeerLostError(Exception): pass
+        event("join")
+        event("failed", kind="PeerLostError", step=2)
+        raise PeerLostError(f"the connection broke")
+        """)
+    assert ended.code == 1
+    assert ended.block.splitlines()[1] == "  PeerLostError: the connection broke"
+    assert "worker 1 failed in the same way" in ended.block
+
+
+def test_a_mismatch_names_both_and_own_failures_come_first(launcher: Launcher) -> None:
+    script = """
+        class CollectiveMismatchError(Exception): pass
+        event("join")
+        meet("up")
+        if RANK == OWN:
+            wait_for("failed", 0)
+            raise KeyError("label")
+        if RANK:
+            wait_for("failed", 0)
+        event("failed", kind="CollectiveMismatchError", step=2)
+        mark("failed")
+        raise CollectiveMismatchError(f"worker {RANK} is in save()")
+        """
+    ended = launcher.run("OWN = 9\n" + script.replace("\n        ", "\n"))
+    assert ended.block.splitlines()[1] == "  CollectiveMismatchError: worker 0 is in save()"
+    assert "worker 1 failed too: CollectiveMismatchError: worker 1 is in save() at train.py" in ended.block.replace(
+        "__main__.", ""
+    )
+    ended = launcher.run("OWN = 1\n" + script.replace("\n        ", "\n"), run_dir="other")
+    assert ended.block.splitlines()[0].startswith("worker 1 failed")
+    assert ended.block.splitlines()[1] == "  KeyError: 'label'"
+    assert "worker 0 ended because of it" in ended.block
+
+
+def test_two_that_fail_by_themselves(launcher: Launcher) -> None:
+    ended = launcher.run(
+        """
+        event("join")
+        meet("up")
+        if RANK == 2:
+            event("failed", kind="KeyError", step=1)
+            mark("first")
+            raise KeyError("label")
+        wait_for("first", 2)
+        if RANK == 0:
+            time.sleep(0.2)
+            raise OSError("disk")
+        time.sleep(600)
+        """,
+        workers=3,
+    )
+    lines = (launcher.folder / "train.py").read_text().splitlines()
+    number = next(at for at, line in enumerate(lines, 1) if "disk" in line)
+    block = ended.block.splitlines()
+    assert block[:2] == ["worker 2 failed (host H, pid P, after step 1)", "  KeyError: 'label'"]
+    assert block[-4:-2] == [
+        f'worker 0 failed too: OSError: disk at train.py:{number} in <module>: raise OSError("disk")',
+        "the others were stopped by us: worker 1",
+    ]
+
+
+def test_one_that_fails_and_does_not_end(launcher: Launcher) -> None:
+    """A thread that is not a daemon keeps the interpreter alive after the exception."""
+    ended = launcher.run("""
+        import threading
+        event("join")
+        if RANK == 1:
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            event("failed", kind="ValueError", step=4)
+            raise ValueError("stuck")
+        time.sleep(600)
+        """)
+    assert ended.code == 1
+    assert ended.block.splitlines()[:2] == [
+        "worker 1 failed (host H, pid P, after step 4)",
+        "  ValueError: stuck",
+    ]
+
+
+def test_a_loader_childs_exception_names_the_users_line(launcher: Launcher) -> None:
+    """torch's DataLoader raises in the worker with the child's traceback in the message."""
+    ended = launcher.run(
+        """
+        import traceback
+        event("join")
+        def item(index):
+            return [][index]
+        try:
+            item(3)
+        except IndexError:
+            text = traceback.format_exc()
+        raise IndexError(f"Caught IndexError in DataLoader worker process 0.\\nOriginal {text}")
+        """,
+        workers=1,
+    )
+    block = ended.block.splitlines()
+    assert block[1] == "  IndexError: list index out of range"
+    assert block[2].endswith("in item: return [][index]")
+
+
+@pytest.mark.root
+def test_out_of_memory(launcher: Launcher, memory_group: MemoryGroup) -> None:
+    group = memory_group(200 << 20)
+    ended = launcher.run(
+        """
+        event("join")
+        meet("up")
+        if RANK == 1:
+            hoard = []
+            while True:
+                hoard.append(bytearray(os.urandom(1 << 20)))
+        time.sleep(600)
+        """,
+        preexec=enter_group(group),
+    )
+    counter = next(file for file in (group / "memory.oom_control", group / "memory.events") if file.exists())
+    assert re.search(r"^oom_kill 1$", counter.read_text(), re.MULTILINE)
+    assert ended.code == 137
+    assert ended.block.splitlines() == [
+        "worker 1 failed (host H, pid P)",
+        "  killed by the kernel's out-of-memory killer (SIGKILL)",
+        "the others were stopped by us: worker 0",
+        "logs: run/logs/",
+        "next: give it less to hold: a smaller micro= in the plan, fewer workers on this host, fewer loader "
+        f"workers; then run `{AGAIN}`: it starts anew: no checkpoint was written",
+    ]
+
+
+# ---- stopping
+
+POLITE = """
+event("join")
+stop = []
+signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
+mark("up")
+while not stop:
+    time.sleep(0.01)
+os.makedirs(RUN + "/checkpoints/step-000000000120", exist_ok=True)
+event("stopped", step=120, checkpoint="checkpoints/step-000000000120")
+sys.exit(75)
+"""
+STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at once\n"
+START = "2 workers, run folder run\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGHUP", 75)])
+def test_a_polite_stop(launcher: Launcher, number: str, code: int) -> None:
+    process = launcher.start(POLITE)
+    launcher.wait_for("up")
+    process.send_signal(signal.Signals[number])
+    ended = launcher.end(process)
+    assert ended.code == code
+    assert ended.stderr == (
+        f"{START}{STOPPING}stopped after step 120; saved run/checkpoints/step-000000000120\ncontinue with: {AGAIN}\n"
+    )
+
+
+def test_a_second_interrupt_stops_at_once(launcher: Launcher) -> None:
+    process = launcher.start("""
+        event("join")
+        signal.signal(signal.SIGUSR1, lambda *_: mark("heard"))
+        mark("up")
+        while True:
+            time.sleep(1)
+        """)
+    launcher.wait_for("up")
+    process.send_signal(signal.SIGINT)
+    launcher.wait_for("heard")
+    process.send_signal(signal.SIGINT)
+    ended = launcher.end(process)
+    assert ended.code == 130
+    assert ended.stderr == f"{START}{STOPPING}stopped at once; no checkpoint was written\nstart again with: {AGAIN}\n"
+
+
+def test_a_stop_before_a_worker_is_ready(launcher: Launcher) -> None:
+    """As in the seconds of `import torch`: nobody listens for the signal yet, so it ends the worker."""
+    process = launcher.start("""
+        if RANK == 1:
+            signal.signal(signal.SIGUSR1, lambda *_: None)
+        mark("up")
+        for _ in range(600):
+            time.sleep(1)
+        """)
+    launcher.wait_for("up")
+    process.send_signal(signal.SIGINT)
+    ended = launcher.end(process)
+    assert ended.code == 130
+    assert ended.stderr == f"{START}{STOPPING}stopped; no checkpoint was written\nstart again with: {AGAIN}\n"
+
+
+def test_a_stop_that_the_workers_decided(launcher: Launcher) -> None:
+    """A notice at one worker makes all stop; the agent was not asked."""
+    ended = launcher.run('event("join"); event("stopped", step=7, checkpoint=None); sys.exit(75)')
+    assert ended.code == 75
+    assert ended.stderr == f"{START}stopped; no checkpoint was written\nstart again with: {AGAIN}\n"
+
+
+def test_the_end_that_was_asked_for(launcher: Launcher) -> None:
+    """--steps 7: the command that goes on does not end at step 7 again."""
+    ended = launcher.run(
+        """
+        event("join")
+        os.makedirs(RUN + "/checkpoints/step-000000000007", exist_ok=True)
+        event("stopped", step=7, checkpoint="checkpoints/step-000000000007")
+        """,
+        max_steps=7,
+    )
+    assert ended.code == 0
+    assert ended.stderr == (
+        f"{START}stopped after step 7; saved run/checkpoints/step-000000000007\ncontinue with: {AGAIN}\n"
+    )
+
+
+def test_a_stop_that_comes_as_the_run_finishes(launcher: Launcher) -> None:
+    process = launcher.start("""
+        event("join")
+        stop = []
+        signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
+        mark("up")
+        while not stop:
+            time.sleep(0.01)
+        """)
+    launcher.wait_for("up")
+    process.send_signal(signal.SIGINT)
+    assert launcher.end(process).code == 0
+
+
+def test_a_failure_while_stopping_is_a_failure(launcher: Launcher) -> None:
+    process = launcher.start(POLITE.replace("os.makedirs", "1 / 0; os.makedirs"))
+    launcher.wait_for("up")
+    process.send_signal(signal.SIGTERM)
+    ended = launcher.end(process)
+    assert ended.code == 1
+    assert ended.block.splitlines()[1] == "  ZeroDivisionError: division by zero"
+
+
+# ---- nothing stays behind
+
+FAMILY = """
+import subprocess
+event("join")
+child = subprocess.Popen(["sleep", "600"])
+moved = subprocess.Popen(["sleep", "600"], process_group=0)
+code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+stubborn = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+stubborn.stdout.readline()
+with open(f"{RUN}/pids-{RANK}.new", "w") as file:
+    print(os.getpid(), child.pid, moved.pid, stubborn.pid, file=file)
+os.rename(f"{RUN}/pids-{RANK}.new", f"{RUN}/pids-{RANK}")
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_no_process_is_left(launcher: Launcher, end: str) -> None:
+    ended = launcher.run(FAMILY + end)
+    pids = family(launcher)
+    assert len(pids) == 8
+    assert not [pid for pid in pids if alive(pid)]
+    if not end:
+        left = [line for line in ended.stderr.splitlines() if line.startswith("ended what the workers left running: ")]
+        assert len(left) == 1
+        assert left[0].count("sleep (") == 4
+
+
+def test_workers_and_loader_children_die_with_a_killed_agent(launcher: Launcher) -> None:
+    """A loader child asks for the signal itself, as the trainer's worker_init does."""
+    process = launcher.start("""
+        import ctypes, subprocess
+        event("join")
+        def loader():
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        child = os.fork()
+        if child == 0:
+            loader()
+            mark("loader")
+            time.sleep(600)
+        wait_for("loader", RANK)
+        with open(f"{RUN}/pids-{RANK}", "w") as file:
+            print(os.getpid(), child, file=file)
+        mark("up")
+        while True:
+            time.sleep(1)
+        """)
+    launcher.wait_for("up")
+    pids = family(launcher)
+    assert len(pids) == 4
+    assert all(alive(pid) for pid in pids)
+    process.kill()
+    process.wait()
+    until(lambda: not any(alive(pid) for pid in pids))
+    assert launcher.run('event("join")').code == 0  # the folder is free at once
+
+
+def test_the_shared_memory_of_a_killed_worker_is_tidied_by_its_own_tracker(launcher: Launcher) -> None:
+    ended = launcher.run("""
+        from multiprocessing.shared_memory import SharedMemory
+        event("join")
+        memory = SharedMemory(create=True, size=4096)
+        with open(f"{RUN}/name-{RANK}", "w") as file:
+            file.write(memory.name)
+        meet("up")
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+        """)
+    assert ended.code == 137
+    names = [(ended.folder / f"name-{rank}").read_text() for rank in range(2)]
+    assert not [name for name in names if Path("/dev/shm", name.lstrip("/")).exists()]
+
+
+def test_the_agent_itself_leaves_nothing_open(launcher: Launcher) -> None:
+    """Several launches in one process: same open files, no child, handlers as before."""
+    (launcher.folder / "train.py").write_text(
+        "import os\nos.write(int(os.environ['PACELINE_EVENTS_FD']), b'{\"event\": \"join\"}\\n')\n"
+    )
+    code = """
+import os, signal
+from paceline.launch.local import LaunchOptions, launch
+handler = signal.getsignal(signal.SIGINT)
+counts = []
+for number in range(3):
+    assert launch(LaunchOptions("train.py", workers=2, run_dir=f"run{number}")) == 0
+    counts.append(len(os.listdir("/proc/self/fd")))
+assert counts[0] == counts[1] == counts[2], counts
+assert signal.getsignal(signal.SIGINT) is handler
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("no child")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=launcher.folder,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "no child\n"), done.stderr
+
+
+def test_a_grandchild_that_keeps_the_pipes_open_holds_up_nothing(launcher: Launcher) -> None:
+    """A daemon of the user's own, in a session of its own, is left alone."""
+    ended = launcher.run("""
+        import subprocess
+        event("join")
+        daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        with open(f"{RUN}/pids-{RANK}", "w") as file:
+            file.write(str(daemon.pid))
+        print("done")
+        """)
+    pids = family(launcher)
+    lives = [alive(pid) for pid in pids]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert (ended.code, ended.stdout, lives) == (0, "done\n", [True, True])

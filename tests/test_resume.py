@@ -1,0 +1,153 @@
+"""Killed at any moment with SIGKILL, the same command continues, on another number of workers too, and ends with the
+weights, the random draws and the figures of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import SCRIPTS, paceline
+from oracle import apart
+from safetensors.torch import load_file
+
+SCRIPT = SCRIPTS / "resuming.py"
+MOMENTS = ("forward", "backward", "update", "body")
+SEEDED = random.Random(812)
+KILLS = [(SEEDED.randint(2, 20), MOMENTS[number % 4], SEEDED.choice((1, 2, 3))) for number in range(10)]
+
+
+def outcome(folder: Path):
+    return load_file(folder / "out.safetensors"), json.loads((folder / "out.json").read_text())
+
+
+def run(folder: Path, workers: int, code: int | None = 0, **env: str):
+    options = ("--workers", str(workers), "--run-dir", "run", "--save-every", "3")
+    return paceline("run", *options, SCRIPT, "out", cwd=folder, code=code, **env)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(folder, 2)
+    return outcome(folder)
+
+
+@pytest.mark.parametrize(("step", "moment", "then"), KILLS)
+def test_killed_and_resumed(step, moment, then, undisturbed, tmp_path):
+    run(tmp_path, 2, code=-signal.SIGKILL, KILL_AT=f"{step},{moment}")
+    assert (tmp_path / "killed").exists(), "the fault did not fire"
+    resumed = run(tmp_path, then)
+    assert "resuming from step" in resumed.stderr or step <= 4  # the first checkpoint is that of step 3
+    (weights, figures), (their_weights, theirs) = outcome(tmp_path), undisturbed
+    assert apart(weights, their_weights) <= 1e-12
+    assert figures["steps"] == theirs["steps"] == 20
+    assert figures["draws"] == theirs["draws"]
+    assert figures["best"] == pytest.approx(theirs["best"], rel=1e-10)
+    for one, other in zip(figures["evaluations"], theirs["evaluations"], strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+
+
+@pytest.fixture
+def short(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys\nfrom basics import *\nt = make()\nlist(t.steps(data, count=int(sys.argv[1])))\n"
+        "if t.main: print('weights', sum(p.sum().item() for p in t.model.parameters()))\n"
+    )
+
+    def go(*arguments: str, count: int = 8, code: int = 0):
+        return paceline("run", *arguments, "train.py", str(count), cwd=tmp_path, code=code, PYTHONPATH=str(SCRIPTS))
+
+    return go
+
+
+def test_a_finished_run_says_so_and_a_larger_count_continues_it(short):
+    whole = short("--run-dir", "whole", count=12)
+    first = short("--run-dir", "out")
+    again = short("--run-dir", "out")
+    assert (
+        "this run was finished at step 8: nothing was left to do; "
+        "give a larger count= or epochs= to continue it, or another --run-dir\n" in again.stderr
+    )
+    assert again.stdout == first.stdout != whole.stdout
+    more = short("--run-dir", "out", count=12)
+    assert "resuming from step 8 of " in more.stderr
+    assert more.stdout == whole.stdout
+
+
+def test_without_a_run_folder_a_run_is_always_new(short, tmp_path):
+    one, other = short(), short()
+    assert one.stdout == other.stdout
+    assert "resuming" not in other.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_a_changed_script_and_another_number_of_workers_are_said(short, tmp_path):
+    short("--run-dir", "out", "--steps", "4", "--save-every", "2")
+    script = tmp_path / "train.py"
+    script.write_text(script.read_text() + "# a new line\n")
+    changed = short("--run-dir", "out", "--workers", "2")
+    assert "resuming from step 4 of " in changed.stderr
+    assert ": written by 1 worker (data=1), now 2 workers (data=2)\n" in changed.stderr
+    assert "the script has changed since the checkpoint; continuing with the new one:" in changed.stderr
+    assert "+# a new line\n" in changed.stderr
+
+
+def test_another_grid_is_named_as_changed_mathematics(short, tmp_path):
+    short("--run-dir", "out", "--steps", "4")
+    plain = short("--run-dir", "out", "--steps", "5")
+    assert "changed mathematics" not in plain.stderr
+    other = short("--run-dir", "out", "--plan", "micro=4")
+    assert (
+        "changed mathematics: global batch 24 in micro-batches of 3 rows until step 5, "
+        "from here 24 in micro-batches of 4\n" in other.stderr
+    )
+
+
+def test_a_dataset_that_has_grown_is_used_as_far_as_before(short, tmp_path):
+    whole = short("--run-dir", "whole")
+    short("--run-dir", "out", "--steps", "4")
+    script = tmp_path / "train.py"
+    script.write_text(script.read_text().replace("t.steps(data", "t.steps(TensorDataset(*map(twice, data.tensors))"))
+    script.write_text("twice = lambda t: __import__('torch').cat([t, t])\n" + script.read_text())
+    grown = short("--run-dir", "out")
+    assert "the dataset has grown from 96 to 192 rows; this run goes on with the first 96\n" in grown.stderr
+    assert grown.stdout == whole.stdout
+
+
+def test_the_interval_of_checkpoints(short, tmp_path):
+    short("--run-dir", "out", "--save-every", "3")
+    steps = [int(step) for step in re.findall(r'"event":\s*"checkpoint",\s*"step":\s*(\d+)', journal(tmp_path / "out"))]
+    assert steps == [3, 6, 8]
+
+
+def journal(folder: Path) -> str:
+    return (folder / "journal.jsonl").read_text()
+
+
+def test_a_bad_interval_is_refused(short):
+    done = short("--save-every", "soon", code=2)
+    assert done.stderr == "paceline: --save-every 'soon' is no interval; give seconds as 60s, or steps as 100\n"
+
+
+def test_a_lone_script_resumes_too(tmp_path):
+    """`python train.py` with PACELINE_RUN_DIR: the same folder, the same end."""
+    script = "from basics import *\nt = make()\nlist(t.steps(data, count=6))\nt.export('m.safetensors')\n"
+    (tmp_path / "train.py").write_text(script)
+    env = {**os.environ, "PYTHONPATH": str(SCRIPTS), "OMP_NUM_THREADS": "1"}
+
+    def alone(**more: str) -> str:
+        command, how = [sys.executable, "train.py"], {"capture_output": True, "text": True, "check": True}
+        return subprocess.run(command, cwd=tmp_path, env={**env, **more}, **how).stderr
+
+    alone()
+    whole = load_file(tmp_path / "m.safetensors")
+    alone(PACELINE_RUN_DIR="out", PACELINE_MAX_STEPS="3")
+    assert "resuming from step 3 of out" in alone(PACELINE_RUN_DIR="out")
+    assert apart(load_file(tmp_path / "m.safetensors"), whole) <= 1e-12
