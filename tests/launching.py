@@ -10,7 +10,9 @@ from pathlib import Path
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def paceline(*arguments: str | Path, cwd: Path, code: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
+def paceline(
+    *arguments: str | Path, cwd: Path, code: int | None = 0, timeout: float = 240, **env: str
+) -> subprocess.CompletedProcess[str]:
     """`paceline ARGUMENTS...`; with `code` the exit code must be that."""
     done = subprocess.run(
         [sys.executable, "-m", "paceline.cli", *map(str, arguments)],
@@ -18,15 +20,9 @@ def paceline(*arguments: str | Path, cwd: Path, code: int | None = 0, **env: str
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
     )
     assert code is None or done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 
-def run_script(
-    text: str, workers: int, tmp_path: Path, *options: str, code: int | None = 0, **env: str
-) -> subprocess.CompletedProcess[str]:
-    """Runs a script given as text, as train.py in `tmp_path`."""
-    (tmp_path / "train.py").write_text(text)
-    return paceline("run", "--workers", str(workers), *options, "train.py", cwd=tmp_path, code=code, **env)

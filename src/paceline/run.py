@@ -8,6 +8,7 @@ import json
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,8 +87,10 @@ class Run:
             self.results = list(self.tree["results"])
             self._saved_steps = self.resumed.step
             self._say_changes(self.resumed.manifest)
-        signal.signal(signal.SIGUSR1, self._notice)
-        signal.signal(signal.SIGTERM, self._notice)
+        self._may_handle = threading.current_thread() is threading.main_thread()
+        if self._may_handle:
+            signal.signal(signal.SIGUSR1, self._notice)
+            signal.signal(signal.SIGTERM, self._notice)
         team.closing.append(self.close)
 
     # -- beginning ----------------------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ class Run:
     @contextmanager
     def ctrl_c(self) -> Iterator[None]:
         """While a loop runs without an agent, Ctrl-C stops cleanly."""
-        if self.team.world.launcher == "paceline":
+        if self.team.world.launcher == "paceline" or not self._may_handle:
             yield
             return
         before = signal.signal(signal.SIGINT, self._interrupted)
@@ -286,22 +289,22 @@ class Run:
             member.flush()
         self.team.group.enter("a checkpoint")
         streams = self.team.group.gather_json(_user_streams())
-        path = None
+        path, trouble = None, None
         if self.main:
             try:
                 path = self._write(streams)
-                self.journal.write(
-                    "checkpoint",
-                    step=self.step,
-                    path=path,
-                    seconds=time.monotonic() - began,
-                    bytes=_size(self.folder / path),
-                )
+                figures = {"seconds": time.monotonic() - began, "bytes": _size(self.folder / path)}
+                self.journal.write("checkpoint", step=self.step, path=path, **figures)
             except CheckpointError as error:
-                if must:
-                    raise
-                self.say(f"training goes on without it: {error}")
-        self._saved_at, self._saved_steps = time.monotonic(), self.step
+                trouble = [error.what, error.cure]
+        self._saved_at = time.monotonic()
+        trouble = self.team.group.gather_json(trouble)[0]
+        if trouble is None:
+            self._saved_steps = self.step
+        elif must:
+            raise CheckpointError(*trouble)
+        else:
+            self.say(f"training goes on without it: {'; '.join(trouble)}")
         return path
 
     def _write(self, streams: list[Any]) -> str:
@@ -400,11 +403,15 @@ def _user_streams() -> dict[str, Any]:
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
         streams["numpy"] = [name, keys.tolist(), *rest]
+    if torch.cuda.is_available():
+        streams["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
     return streams
 
 
 def _load_user_streams(saved: dict[str, Any]) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(bytes.fromhex(saved["torch"])), dtype=torch.uint8))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["cuda"]), dtype=torch.uint8))
     version, keys, gauss = saved["random"]
     random.setstate((version, tuple(keys), gauss))
     if "numpy" in saved and "numpy" in sys.modules:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Parameter
 
+from paceline.errors import UsageError
+
 FIRST_BYTES = 1 << 20
 BYTES = 25 << 20
 
@@ -86,6 +88,12 @@ class Buckets:
                 bucket.missing -= 1
                 if bucket.missing == 0:
                     self._hand_on()
+            elif self._armed and self._home[number].index < self._next:
+                raise UsageError(
+                    f"the gradient of a parameter of shape {tuple(param.shape)} came in two parts, the second after "
+                    "the first was sent to the other workers",
+                    "checkpoint with use_reentrant=False: the other kind cannot share parameters between segments",
+                )
 
         return hook
 

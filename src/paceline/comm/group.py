@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import sys
 import threading
@@ -63,6 +64,9 @@ class Group:
         store = dist.TCPStore(host, port, None, serves, timeout=timedelta(minutes=5), wait_for_workers=False, **fd)
         self._store = dist.PrefixStore("paceline", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        # Its functions take the group of the moment of its import for a default, and would keep ours alive beyond
+        # destroy_process_group: gloo's threads then meet a dying interpreter, which aborts one exit in some.
+        importlib.import_module("torch.distributed.nn.functional")
         # Waiting is our own (see wait): torch's deadline only has to be longer than any honest pause.
         dist.init_process_group(
             backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timedelta(days=7)

@@ -146,7 +146,7 @@ class Single(Strategy):
         held = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
         if foreign := sum(id(param) not in self.names for param in held):
             raise UsageError(
-                f"{foreign} of the optimizer's {len(held)} tensors are not the model's, nobody would sum their gradients",
+                f"{foreign} of the optimizer's {len(held)} tensors are not parameters of the model",
                 "make it from the params it is given, and a loss with parameters a part of the model",
             )
         self.job.optimizers, self.job.schedulers = optimizers, schedulers

@@ -1,0 +1,38 @@
+"""The examples do what their first lines promise, with two workers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from launching import paceline
+from safetensors.torch import load_file
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def test_digits_are_read(tmp_path):
+    said = paceline("run", "--workers", "2", EXAMPLES / "digits.py", cwd=tmp_path).stdout
+    (accuracy,) = re.findall(r"accuracy on 360 held-out digits: ([\d.]+)%", said)
+    assert float(accuracy) > 97
+    assert load_file(tmp_path / "digits.safetensors")
+
+
+def test_the_pole_stands(tmp_path):
+    said = paceline("run", "--workers", "2", EXAMPLES / "cartpole.py", cwd=tmp_path).stdout
+    (mean_return,) = re.findall(r"mean return is (\d+) of 500", said)
+    assert int(mean_return) > 400
+
+
+def test_the_gpt_learns(tmp_path):
+    """A minute of training is the demo's business; here forty steps must lower the loss from 8 bits to under 6."""
+    options = ("--workers", "2", "--run-dir", "out", "--steps", "40")
+    done = paceline("run", *options, EXAMPLES / "gpt.py", cwd=tmp_path, timeout=280)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stderr)]
+    assert 5 < losses[0] < 6.5  # nats of 256 equally likely bytes: 5.5
+    assert losses[-1] < 4
+
+
+def test_examples_are_short():
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) < 80, path.name

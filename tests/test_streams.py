@@ -1,0 +1,275 @@
+"""Arithmetic of a step: stream seeds, shares, the grid, the agreed vector, the transaction; and the streams."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.step import Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
+from paceline.strategies.streams import Streams
+
+GOLDEN = {
+    (0, 0, 0): 1930131687265659556,
+    (0, 0, 1): 6435492002756219236,
+    (0, 1, 0): 5166260292987719240,
+    (1, 0, 0): 834790228922758076,
+    (7, 0, -1): 6415760096853204326,
+    (42, 1000, 7): 2769959909453940763,
+    (-1, 0, 0): 8187012317674064751,
+    (3, 5, 6): 4412792630025512049,
+    (0, 1 << 40, 3): 7198218122168988890,
+}
+
+
+# -- stream_seed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", GOLDEN)
+def test_stream_seeds_never_change(place):
+    """Were one of these to change, no run could be resumed or repeated by a later version."""
+    assert stream_seed(*place) == GOLDEN[place]
+
+
+def test_a_stream_seed_is_taken_modulo_two_to_the_64():
+    assert stream_seed(2**64 + 3, 5, 6) == stream_seed(3, 5, 6)
+    assert stream_seed(-1, 0, 0) == stream_seed(2**64 - 1, 0, 0)
+
+
+def test_no_two_places_have_one_seed():
+    """Steps and micro-batches of training, the loader's places of rows and collate, model building, evaluation."""
+    seeds = [0, 1, 2, 7, -1, 2**63, 12345]
+    steps = [*range(100), *((1 << 40) + n for n in range(20)), *((1 << 41) + n for n in range(20)), 1 << 42, 1 << 43]
+    places = list(itertools.product(seeds, steps, range(-1, 200)))
+    assert len({stream_seed(*place) for place in places}) == len(places) > 190_000
+
+
+def test_the_bits_of_seeds_are_balanced_and_none_follows_another():
+    found = torch.tensor([stream_seed(3, step, part) for step in range(200) for part in range(100)])
+    bits = torch.stack([(found >> bit) & 1 for bit in range(63)]).double()
+    deviation = 1 / (2 * math.sqrt(bits.shape[1]))
+    assert float((bits.mean(1) - 0.5).abs().max()) < 5 * deviation
+    assert int(found.min()) >= 0
+    together = torch.corrcoef(bits) - torch.eye(63, dtype=torch.float64)
+    assert float(together.abs().max()) < 5.5 / math.sqrt(bits.shape[1])
+
+
+@pytest.mark.parametrize("argument", [0, 1, 2])
+def test_a_change_of_any_bit_of_any_argument_changes_half_of_the_seed(argument):
+    for bit in range(64):
+        flips = 0
+        for start in range(40):
+            place = [start, 3 * start, 5 * start]
+            before = stream_seed(*place)
+            place[argument] ^= 1 << bit
+            flips += (before ^ stream_seed(*place)).bit_count()
+        assert abs(flips / 40 - 31.5) < 5 * math.sqrt(63 / 4 / 40)
+
+
+# -- deal, Grid -------------------------------------------------------------------------------------------------
+
+WEIGHTS = st.lists(
+    st.one_of(st.integers(0, 100).map(float), st.floats(0, 1e9, allow_subnormal=True)), min_size=1, max_size=40
+).filter(lambda weights: sum(weights) > 0)
+
+
+@given(st.integers(0, 5000), WEIGHTS)
+@example(8, [1.0, 0.0, 2.0])
+@example(7, [0.1] * 10)
+@example(10, [0.1, 0.2, 0.3])
+@example(3, [5e-324, 5e-324])
+def test_deal_gives_each_micro_batch_to_one_worker(micro_batches, weights):
+    shares = deal(micro_batches, weights)
+    assert len(shares) == len(weights)
+    assert [index for share in shares for index in share] == list(range(micro_batches))
+    for share, weight in zip(shares, weights, strict=True):
+        ideal = micro_batches * (weight / sum(weights))
+        assert abs(len(share) - ideal) < 1 + 1e-6
+        if weight == 0:
+            assert len(share) == 0
+
+
+@given(st.integers(0, 500), st.integers(1, 50))
+def test_equal_workers_differ_by_one_micro_batch_at_most(micro_batches, workers):
+    lengths = [len(share) for share in deal(micro_batches, [1.0] * workers)]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(1, 300), st.data())
+def test_the_grid_covers_every_row_of_an_epoch_once_and_in_order(global_batch, data):
+    micro = data.draw(st.one_of(st.none(), st.integers(1, global_batch)))
+    rows = data.draw(st.integers(1, 3000))
+    grid = Grid.of(global_batch, micro)
+    assert grid.micro == (micro or math.ceil(global_batch / 8))
+    covered: list[int] = []
+    for batch in range(grid.batches(rows)):
+        positions = grid.batch_rows(batch, rows)
+        assert len(positions) == global_batch or batch == grid.batches(rows) - 1
+        cuts = grid.cut(len(positions))
+        assert all(len(cut) == grid.micro for cut in cuts[:-1])
+        assert 0 < len(cuts[-1]) <= grid.micro
+        covered.extend(positions.start + row for cut in cuts for row in cut)
+    assert covered == list(range(rows))
+    assert len(grid.batch_rows(grid.batches(rows), rows)) == 0
+
+
+def test_a_grid_without_rows_is_refused():
+    for arguments, message in {
+        (0, None): "global_batch=0 has no rows; give the rows of one optimizer step, 1 or more",
+        (-8, None): "global_batch=-8 has no rows; give the rows of one optimizer step, 1 or more",
+        (8, 9): "micro=9 is more than the global batch of 8 rows; give micro=8 or less",
+    }.items():
+        with pytest.raises(UsageError) as caught:
+            Grid.of(*arguments)
+        assert str(caught.value) == message
+
+
+# -- the step's vector ------------------------------------------------------------------------------------------
+
+COUNTS = st.integers(0, 2**40).map(float)
+
+
+@given(st.data())
+def test_what_workers_pack_is_unpacked_as_their_sum(data):
+    names = tuple(sorted(data.draw(st.sets(st.text(max_size=5), max_size=4))))
+    workers, params = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 10))
+    layout = VectorLayout(names, workers, params)
+    parts = [
+        {
+            "seconds": data.draw(st.floats(0, 1e6)),
+            "metrics": {name: (data.draw(COUNTS), data.draw(COUNTS)) for name in shown},
+            "unused": data.draw(st.sets(st.integers(0, params - 1))) if params else set(),
+            "fields": {name: data.draw(COUNTS) for name in ("count", "loss", "tested", "strict", "stop", "save")},
+        }
+        for shown in data.draw(st.lists(st.sampled_from([names, ()]), min_size=workers, max_size=workers))
+    ]
+    vectors = [layout.pack(rank, **part) for rank, part in enumerate(parts)]
+    agreed = layout.unpack([sum(column) for column in zip(*vectors, strict=True)])
+    assert agreed == Agreed(
+        metrics={
+            name: tuple(sum(part["metrics"].get(name, (0.0, 0.0))[k] for part in parts) for k in (0, 1))
+            for name in names
+        },
+        seconds=tuple(part["seconds"] for part in parts),
+        unused=tuple(sorted(set.intersection(*(part["unused"] for part in parts)))),
+        **{name: sum(part["fields"][name] for part in parts) for name in parts[0]["fields"]},
+    )
+
+
+def test_fields_that_are_not_given_are_zero():
+    layout = VectorLayout(("accuracy",), 2, 1)
+    agreed = layout.unpack(layout.pack(1, 0.5, {}, {0}, {"count": 3}))
+    assert agreed == Agreed(3.0, 0.0, 0, 0, 0, 0, {"accuracy": (0.0, 0.0)}, (0.0, 0.5), (0,))
+
+
+# -- the transaction --------------------------------------------------------------------------------------------
+
+MOVES = {
+    "begin": (Moment.IDLE, Moment.COMPUTING),
+    "prepared": (Moment.COMPUTING, Moment.PREPARED),
+    "updating": (Moment.PREPARED, Moment.UPDATING),
+    "applied": (Moment.UPDATING, Moment.IDLE),
+}
+
+
+@given(st.lists(st.sampled_from([*MOVES, "abort"]), max_size=30))
+def test_a_transaction_takes_its_moves_in_order_or_not_at_all(moves):
+    transaction, moment, done = Transaction(), Moment.IDLE, 0
+    for move in moves:
+        allowed = moment is not Moment.UPDATING if move == "abort" else moment is MOVES[move][0]
+        if allowed:
+            result = getattr(transaction, move)()
+            moment = Moment.IDLE if move == "abort" else MOVES[move][1]
+            done += move == "applied"
+            assert result == {"begin": done, "applied": done}.get(move)
+        else:
+            with pytest.raises(RuntimeError) as caught:
+                getattr(transaction, move)()
+            assert str(caught.value) == (
+                f"step {done} has begun to change weights and cannot be aborted"
+                if move == "abort"
+                else f"step {done}: {MOVES[move][1].value} cannot follow {moment.value}"
+            )
+        assert (transaction.moment, transaction.done) == (moment, done)
+
+
+# -- the streams themselves -------------------------------------------------------------------------------------
+
+DRAWS = {
+    "torch": lambda: torch.rand(3).tolist(),
+    "python": lambda: [random.random() for _ in range(3)],
+    "numpy": lambda: np.random.rand(3).tolist(),
+    "python, one normal of a pair": lambda: [random.gauss(0, 1)],
+    "numpy, one normal of a pair": lambda: [np.random.normal()],
+    "torch, one normal of a pair": lambda: [torch.randn(()).item()],
+}
+
+
+def draw_all() -> list[list[float]]:
+    return [draw() for draw in DRAWS.values()]
+
+
+@pytest.fixture
+def streams():
+    streams = Streams(torch.device("cpu"))
+    with streams.lent():
+        streams.seed(99)
+        yield streams
+
+
+@pytest.mark.parametrize("generator", DRAWS)
+def test_a_draw_from_any_generator_is_noticed(streams, generator):
+    mark = streams.mark()
+    assert not streams.moved(mark)
+    DRAWS[generator]()
+    assert streams.moved(mark)
+    streams.restore(mark)
+    assert not streams.moved(mark)
+
+
+def test_the_second_normal_of_a_pair_is_noticed_too(streams):
+    """Generators that make normals in pairs draw nothing for the second: only a flag says that it is gone."""
+    for draw in (lambda: random.gauss(0, 1), np.random.normal):
+        draw()
+        mark = streams.mark()
+        draw()
+        assert streams.moved(mark)
+
+
+def test_a_seed_starts_every_generator_afresh(streams):
+    streams.seed(2**62 + 5)
+    first = draw_all()
+    draw_all()
+    streams.seed(2**62 + 5)
+    assert draw_all() == first
+    streams.seed(2**62 + 6)
+    assert all(one != other for one, other in zip(draw_all(), first, strict=True))
+
+
+def test_lent_streams_come_back_where_they_were_also_after_an_error(streams):
+    mark = streams.mark()
+    expected = draw_all()
+    streams.restore(mark)
+    with pytest.raises(ZeroDivisionError), streams.lent():
+        streams.seed(1)
+        with streams.lent():
+            draw_all()
+            raise ZeroDivisionError
+    assert draw_all() == expected
+
+
+def test_streams_in_another_process_are_that_process_own(streams):
+    """A spawned loader process unpickles them: they must seed the generators that its dataset draws from."""
+    other = pickle.loads(pickle.dumps(streams))
+    other.seed(5)
+    first = draw_all()
+    streams.seed(5)
+    assert draw_all() == first
