@@ -34,12 +34,15 @@ $(TOOLS): $(PINS)
 	$(call install,.[dev])
 	@touch $(ALONE) $@
 
+# One worker on as many threads as each of the two will have: what is compared is the number of workers.
+THREADS = $(shell $(BIN)/python -c 'import os; print(max(1, len(os.sched_getaffinity(0)) // 2))')
+
 demo: $(ALONE) ## train a small GPT on this Python's own source with two workers, and report
-	@rm -rf $(RUN) $(ONE)
+	@rm -rf $(RUN) $(ONE) $(ONE).log
 	@mkdir -p runs
 	@echo "a few steps with one worker first, to compare the speed with ..."
-	@$(BIN)/paceline run --workers 1 --steps 15 --run-dir $(ONE) examples/gpt.py > $(ONE).log 2>&1 || \
-	  { cat $(ONE).log; exit 1; }
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/paceline run --workers 1 --steps 60 --run-dir $(ONE) \
+	  examples/gpt.py > $(ONE).log 2>&1 || { cat $(ONE).log; exit 1; }
 	@$(BIN)/paceline run --workers 2 --run-dir $(RUN) --against $(ONE) examples/gpt.py
 	@echo "open $(RUN)/report.html in a browser: it needs nothing but that file"
 
@@ -56,8 +59,9 @@ lint: $(TOOLS) ## ruff: rules and format
 types: $(TOOLS) ## mypy, strict
 	@$(BIN)/mypy
 
-bench: $(TOOLS) ## step time beside a hand-written DDP loop
-	@$(BIN)/python benchmarks/step_time.py
+bench: $(TOOLS) ## step time beside a hand-written DDP loop, and what starting costs
+	@$(BIN)/paceline run --workers 2 benchmarks/step_time.py
+	@$(BIN)/python benchmarks/start_up.py
 
 clean: ## remove what was installed, built and cached; runs/ stays
 	@rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

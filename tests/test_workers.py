@@ -60,8 +60,13 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
+    failed: dict[str, str] = {}
+
     @cache
     def launch(team: str) -> list[Worker]:
+        if team in failed:
+            pytest.fail(failed[team], pytrace=False)
+        failed[team] = "the script failed, see the first test of this team"
         torch.set_num_threads(1)
         folder = tmp_path_factory.mktemp("public")
         paceline(
@@ -268,6 +273,11 @@ def test_parameters_that_few_or_no_micro_batches_use_are_those_of_one_process(wo
     start = built(lambda: Rarely().double()).state_dict()
     assert torch.equal(workers[0].state("rarely")["never.weight"], start["never.weight"])
     assert not torch.equal(workers[0].state("rarely")["rare.weight"], start["rare.weight"])
+
+
+def test_a_penalty_on_gradients_is_that_of_one_process(workers):
+    plain = by_hand(built(mlp), loss=public.steep, forward=public.slope)
+    same(workers[0].state("penalised"), plain.train(grid(rows(10, 45, 10), 16, epochs=2)).model)
 
 
 def test_parameters_may_be_frozen_for_a_while(workers):

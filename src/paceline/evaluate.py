@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ def evaluate(team: Team, job: Job, model: nn.Module, source: Source, metric: Met
     Raises MetricError where metrics are not (sum, count) by name, or their names differ between rows or workers.
     """
     team.group.enter("evaluate()")
-    if source.rows is not None:
-        source = Source(source.dataset, source.rows, source.seed, source.collate, in_order, source.options)
+    # The training's loader options serve here too, but a dataset of another kind may not take them.
+    source = replace(source, options=None) if source.rows is None else replace(source, order=in_order)
     grid = Grid(8 * micro * team.size, micro)
     feed = Feed(
         source, grid, (1.0,) * team.size, team.rank, (0, None if source.rows is None else grid.batches(source.rows), 1)

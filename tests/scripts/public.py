@@ -169,6 +169,17 @@ def noise(step: int) -> torch.Tensor:
     return torch.randn(12, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
+def slope(model: nn.Module, batch: Any) -> Any:
+    """Its output, and how steep that is: derivatives are taken in the forward."""
+    x = batch[0].clone().requires_grad_(True)
+    output = model(x)
+    return output, torch.autograd.grad(output.sum(), x, create_graph=True)[0]
+
+
+def steep(output: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(output[0], batch[1]) + output[1].square().sum(1).mean()
+
+
 class Augmented(Dataset):
     """Rows with noise of their own, from three generators."""
 
@@ -371,6 +382,12 @@ def rarely() -> Outcome:
     return trained.model.state_dict()
 
 
+def penalised() -> Outcome:
+    trained = trainer(loss=steep, forward=slope)
+    list(trained.steps(rows(10, 45, 10), epochs=2))
+    return trained.model.state_dict()
+
+
 def toggled() -> Outcome:
     """Parts of the model are frozen for a while; a plain loss of the mean goes on through the rest."""
     trained = trainer()
@@ -508,7 +525,7 @@ SCENARIOS: dict[str, Callable[[], Outcome]] = {
     scenario.__name__: scenario
     for scenario in (
         twins, given_module, made_by_function, gan, own_rows, rows_once, augmentation, streams, normalised,
-        changing_buffer, rarely, toggled, late, shaky, own_stream, evaluation, collectives, reports,
+        changing_buffer, rarely, penalised, toggled, late, shaky, own_stream, evaluation, collectives, reports,
     )
 }  # fmt: skip
 

@@ -25,6 +25,8 @@ from paceline.strategies.streams import Streams
 from paceline.strategies.watch import BatchStatistics, BufferWatch
 
 Ready = Callable[[Bucket], None]
+# What a forward raises that was not made for more rows than a micro-batch has.
+_USERS_OWN = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError)
 LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
 
 
@@ -251,10 +253,16 @@ class Single(Strategy):
         training = [module for module in self.job.model.modules() if module.training] if sums.strict else []
         for module in training:  # at rest, draws and BatchNorm do not hide what the loss does
             module.training = False
-        with torch.no_grad():
-            together, *parts = (self._loss(piece) for piece in (whole, *(Piece([m], m.batch) for m in pair)))
-        for module in training:
-            module.training = True
+        try:
+            with torch.no_grad():
+                together, *parts = (self._loss(piece) for piece in (whole, *(Piece([m], m.batch) for m in pair)))
+        except _USERS_OWN as error:  # a fixed number of rows, say, or gradients that the forward itself takes
+            sums.why = sums.why or f"two micro-batches together fail ({type(error).__name__}: {error!s:.80})"
+            sums.strict = True
+            return
+        finally:
+            for module in training:
+                module.training = True
         apart, count = sum(float(part.total) for part in parts), sum(float(part.count) for part in parts)
         tolerance = 1e-9 if together.total.dtype == torch.float64 else 1e-4
         tolerance = 2e-2 if self.job.precision is not None else tolerance
