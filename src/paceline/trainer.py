@@ -285,8 +285,8 @@ class Trainer:
         whole = _Rows(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
         if whole.rows == 0:
             raise UsageError("no worker brought a row to step()", "bring at least one row")
-        if not self._phases:
-            self._run.team.world.tell("phase")
+        if first:
+            run.team.world.tell("phase")
         return self._transact(whole, f"the gradients of step {self.steps_done + 1}")
 
     @staticmethod

@@ -257,7 +257,8 @@ class Single(Strategy):
             with torch.no_grad():
                 together, *parts = (self._loss(piece) for piece in (whole, *(Piece([m], m.batch) for m in pair)))
         except _USERS_OWN as error:  # a fixed number of rows, say, or gradients that the forward itself takes
-            sums.why = sums.why or f"two micro-batches together fail ({type(error).__name__}: {error!s:.80})"
+            said = str(error).partition("\n")[0]
+            sums.why = sums.why or f"two micro-batches together fail ({type(error).__name__}: {said:.80})"
             sums.strict = True
             return
         finally:
