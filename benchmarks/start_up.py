@@ -84,8 +84,8 @@ def main() -> None:
     pairs = zip(taken["paceline run, first step"], taken["torchrun, first step"], strict=True)
     print(f"first step, ratio          {statistics.median(a / b for a, b in pairs):.2f}")
     if options.record:
-        about = {"date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores", "seconds": taken}
-        options.record.write_text(json.dumps(about, indent=1) + "\n")
+        about = {"date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+        options.record.write_text(json.dumps(about | {"seconds": taken}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

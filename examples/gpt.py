@@ -20,8 +20,8 @@ LENGTH, WIDTH, LAYERS, STEPS = 128, 160, 3, 480
 
 def source():
     """Windows of the standard library's bytes without its tests, and of every twentieth file's, held out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [f for f in sorted(root.rglob("*.py")) if "test" not in (p := str(f.relative_to(root))) and "site-" not in p]
+    lib = Path(sysconfig.get_paths()["stdlib"])
+    files = [f for f in sorted(lib.rglob("*.py")) if "test" not in (p := str(f.relative_to(lib))) and "site-p" not in p]
     for part in ([f for i, f in enumerate(files) if i % 20], files[::20]):
         text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in part)), dtype=torch.uint8)
         yield TensorDataset(text.unfold(0, LENGTH + 1, LENGTH))

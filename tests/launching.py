@@ -24,5 +24,3 @@ def paceline(
     )
     assert code is None or done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
-
-

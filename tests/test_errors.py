@@ -76,8 +76,8 @@ def test_a_loss_that_is_not_a_number_names_worker_and_rows(tmp_path):
     body = (
         "def loss(o, b):\n"
         "    value = F.cross_entropy(o, b[1])\n"
-        "    return value * float('nan') if t.steps_done == 2 and (b[0] == x[paceline.sample_index(60, 96)]).all(1).any() "
-        "else value\n"
+        "    bad = t.steps_done == 2 and (b[0] == x[paceline.sample_index(60, 96)]).all(1).any()\n"
+        "    return value * float('nan') if bad else value\n"
         "t = make(loss)\n"
         "list(t.steps(data))\n"
     )

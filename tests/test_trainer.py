@@ -848,12 +848,28 @@ def test_a_plain_model_is_merged(run):
     same(mine, plain)
 
 
+class Buckets(nn.Module):
+    """Numbers as words."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (3 + 2 * x).round().clamp(0, 6).long()
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
+
+
 STRICT = {
     "dropout": (nn.Dropout(0.5), "the forward draws random numbers"),
     "batchnorm": (nn.BatchNorm1d(10).double(), "BatchNorm normalises each micro-batch"),
     "spectral norm": (
         nn.utils.parametrizations.spectral_norm(nn.Linear(10, 10)).double(),
         "the forward changes the buffer 'inner.0.parametrizations.weight.0._u'",
+    ),
+    "an embedding that rescales": (
+        nn.Sequential(Buckets(), nn.Embedding(7, 10, max_norm=0.5), Mean()).double(),
+        "the forward changes the parameter 'inner.0.1.weight'",
     ),
     "instance norm": (
         nn.Sequential(nn.Unflatten(1, (2, 5)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()).double(),

@@ -22,7 +22,7 @@ from cases import cross_entropy, mlp, rows
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
 
@@ -367,10 +367,30 @@ def normalised() -> Outcome:
     return trained.model.state_dict()
 
 
+def renormed() -> nn.Module:
+    """Looking rows up rescales them."""
+    return nn.Sequential(nn.Embedding(9, 5, max_norm=0.5), nn.Flatten(), nn.Linear(20, 4)).double()
+
+
+def words() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randint(0, 9, (40, 4), generator=generator), torch.randint(0, 4, (40,), generator=generator)
+    )
+
+
 def changing_buffer() -> Outcome:
-    trained = trainer(lambda: Counting().double())
+    return changing(lambda: Counting().double(), rows(9, 40, 10))
+
+
+def changing_parameter() -> Outcome:
+    return changing(renormed, words())
+
+
+def changing(model: Callable[[], nn.Module], data: Any) -> Outcome:
+    trained = trainer(model)
     try:
-        list(trained.steps(rows(9, 40, 10), epochs=2))
+        list(trained.steps(data, epochs=2))
     except paceline.PacelineError as error:
         return {"error": f"{type(error).__name__}: {error}", "done": trained.steps_done, **trained.model.state_dict()}
     return {"error": None, "done": trained.steps_done, **trained.model.state_dict()}
@@ -525,7 +545,8 @@ SCENARIOS: dict[str, Callable[[], Outcome]] = {
     scenario.__name__: scenario
     for scenario in (
         twins, given_module, made_by_function, gan, own_rows, rows_once, augmentation, streams, normalised,
-        changing_buffer, rarely, penalised, toggled, late, shaky, own_stream, evaluation, collectives, reports,
+        changing_buffer, changing_parameter, rarely, penalised, toggled, late, shaky, own_stream, evaluation,
+        collectives, reports,
     )
 }  # fmt: skip
 

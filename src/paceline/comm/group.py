@@ -11,7 +11,6 @@ import ctypes
 import importlib
 import json
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -90,14 +89,21 @@ class Group:
             raise self._mismatch([{"name": row[0], "site": row[1], "state": "in"} for row in rows])
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for a collective without ever blocking inside it, and finds the reason when it does not come."""
-        if not work.is_completed():
-            done = threading.Event()
-            work.get_future().add_done_callback(lambda _: done.set())
-            began = time.monotonic()
+        """Waits for a collective, a little at a time, and finds the reason when it does not come.
+
+        Not by a callback: that would run Python in a thread of gloo's, where it meets forks of this process (a loader's
+        child then hangs, with CPython 3.11) and the interpreter's end.
+        """
+        began = time.monotonic()
+        while True:
             try:
-                while not done.wait(PATIENCE):
-                    self._look_around(time.monotonic() - began)
+                work.wait(timedelta(seconds=PATIENCE))
+                return
+            except RuntimeError:  # it failed, or the time is over
+                if work.is_completed():
+                    break
+            try:
+                self._look_around(time.monotonic() - began)
             except PacelineError:
                 self.abandon([work])
                 raise

@@ -227,12 +227,14 @@ class Single(Strategy):
         if changed is not None and orders.collect:
             self.watch.restore()
             raise ChangingBufferError(
-                f"the forward changes the buffer {changed!r}, which would come out differently on each worker",
-                "make it a parameter, keep it in trainer.state, or train with one worker",
+                f"the forward changes the {changed}, which would come out differently on each worker",
+                "make it a parameter, keep it in trainer.state, or train with one worker"
+                if changed.startswith("buffer")
+                else "change it in the body of the loop, or train with one worker",
             )
         if drew or changed is not None:
             sums.strict = True
-            sums.why = "the forward draws random numbers" if drew else f"the forward changes the buffer {changed!r}"
+            sums.why = "the forward draws random numbers" if drew else f"the forward changes the {changed}"
             if len(piece.micro_batches) > 1:
                 self.watch.restore()
                 return None

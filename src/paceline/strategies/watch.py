@@ -84,7 +84,7 @@ class BatchStatistics:
 
 
 class BufferWatch:
-    """Notices buffers that a forward changes or replaces, other than BatchNorm's."""
+    """Notices buffers that a forward changes or replaces, other than BatchNorm's, and parameters that it writes."""
 
     def __init__(self, model: nn.Module, except_: set[int]) -> None:
         self._owners = [
@@ -93,6 +93,8 @@ class BufferWatch:
             for name, buffer in module._buffers.items()
             if buffer is not None and id(buffer) not in except_
         ]
+        self._params = list(model.named_parameters())
+        self._versions: list[int] = []
         self._marks: list[tuple[torch.Tensor | None, int]] = []
         self._values: list[torch.Tensor] = []
 
@@ -102,12 +104,22 @@ class BufferWatch:
 
     def mark(self) -> None:
         """Remembers the buffers as they are, and their values if anything changed since the last mark."""
-        if len(self._marks) != len(self._owners) or self.changed() is not None:
+        if len(self._marks) != len(self._owners) or self._changed_buffer(values=False) is not None:
             self._values = [torch.empty(0) if buffer is None else buffer.clone() for _, buffer in self._now()]
         self._marks = [(buffer, -1 if buffer is None else buffer._version) for _, buffer in self._now()]
 
-    def changed(self, values: bool = False) -> str | None:
-        """The name of a buffer that changed since `mark`, or None."""
+        self._versions = [param._version for _, param in self._params]
+
+    def changed(self, values: bool) -> str | None:
+        """``buffer 'name'`` or ``parameter 'name'`` that changed since `mark`, or None; with `values` by comparing."""
+        buffer = self._changed_buffer(values)
+        if buffer is not None:
+            return f"buffer {buffer!r}"
+        written = (n for (n, param), mark in zip(self._params, self._versions, strict=True) if param._version != mark)
+        name = next(written, None)
+        return None if name is None else f"parameter {name!r}"
+
+    def _changed_buffer(self, values: bool) -> str | None:
         for number, (name, buffer) in enumerate(self._now()):
             old, version = self._marks[number]
             if buffer is not old or (buffer is not None and buffer._version != version):
