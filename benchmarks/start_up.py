@@ -1,4 +1,4 @@
-"""What starting costs: importing paceline beside torch, and the time to the first step under `paceline run` and torchrun.
+"""What starting costs: importing paceline beside torch, and the first step under `paceline run` and under torchrun.
 
     python benchmarks/start_up.py [--rounds 7] [--record FILE]
 
