@@ -151,3 +151,40 @@ def test_a_lone_script_resumes_too(tmp_path):
     alone(PACELINE_RUN_DIR="out", PACELINE_MAX_STEPS="3")
     assert "resuming from step 3 of out" in alone(PACELINE_RUN_DIR="out")
     assert apart(load_file(tmp_path / "m.safetensors"), whole) <= 1e-12
+
+
+def test_the_state_goes_on_where_it_was(tmp_path):
+    """Values that the loop's body alone makes: nothing swallowed, nothing doubled."""
+    (tmp_path / "train.py").write_text(
+        "from basics import *\nt = make()\nt.state['start'] = 5\n"
+        "for report in t.steps(data, count=8):\n"
+        "    t.state['n'] = t.state.get('n', 0) + 1\n    t.state['start'] += 1\n"
+        "print(t.state['n'], t.state['start'])\n"
+    )
+    for steps in (("--steps", "3"), ("--steps", "3"), ()):
+        done = paceline("run", "--run-dir", "out", *steps, "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    assert done.stdout == "8 13\n"
+
+
+def test_epochs_go_on_from_loop_to_loop(tmp_path):
+    """Three loops of one epoch train as one loop of three does, also when the run is resumed in the second."""
+    loops = "from basics import *\nt = make()\nfor _ in range(3):\n    list(t.steps(data, epochs=1))\n"
+    once = "from basics import *\nt = make()\nlist(t.steps(data, epochs=3))\n"
+    for name, text, steps in (("once", once, ()), ("loops", loops, ("--steps", "6")), ("loops", loops, ())):
+        (tmp_path / "train.py").write_text(text + f"t.export('{name}.safetensors')\n")
+        paceline("run", "--run-dir", name, *steps, "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    assert apart(load_file(tmp_path / "loops.safetensors"), load_file(tmp_path / "once.safetensors")) <= 1e-12
+
+
+def test_an_iterable_dataset_says_that_it_is_read_again(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "from basics import *\n"
+        "class Stream(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        return iter(data)\n"
+        "t = make()\nlist(t.steps(Stream(), epochs=2))\nt.export('m.safetensors')\n"
+    )
+    weights = []
+    for folder, steps in (("whole", ()), ("out", ("--steps", "5")), ("out", ())):
+        done = paceline("run", "--run-dir", folder, *steps, "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+        weights += [load_file(tmp_path / "m.safetensors")] if not steps else []
+    assert "reading past the first 5 global batches: an iterable dataset has no middle to start in\n" in done.stderr
+    assert apart(weights[1], weights[0]) <= 1e-12

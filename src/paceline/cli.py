@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from paceline.errors import PacelineError
@@ -19,6 +20,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`paceline COMMAND --help` shows options and examples. A script also runs alone: python train.py",
         formatter_class=_FORM,
     )
+    parser.add_argument("--version", action="version", version=f"paceline {version('paceline')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _run_parser(commands)
     _check_parser(commands)

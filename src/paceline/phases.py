@@ -11,6 +11,7 @@ import torch
 
 from paceline.data.loader import Source
 from paceline.errors import DatasetError
+from paceline.step import Grid
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Phase:
     done: int = 0
     complete: bool = False
     stopped: bool = False
+    first_epoch: int = 0  # epochs go on from loop to loop, or each would see the rows in the same order
+    begun: int = 0  # epochs that this phase has begun
 
     def saved(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -53,8 +56,9 @@ class Phase:
         return goes_on
 
     def source(self, source: Source) -> Source:
-        """The source, held to the rows that the phase began with."""
-        return dataclasses.replace(source, rows=self.rows) if source.rows is not None else source
+        """The source, held to the rows and epochs of the phase."""
+        rows = None if source.rows is None else self.rows
+        return dataclasses.replace(source, rows=rows, first_epoch=self.first_epoch)
 
 
 class State(dict[str, Any]):
@@ -73,6 +77,10 @@ class State(dict[str, Any]):
         for key, (kind, value) in saved.items():
             if kind == "plain":
                 super().__setitem__(key, value)
+
+    def begin(self) -> None:
+        """Training goes on: from here on an assignment is one, not the script's first."""
+        self._waiting = {key: entry for key, entry in self._waiting.items() if entry[0] == "object"}
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._waiting:
@@ -97,3 +105,15 @@ class State(dict[str, Any]):
             else:
                 kept[key] = ("plain", value)
         return kept
+
+
+def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None) -> str:
+    """``global batch 256 = 8 micro-batches of 32 rows, 4 on each of 2 workers; one epoch = 391 steps; 782 steps``."""
+    count = len(grid.cut(grid.global_batch))
+    text = f"global batch {grid.global_batch} = {count} micro-batch{'es' if count > 1 else ''} of {grid.micro} rows"
+    if len(shares) > 1:
+        even = f"{shares[0]} on each of {len(shares)} workers"
+        text += ", " + (even if len(set(shares)) == 1 else "dealt to the workers as " + ", ".join(map(str, shares)))
+    if rows is not None:
+        text += f"; one epoch = {grid.batches(rows)} steps"
+    return text + (f"; {total} steps in all" if total is not None else "")

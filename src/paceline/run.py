@@ -138,6 +138,8 @@ class Run:
             before, workers = self.resumed.manifest["plan"], self.resumed.manifest["workers"]
             change = f": written by {_count(workers)} ({before}), now {_count(world.size)} ({plan})"
             self.say(f"resuming from step {self.resumed.step} of {self.folder}{change if before != plan else ''}")
+        if origin != "default":
+            self.say(f"plan: {plan} (from {origin})")
         self.journal.write(
             "start",
             workers=world.size,

@@ -22,7 +22,7 @@ from paceline.data.loader import Feed, Source
 from paceline.errors import MetricError, NonFiniteLossError, PlanError, UsageError
 from paceline.evaluate import evaluate
 from paceline.observe.ledger import Ledger
-from paceline.phases import Phase, State
+from paceline.phases import Phase, State, grid_text
 from paceline.plan import Plan
 from paceline.run import STOPPED, Run
 from paceline.step import Agreed, Grid, Transaction, VectorLayout, deal, stream_seed
@@ -97,7 +97,7 @@ class Trainer:
         self._number = len(run.members)
         self._seed = seed
         self._device = _device(run.team.world.local_rank)
-        said, origin = _choose_plan(run.team.world.plan, plan)
+        said, origin = _choose_plan(run.team.world.plan, run.team.world.plan_origin, plan)
         self.plan = Plan.parse(said).validate(self._group.size)
         run.begin(str(self.plan), origin, seed, self._device)
         self._streams = Streams(self._device)
@@ -196,7 +196,8 @@ class Trainer:
         if epochs is not None and rows is not None:
             total = epochs * grid.batches(rows)
         if number == len(self._phases):
-            self._phases.append(Phase(number, rows, epochs, total))
+            first = self._phases[-1].first_epoch + self._phases[-1].begun if self._phases else 0
+            self._phases.append(Phase(number, rows, epochs, total, first_epoch=first))
         phase = self._phases[number]
         if phase.aim(epochs, total, last=number == len(self._phases) - 1):
             self._stopped = False
@@ -204,7 +205,7 @@ class Trainer:
             world = self._run.team.world
             weights = world.shares or (1.0,) * world.size
             share = deal(len(grid.cut(grid.global_batch)), weights)
-            text = _grid_text(grid, [len(part) for part in share], rows, total)
+            text = grid_text(grid, [len(part) for part in share], rows, total)
             self._run.show(
                 "grid",
                 trainer=self._number,
@@ -224,9 +225,13 @@ class Trainer:
         run = self._run
         if phase.complete or self._stopped:
             return
-        run.restore_streams()
+        self._begin()
         world = run.team.world
         source = phase.source(source)
+        if source.rows is None and phase.done:
+            run.say(
+                f"reading past the first {phase.done} global batches: an iterable dataset has no middle to start in"
+            )
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
         feed = Feed(source, grid, world.shares or (1.0,) * world.size, world.rank, span)
         batches = iter(feed)
@@ -243,7 +248,7 @@ class Trainer:
                 report = self._transact(
                     _Rows(micro_batches, count, rows, epoch, loading), f"step {self.steps_done + 1}"
                 )
-                phase.done += 1
+                phase.done, phase.begun = phase.done + 1, epoch + 1 - phase.first_epoch
                 feed.measured(loading, report.seconds)
                 if feed.decided:
                     run.decide("rows are loaded ahead of need by a process of their own", feed.decided)
@@ -265,8 +270,7 @@ class Trainer:
         own rows are lost, and named.
         """
         run = self._run
-        run.restore_streams()
-        self._between()
+        self._begin()
         first, run.stepping = not run.stepping, True
         rows = 0 if batch is None else rows_of(batch)
         grid = Grid(max(rows, 1), self._grid.micro if self._grid else (self.plan.micro or max(rows, 1)))
@@ -288,6 +292,12 @@ class Trainer:
         if first:
             run.team.world.tell("phase")
         return self._transact(whole, f"the gradients of step {self.steps_done + 1}")
+
+    def _begin(self) -> None:
+        """Before a loop or a step: what a resumed run brings back, and an end that was reached before."""
+        self._run.restore_streams()
+        self.state.begin()
+        self._between()
 
     @staticmethod
     def _refuse_twins(digests: list[str]) -> None:
@@ -542,10 +552,10 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
-def _choose_plan(outside: str | None, script: str | None) -> tuple[str, str]:
+def _choose_plan(outside: str | None, origin: str, script: str | None) -> tuple[str, str]:
     """The plan's text and where it came from; what was said outside of the script wins."""
     if outside is not None:
-        return outside, "--plan" + (f" (over the script's {script!r})" if script and script != outside else "")
+        return outside, origin + (f" (over the script's {script!r})" if script and script != outside else "")
     return (script, "script") if script else ("", "default")
 
 
@@ -585,15 +595,3 @@ def _digest(batch: Any) -> str:
     for tensor in tensors_of(batch):
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def _grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None) -> str:
-    """``global batch 256 = 8 micro-batches of 32 rows, 4 on each of 2 workers; one epoch = 391 steps; 782 steps``."""
-    count = len(grid.cut(grid.global_batch))
-    text = f"global batch {grid.global_batch} = {count} micro-batch{'es' if count > 1 else ''} of {grid.micro} rows"
-    if len(shares) > 1:
-        even = f"{shares[0]} on each of {len(shares)} workers"
-        text += ", " + (even if len(set(shares)) == 1 else "dealt to the workers as " + ", ".join(map(str, shares)))
-    if rows is not None:
-        text += f"; one epoch = {grid.batches(rows)} steps"
-    return text + (f"; {total} steps in all" if total is not None else "")

@@ -41,6 +41,10 @@ class World:
     check: str | None = None
 
     @property
+    def plan_origin(self) -> str:
+        return "--plan" if self.launcher == "paceline" else "PACELINE_PLAN"
+
+    @property
     def host(self) -> str:
         return socket.gethostname()
 

@@ -58,6 +58,7 @@ class Source:
     collate: Callable[[list[Any]], Any] = default_collate
     order: Order = sample_index
     options: Mapping[str, Any] | None = None
+    first_epoch: int = 0
 
     @staticmethod
     def of(
@@ -197,7 +198,7 @@ class Feed:
         assert self.source.rows is not None
         epoch, batch = divmod(step, self.grid.batches(self.source.rows))
         rows = self.grid.batch_rows(batch, self.source.rows)
-        return epoch, rows.start, self.grid.cut(len(rows))
+        return self.source.first_epoch + epoch, rows.start, self.grid.cut(len(rows))
 
     def slots(self, start: int) -> Iterator[Slot]:
         """The micro-batches of this worker, from global batch `start` on."""
@@ -267,7 +268,7 @@ class _Numbered(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         streams = Streams(torch.device("cpu"))
-        for epoch in range(self.epochs):
+        for epoch in range(self.source.first_epoch, self.source.first_epoch + self.epochs):
             if hasattr(self.source.dataset, "set_epoch"):
                 self.source.dataset.set_epoch(epoch)
             outside = streams.mark()

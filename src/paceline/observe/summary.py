@@ -129,7 +129,7 @@ def summarise(folder: Path) -> Summary:
     summary.evaluations = effective_steps(events, "evaluate")
     for kept, kind, keys in (
         (summary.grids, "grid", ("trainer", "phase")),
-        (summary.decisions, "decision", ("what", "why")),
+        (summary.decisions, "decision", ("what",)),
     ):  # an attempt that resumes repeats them
         kept += {tuple(str(e.get(key)) for key in keys): e for e in events if e["event"] == kind}.values()
     _add_steps(summary, events, last)
