@@ -44,12 +44,13 @@ def grid(
     seed: int = 0,
     order: Callable[..., int] = sample_index,
     collate: Callable[[list[Any]], Any] = default_collate,
+    first_epoch: int = 0,
 ) -> Steps:
     """A dataset cut in global batches and those in collated micro-batches, for `epochs` or `count` steps."""
     micro = micro or -(-global_batch // 8)
     steps: Steps = []
-    for epoch in itertools.count():
-        if count is None and epoch == epochs:
+    for epoch in itertools.count(first_epoch):
+        if count is None and epoch == first_epoch + epochs:
             return steps
         rows = [order(position, len(data), seed, epoch) for position in range(len(data))]
         for batch in _cut(rows, global_batch):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.step import Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
 from paceline.strategies.streams import Streams
+from paceline.world import parse_shares
 
 GOLDEN = {
     (0, 0, 0): 1930131687265659556,
@@ -101,6 +102,15 @@ def test_deal_gives_each_micro_batch_to_one_worker(micro_batches, weights):
 def test_equal_workers_differ_by_one_micro_batch_at_most(micro_batches, workers):
     lengths = [len(share) for share in deal(micro_batches, [1.0] * workers)]
     assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("text", ["nan,1", "1,nan", "inf,1", "1e400,1", "1e308,1e308", "0,0", "-1,2", "1", "1,1,1"])
+def test_shares_that_cannot_be_dealt_by_are_refused(text):
+    with pytest.raises(UsageError) as caught:
+        parse_shares(text, 2)
+    assert str(caught.value) == (
+        f"shares {text!r} do not fit 2 workers; give one weight per worker, none negative, not all zero"
+    )
 
 
 @given(st.integers(1, 300), st.data())

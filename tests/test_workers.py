@@ -403,7 +403,7 @@ def test_collectives(workers):
 
 def test_loops_follow_one_another_and_stop_ends_all(workers, alone):
     seen = workers[0]["reports/seen"]
-    assert [line[:2] for line in seen] == [[1, 0], [2, 0], [3, 0], [4, 1], [5, 0], [6, 0], [7, 0], [8, 0]]
+    assert [line[:2] for line in seen] == [[1, 0], [2, 0], [3, 0], [4, 1], [5, 2], [6, 3], [7, 3], [8, 3]]
     for line, other in zip(seen, alone["reports/seen"], strict=True):
         assert line == pytest.approx(other, rel=1e-10)
     assert [line[4] for line in seen[:4]] == [16, 16, 8, 16]

@@ -12,6 +12,7 @@ import importlib
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from paceline.world import World
 
 PATIENCE = 1.0  # seconds of waiting before a worker tells the others where it is, and looks where they are
 LATE = 30.0  # seconds of waiting before it says once on the console who has not arrived
+KEPT_BYTES = 64 << 20  # of collectives that are done
 EXPLAIN = 5.0  # seconds to find the reason after a collective failed
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -53,6 +55,11 @@ class Group:
         self._sequence = 0
         self._here: dict[str, Any] = {"sequence": 0, "name": "the start", "site": "", "state": "in"}
         self._said_late = False
+        # gloo's threads let go of a collective a moment after it is done. If theirs were the last reference, they would
+        # need the interpreter to release its tensors: at a fork (a loader's child then hangs, with CPython 3.11) or at
+        # the interpreter's end (which aborts). So the last reference is here.
+        self._recent: deque[tuple[dist.Work, int]] = deque()
+        self._kept = 0  # bytes
         self._store: dist.Store | None = None
         if self.size == 1:
             return
@@ -91,8 +98,7 @@ class Group:
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective, a little at a time, and finds the reason when it does not come.
 
-        Not by a callback: that would run Python in a thread of gloo's, where it meets forks of this process (a loader's
-        child then hangs, with CPython 3.11) and the interpreter's end.
+        Not by a callback, which would run Python in a thread of gloo's: see `_recent`.
         """
         began = time.monotonic()
         while True:
@@ -120,8 +126,7 @@ class Group:
             return None
         self.sent += tensor.nbytes
         try:
-            work: dist.Work | None = dist.all_reduce(tensor, async_op=True)
-            return work
+            return self._keep(dist.all_reduce(tensor, async_op=True), tensor.nbytes)
         except RuntimeError as error:
             raise self._reason(error) from None
 
@@ -138,9 +143,7 @@ class Group:
         """Overwrites `tensor` on all workers with that of `source`. Part of the entered collective."""
         if self.size > 1:
             self.sent += tensor.nbytes if self.rank == source else 0
-            work = dist.broadcast(_bytes(tensor), source, async_op=True)
-            assert work is not None
-            self.wait(work)
+            self.wait(self._keep(dist.broadcast(_bytes(tensor), source, async_op=True), tensor.nbytes))
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -161,14 +164,22 @@ class Group:
         everyone = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         self.sent += tensor.nbytes
         work = dist.all_gather_single(_bytes(everyone), _bytes(tensor), async_op=True)
-        assert work is not None
-        self.wait(work)
+        self.wait(self._keep(work, everyone.nbytes))
         return everyone.view(self.size, -1)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every worker's JSON value. Part of the entered collective."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         return [json.loads(bytes(row.tolist()).decode()) for row in self.gather(data)]
+
+    def _keep(self, work: dist.Work | None, size: int) -> dist.Work:
+        """Holds a collective for a while after it is done; the larger they are, the fewer, and the longer they take."""
+        assert work is not None
+        self._recent.append((work, size))
+        self._kept += size
+        while len(self._recent) > 8 and (len(self._recent) > 512 or self._kept > KEPT_BYTES):
+            self._kept -= self._recent.popleft()[1]
+        return work
 
     # -- the side channel ---------------------------------------------------------------------------------------
 
@@ -311,7 +322,8 @@ class Group:
             while self.rank == 0 and not failed and not store.check([f"closed/{r}" for r in range(self.size)]):
                 time.sleep(0.02)
         if not failed:
-            dist.destroy_process_group()
+            dist.destroy_process_group()  # ends gloo's threads
+            self._recent.clear()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
