@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -404,18 +405,25 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path,
     assert order == sorted(order, key=lambda found: found[0] == "new")  # once the new one is there, it stays
 
 
-@pytest.fixture
-def small_files() -> Iterator[int]:
-    """This process may write 4096 bytes to a file, as under ulimit -f; Python ignores SIGXFSZ."""
+@contextmanager
+def small_files() -> Iterator[None]:
+    """This process may write 4096 bytes to a file, as under ulimit -f; Python ignores SIGXFSZ.
+
+    For a few lines of a test only: pytest itself may be writing to a file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield 4096
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_the_limit_on_file_sizes(tmp_path: Path, small_files: int) -> None:
+def test_the_limit_on_file_sizes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 100, {"a": torch.ones(2)}, {})
-    assert refusal(CheckpointError, write, tmp_path, 120) == (
+    with small_files():
+        said = refusal(CheckpointError, write, tmp_path, 120)
+    assert said == (
         f"checkpoint of step 120 could not be written to {tmp_path}/checkpoints: File too large; "
         "raise the limit on the size of a file (ulimit -f) or choose another --run-dir; "
         "the checkpoint of step 100 is intact"
@@ -424,7 +432,9 @@ def test_the_limit_on_file_sizes(tmp_path: Path, small_files: int) -> None:
     out = tmp_path / "model.safetensors"
     write_model({"a": torch.ones(2)}, out)
     before = out.read_bytes()
-    assert refusal(CheckpointError, write_model, sample(1), out) == (
+    with small_files():
+        said = refusal(CheckpointError, write_model, sample(1), out)
+    assert said == (
         f"the model could not be written to {out}: File too large; "
         "raise the limit on the size of a file (ulimit -f) or choose another file"
     )
