@@ -88,6 +88,21 @@ def test_a_loss_that_is_not_a_number_names_worker_and_rows(tmp_path):
     )
 
 
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path):
+    body = (
+        "t = make(lambda o, b: (o[:, 0] * 0).clamp(min=0).sqrt().sum() + F.cross_entropy(o, b[1]))\n"
+        "before = [p.clone() for p in t.model.parameters()]\n"
+        "try:\n"
+        "    list(t.steps(data))\n"
+        "finally:\n"
+        "    print('same', all(torch.equal(p, q) for p, q in zip(before, t.model.parameters())))\n"
+    )
+    block = fails(body, tmp_path)
+    assert "NonFiniteLossError: the gradient of step 1 is not finite, though its loss is (0." in block
+    assert "); the step was not applied; look for a square root, a division or a logarithm at 0\n" in block
+    assert "same True" in (tmp_path / "out/logs/worker-0.log").read_text()
+
+
 def test_an_exception_on_one_worker_is_the_one_that_is_shown(tmp_path):
     body = (
         "def loss(o, b):\n"

@@ -1150,6 +1150,32 @@ def test_state_takes_back_what_was_saved():
     assert set(again.saved()) == {"best", "history", "average", "late", "new"}
 
 
+def test_first_values_given_at_once_give_way_to_the_checkpoint_too():
+    first = State()
+    first["best"], first["average"] = 0.5, torch.optim.swa_utils.AveragedModel(mlp())
+    for give in (State.update, State.__ior__):
+        again, fresh = State(), torch.optim.swa_utils.AveragedModel(mlp())
+        again.restore(first.saved())
+        give(again, {"best": 0.0, "average": fresh, "new": 1})
+        assert again == {"best": 0.5, "average": fresh, "new": 1}
+        assert torch.equal(fresh.module[0].weight, first["average"].module[0].weight)
+        again.update(best=0.7)
+        assert again["best"] == 0.7
+
+
+def test_once_training_goes_on_an_assignment_is_one():
+    """Also the first: a script may only ever say state["n"] = state.get("n", 0) + 1."""
+    first = State()
+    first["n"], first["average"] = 3, torch.optim.swa_utils.AveragedModel(mlp())
+    again = State()
+    again.restore(first.saved())
+    again.begin()
+    again["n"] = again.get("n", 0) + 1
+    assert again["n"] == 4
+    again["average"] = torch.optim.swa_utils.AveragedModel(mlp())  # an object is still filled
+    assert torch.equal(again["average"].module[0].weight, first["average"].module[0].weight)
+
+
 def test_state_that_was_not_put_back_yet_is_saved_again():
     first = State()
     first["average"] = torch.optim.swa_utils.AveragedModel(mlp())

@@ -91,6 +91,14 @@ class State(dict[str, Any]):
                 value = saved
         super().__setitem__(key, value)
 
+    def update(self, *others: Any, **values: Any) -> None:  # dict's own would pass by __setitem__
+        for key, value in dict(*others, **values).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> State:  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self or key in self._waiting:
             self[key] = default

@@ -358,6 +358,8 @@ class Run:
         if not failed and not self._left and self.members:
             if self.save_asked or self.step > self._saved_steps:
                 self.save(must=True)
+            if not done and self.took_step:
+                self.journal.write("stopped", step=self.step, why="the script ended before its loops did")
             if done and self.step:
                 already = not self.took_step
                 self.journal.write("finished", step=self.step, already=already)

@@ -26,7 +26,7 @@ from paceline.phases import Phase, State, grid_text
 from paceline.plan import Plan
 from paceline.run import STOPPED, Run
 from paceline.step import Agreed, Grid, Transaction, VectorLayout, deal, stream_seed
-from paceline.strategies.base import Job, Orders, Sums
+from paceline.strategies.base import Job, Orders, Sums, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import nest
 from paceline.strategies.pieces import MicroBatch, cut, rows_of, tensors_of, to_device
@@ -337,12 +337,12 @@ class Trainer:
                 sums = self._top.gradients(whole.micro_batches, orders)
                 computed = time.perf_counter()
                 agreed = self._agree(sums, whole, computed - began + whole.seconds)
-                self._refuse(sums, agreed)
+                norm = self._refuse(sums, agreed, orders)
             self._transaction.prepared()
             reduced = time.perf_counter()
             lr = float(self._job.optimizers[0].param_groups[0]["lr"])
             self._transaction.updating()
-            norm = self._top.update(sums, agreed, orders)
+            self._top.update(sums, agreed, orders, norm)
             step, applied = self._transaction.applied(), True
         finally:
             if not applied and self._transaction.moment.value != "updating":
@@ -408,8 +408,10 @@ class Trainer:
         vector = self._top.agree(torch.tensor(packed, dtype=torch.float64), sums)
         return layout.unpack(vector.tolist())
 
-    def _refuse(self, sums: Sums, agreed: Agreed) -> None:
-        """A step that cannot be applied: its loss is not a number, or there is nothing to take the mean over."""
+    def _refuse(self, sums: Sums, agreed: Agreed, orders: Orders) -> float:
+        """Refuses a step that cannot be applied: its loss or gradient is not finite, or there is nothing to take the
+        mean over. Returns the norm of the mean gradient.
+        """
         step = self._transaction.done + 1
         if not math.isfinite(agreed.loss):
             where = self._group.gather_json(sums.bad)
@@ -423,6 +425,13 @@ class Trainer:
                 f"the loss of step {step} counts {agreed.count:g} rows or tokens in the whole global batch",
                 "return a positive count for at least one row of each global batch",
             )
+        norm = self._top.norm(agreed, orders)
+        if not math.isfinite(norm):
+            raise NonFiniteLossError(
+                f"the gradient of step {step} is not finite, though its loss is ({agreed.loss / agreed.count:.6g})",
+                "the step was not applied; look for a square root, a division or a logarithm at 0",
+            )
+        return norm
 
     def _name_unused(self, unused: tuple[int, ...]) -> None:
         if unused:
@@ -543,13 +552,6 @@ class Trainer:
                 f"until step {self.steps_done}, from here {said.global_batch} in micro-batches of {said.micro}"
             )
         return said
-
-
-def default_forward(model: nn.Module, batch: Any) -> Any:
-    """``model(batch)`` for a tensor, ``model(batch[0])`` for a tuple or list, ``model(**batch)`` for a mapping."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
 def _choose_plan(outside: str | None, origin: str, script: str | None) -> tuple[str, str]:

@@ -30,6 +30,13 @@ _USERS_OWN = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Asserti
 LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
 
 
+def default_forward(model: nn.Module, batch: Any) -> Any:
+    """``model(batch)`` for a tensor, ``model(batch[0])`` for a tuple or list, ``model(**batch)`` for a mapping."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+
 @dataclass
 class Job:
     """What is trained, in the user's own objects, and where: the model is already on `device`."""
@@ -115,9 +122,13 @@ class Strategy:
         """Sums the step's vector along the axis, and returns when all reductions of the step have arrived."""
         return self.inner.agree(vector, sums)
 
-    def update(self, sums: Sums, agreed: Agreed, orders: Orders) -> float:
-        """Changes the weights; returns the norm of the global batch's mean gradient, before clipping."""
-        return self.inner.update(sums, agreed, orders)
+    def norm(self, agreed: Agreed, orders: Orders) -> float:
+        """The norm of the global batch's mean gradient, the same on every worker. Changes nothing."""
+        return self.inner.norm(agreed, orders)
+
+    def update(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
+        """Changes the weights; `norm` is that of the mean gradient, for clipping."""
+        self.inner.update(sums, agreed, orders, norm)
 
     def abort(self) -> None:
         """Voids a step before its update: nothing of it may remain."""
@@ -294,21 +305,28 @@ class Single(Strategy):
 
     # -- update -------------------------------------------------------------------------------------------------
 
-    def update(self, sums: Sums, agreed: Agreed, orders: Orders) -> float:
+    def _gradients(self) -> list[torch.Tensor]:
+        """All gradients, in as few tensors as there are."""
+        if self.buckets is not None:
+            return [bucket.flat for bucket in self.buckets.buckets]
+        return [param.grad for param in self.params if param.grad is not None]
+
+    def norm(self, agreed: Agreed, orders: Orders) -> float:
+        grads = self._gradients()
+        return float(nn.utils.get_total_norm(grads)) * orders.expected / agreed.count if grads else 0.0
+
+    def update(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
         if sums.records is not None:
             self.statistics.merge(sums.records)
-        for number in agreed.unused:
-            self.params[number].grad = None
-        grads = [p.grad for p in self.params if p.grad is not None]
-        if self.buckets is not None:
-            grads = [bucket.flat for bucket in self.buckets.buckets]
         # The one division: gradients are sums/expected, and expected is right whenever the count did not change.
         factor = orders.expected / agreed.count
-        norm = float(nn.utils.get_total_norm(grads)) * factor if grads else 0.0
         if self.job.clip_norm is not None:
             factor *= min(1.0, self.job.clip_norm / (norm + 1e-6))
+        grads = self._gradients()
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
+        for number in agreed.unused:
+            self.params[number].grad = None
         for optimizer in self.job.optimizers:
             optimizer.step()
         for scheduler in self.job.schedulers:
@@ -316,7 +334,6 @@ class Single(Strategy):
                 scheduler.step(agreed.loss / agreed.count)
             else:
                 scheduler.step()
-        return norm
 
     # -- state --------------------------------------------------------------------------------------------------
 
