@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
+    record = options.record and options.record.resolve()
     taken: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -83,9 +84,9 @@ def main() -> None:
     print(f"import paceline adds       {statistics.median(a - b for a, b in pairs):.2f} s")
     pairs = zip(taken["paceline run, first step"], taken["torchrun, first step"], strict=True)
     print(f"first step, ratio          {statistics.median(a / b for a, b in pairs):.2f}")
-    if options.record:
+    if record:
         about = {"date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-        options.record.write_text(json.dumps(about | {"seconds": taken}, indent=1) + "\n")
+        record.write_text(json.dumps(about | {"seconds": taken}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -48,12 +48,11 @@ class BatchStatistics:
         return sum(buffer.numel() for buffer in self._buffers)
 
     def reset(self) -> None:
-        for buffer in self._buffers:
-            buffer.zero_()
+        torch._foreach_zero_(self._buffers)
 
     def record(self) -> torch.Tensor:
         """What the forward since `reset` left, as one flat float64 tensor."""
-        return torch.cat([buffer.double().reshape(-1) for buffer in self._buffers])
+        return torch.cat([buffer.reshape(-1) for buffer in self._buffers]).double()  # the counts are small
 
     def restore(self) -> None:
         """Brings back the state at `begin`: an aborted step leaves no trace."""
