@@ -322,3 +322,10 @@ def test_clean_up_of_shared_names():
     """None of these runs left anything in /dev/shm."""
     if Path("/dev/shm").exists():
         assert [p.name for p in Path("/dev/shm").iterdir() if "paceline" in p.name or "torch" in p.name] == []
+
+
+def test_names_of_any_length_meet_and_differ(tmp_path):
+    """Names longer than the header that checks them: equal ones meet, those that differ at the end do not."""
+    body = "team = paceline.join()\nteam.any(True, name='é' * 400)\nteam.any(True, name='a' * 400 + str(team.rank))\n"
+    block = fails(body, tmp_path)
+    assert "CollectiveMismatchError: workers do not meet: worker 0 is in any 'aaaa" in block

@@ -25,7 +25,7 @@ from paceline.observe.ledger import Ledger
 from paceline.phases import Phase, State, grid_text
 from paceline.plan import Plan
 from paceline.run import STOPPED, Run
-from paceline.step import Agreed, Grid, Transaction, VectorLayout, deal, stream_seed
+from paceline.step import Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
 from paceline.strategies.base import Job, Orders, Sums, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import nest
@@ -345,7 +345,7 @@ class Trainer:
             self._top.update(sums, agreed, orders, norm)
             step, applied = self._transaction.applied(), True
         finally:
-            if not applied and self._transaction.moment.value != "updating":
+            if not applied and self._transaction.moment is not Moment.UPDATING:
                 self._top.abort()
                 self._transaction.abort()
         self._expected = agreed.count

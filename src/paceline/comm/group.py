@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import json
 import sys
@@ -26,6 +27,8 @@ from paceline.world import World
 
 PATIENCE = 1.0  # seconds of waiting before a worker tells the others where it is, and looks where they are
 LATE = 30.0  # seconds of waiting before it says once on the console who has not arrived
+NAME = 80  # characters of a collective's name and of its call site that travel
+HEADER = 1024  # bytes: both as JSON, where a character takes up to six
 KEPT_BYTES = 64 << 20  # of collectives that are done
 EXPLAIN = 5.0  # seconds to find the reason after a collective failed
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -86,10 +89,12 @@ class Group:
         Raises CollectiveMismatchError on every worker, naming each call site, if they did not.
         """
         self._sequence += 1
+        if len(name) > NAME:  # told apart by all of it, shown by its beginning
+            name = f"{name[: NAME - 13]}~{hashlib.sha256(name.encode()).hexdigest()[:12]}"
         self._here = {"sequence": self._sequence, "name": name, "site": call_site(), "state": "in"}
         if self.size == 1 or not check:
             return
-        header = json.dumps([name, self._here["site"]]).encode()[:256].ljust(256)
+        header = json.dumps([name, self._here["site"][-NAME:]]).encode().ljust(HEADER)
         mine = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         rows = [json.loads(bytes(row.tolist()).decode()) for row in self._gather_equal(mine)]
         if any(row[0] != name for row in rows):
