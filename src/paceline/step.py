@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 
@@ -48,6 +49,14 @@ class Grid:
                 f"give micro={global_batch} or less",
             )
         return Grid(global_batch, micro or -(-global_batch // 8))
+
+    def against_single_rows(self, rows: int) -> str:
+        """What to do where a micro-batch has a single row, in epochs of `rows` rows: the nearest `micro` that helps."""
+        sizes = [len(self.batch_rows(batch, rows)) for batch in (0, self.batches(rows) - 1)]
+        near = (micro for by in range(self.global_batch) for micro in (self.micro + by, self.micro - by))
+        fits = (m for m in near if 1 < m <= self.global_batch and all(size % m != 1 for size in sizes))
+        micro = None if 1 in sizes else next(fits, None)
+        return f"choose {f'the plan micro={micro}' if micro else 'another global_batch='}, which leaves no single row"
 
     def batches(self, rows: int) -> int:
         """Global batches of an epoch of `rows` rows; the last one may be smaller."""
@@ -98,6 +107,7 @@ class Agreed:
     unused: tuple[int, ...]
 
 
+Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
 _FIELDS = ("count", "loss", "tested", "strict", "stop", "save")
 
 
@@ -146,14 +156,47 @@ class VectorLayout:
             unused=tuple(number for number, workers in enumerate(used) if workers == 0),
         )
 
+    def rows(self, parts: Sequence[Part], micro_batches: int) -> list[float]:
+        """A row of loss, count and metrics per micro-batch of the global batch, zeros where another worker has it."""
+        width = 2 + 2 * len(self.metrics)
+        rows = [0.0] * (micro_batches * width)
+        for number, loss, count, metrics in parts:
+            pairs = [value for name in self.metrics for value in metrics.get(name, (0.0, 0.0))]
+            rows[number * width : (number + 1) * width] = [loss, count, *pairs]
+        return rows
+
+    def exactly(self, agreed: Agreed, rows: Sequence[float]) -> Agreed:
+        """Loss, count and metrics from the rows of all micro-batches: correctly rounded sums, whoever computed what."""
+        width = 2 + 2 * len(self.metrics)
+        loss, count, *pairs = (exact_sum(rows[column::width]) for column in range(width))
+        metrics = {name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.metrics)}
+        return replace(agreed, loss=loss, count=count, metrics=metrics)
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """The correctly rounded sum, in any order the same; NaN if a value is not finite."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
+
 
 class Moment(Enum):
     """Where a step's transaction stands."""
 
+    EMPTY = "empty"
     IDLE = "idle"
     COMPUTING = "computing"
     PREPARED = "prepared"
     UPDATING = "updating"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a worker holds when a generation forms: its state after `done` steps (None: it has none), the generation in
+    which the last of them was `applied`, and the one whose members' `sums` of the next step it holds, if it does.
+    """
+
+    done: int | None
+    applied: int = 0
+    sums: int | None = None
 
 
 @dataclass
@@ -161,20 +204,25 @@ class Transaction:
     """A step is applied whole or not at all: idle, computing, prepared, updating, idle.
 
     A worker is *prepared* when all its reductions have arrived; only then may weights change. Before that the step
-    can be aborted, which leaves everything as it was at its start. `done` counts applied steps.
+    can be aborted, which leaves everything as it was at its start. `done` counts applied steps, `applied` is the
+    generation of the last one and `generation` that of the present one. A worker without state is *empty*: a newcomer,
+    or one that takes the state of another over.
     """
 
     done: int = 0
     moment: Moment = field(default=Moment.IDLE)
+    generation: int = 0
+    applied_in: int = 0
 
     def _move(self, before: Moment, after: Moment) -> None:
         if self.moment is not before:
             raise RuntimeError(f"step {self.done}: {after.value} cannot follow {self.moment.value}")
         self.moment = after
 
-    def begin(self) -> int:
+    def begin(self, generation: int = 0) -> int:
         """Starts the next step and returns its number, counted from 0."""
         self._move(Moment.IDLE, Moment.COMPUTING)
+        self.generation = generation
         return self.done
 
     def prepared(self) -> None:
@@ -187,10 +235,83 @@ class Transaction:
         """Ends the step and returns the number of steps done."""
         self._move(Moment.UPDATING, Moment.IDLE)
         self.done += 1
+        self.applied_in = self.generation
         return self.done
 
     def abort(self) -> None:
         """Voids a step that has not begun to change weights."""
         if self.moment is Moment.UPDATING:
             raise RuntimeError(f"step {self.done} has begun to change weights and cannot be aborted")
-        self.moment = Moment.IDLE
+        if self.moment is not Moment.EMPTY:
+            self.moment = Moment.IDLE
+
+    def empty(self) -> None:
+        """What this worker held is about to be overwritten."""
+        self.abort()
+        self.moment = Moment.EMPTY
+
+    def taken(self, done: int, applied_in: int) -> None:
+        """The state of another worker has arrived whole."""
+        self._move(Moment.EMPTY, Moment.IDLE)
+        self.done, self.applied_in = done, applied_in
+
+    @property
+    def status(self) -> Status:
+        """What the others must know when a generation forms; an update that has begun is ended first."""
+        if self.moment is Moment.UPDATING:
+            raise RuntimeError(f"step {self.done} is being applied")
+        if self.moment is Moment.EMPTY:
+            return Status(None)
+        return Status(self.done, self.applied_in, self.generation if self.moment is Moment.PREPARED else None)
+
+
+class StateLostError(Exception):
+    """No replica is left that has a whole state: what was written last must be read."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """How a generation begins: all go on from `step` steps done. The workers in `forward`, as (replica, place), apply
+    the sums that they hold; the replicas in `sources` take the state of the one named there over; all others keep what
+    they have, and void what they have begun.
+    """
+
+    step: int
+    applied: int
+    forward: frozenset[tuple[int, int]]
+    sources: dict[int, int]
+
+
+def resolve(team: Sequence[Sequence[Status]]) -> Resolution:
+    """What the members of a new generation do, from the statuses of all their workers, by replica and place.
+
+    A pure function, so all come to the same without asking anybody. Where one replica has applied a step, each that
+    holds the same sums rolls forward; a replica stands where its workers stand or can roll forward to; the rest take
+    over. Where none has, the step is redone. Raises StateLostError.
+    """
+    stands = [_stand(replica) for replica in team]
+    whole = [stand for stand in stands if stand is not None]
+    if not whole:
+        raise StateLostError
+    step, applied = max(whole)
+    ahead = [number for number, stand in enumerate(stands) if stand == (step, applied)]
+    forward: set[tuple[int, int]] = set()
+    sources: dict[int, int] = {}
+    for number, replica in enumerate(team):
+        behind = {place for place, status in enumerate(replica) if status.done != step}
+        if all(replica[place].done == step - 1 and replica[place].sums == applied for place in behind):
+            forward |= {(number, place) for place in behind}
+        else:
+            sources[number] = ahead[len(sources) % len(ahead)]
+    return Resolution(step, applied, frozenset(forward), sources)
+
+
+def _stand(replica: Sequence[Status]) -> tuple[int, int] | None:
+    """The steps that a replica's workers have done or can roll forward to, and the generation of the last; None: its
+    workers do not hold one state together.
+    """
+    if any(status.done is None for status in replica):
+        return None
+    step, applied = max((status.done or 0, status.applied) for status in replica)
+    fits = (s.done == step or (s.done == step - 1 and s.sums == applied) for s in replica)
+    return (step, applied) if all(fits) else None
