@@ -9,16 +9,15 @@ model; the clock runs from the launch to the end of worker 0's first optimizer s
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
+
+from turns import record
 
 COMMON = """
 import os, time, torch, torch.nn.functional as F
@@ -61,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
-    record = options.record and options.record.resolve()
+    file = options.record and options.record.resolve()
     taken: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -84,9 +83,8 @@ def main() -> None:
     print(f"import paceline adds       {statistics.median(a - b for a, b in pairs):.2f} s")
     pairs = zip(taken["paceline run, first step"], taken["torchrun, first step"], strict=True)
     print(f"first step, ratio          {statistics.median(a / b for a, b in pairs):.2f}")
-    if record:
-        about = {"date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-        record.write_text(json.dumps(about | {"seconds": taken}, indent=1) + "\n")
+    if file:
+        record(file, workers=2, seconds=taken)
 
 
 if __name__ == "__main__":

@@ -1,55 +1,69 @@
-"""Step time of a Trainer against a hand-written DistributedDataParallel loop, interleaved in the same two processes.
+"""Step time of a Trainer beside DistributedDataParallel, plain and tuned, and beside no communication at all.
 
-    paceline run --workers 2 benchmarks/step_time.py [--rounds 15] [--record FILE] [MODEL ...]
+    python benchmarks/step_time.py [MODEL ...] [--rounds 15] [--record FILE] [--sides NAME ...]
 
-Each round times the same number of steps of both, one after the other, in alternating order; what counts is the ratio
-of each pair. Printed: the median ratio with its 95 % interval (order statistics of the median), and both medians.
-Rules: same model, data, optimizer, global batch and threads; DDP gets a DataLoader with its DistributedSampler, and
-for BatchNorm the same micro-batches under no_sync; the Trainer is warmed up until it has settled on its piece size.
+Each side is a team of two workers, in processes of their own, that wait for their turn: a round lets each side take the
+same number of steps, one side after the other, in an order that rotates. What counts is the ratio of a Trainer's
+seconds to the others' in the same round: the median over the rounds, with its 95 % interval (order statistics).
+
+plain   DDP over gloo as people write it, under torch's own environment
+tuned   DDP with gradient_as_bucket_view and a fused optimizer, glibc keeping freed memory, each worker on its cores
+bound   the same loop without any communication, in what `paceline run` surrounds its workers with: the limit
+trainer `paceline run`
+exact   `paceline run --plan exact`
+
+On demand, each under torch's own environment like plain, and described in peers.py:
+
+accelerate, fabric, deepspeed, ray
+
+Rules: same model, data, optimizer, global batch and threads (one each); DDP gets a DataLoader with its
+DistributedSampler, and for BatchNorm the same micro-batches under no_sync; every side is warmed up first, the Trainer
+until it has settled on its piece size.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from datetime import date
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from models import JOBS, Job
+from peers import PACKAGES, PEERS, drive_ray, missing
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+from turns import WARM_UP, WORKERS, Processes, compare, give, launch, medians, record, take
 
 import paceline
+from paceline.launch.surroundings import KEEP, surround
 
-WARM_UP = 12
-
-
-def optimizer(params: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-4)  # type: ignore[arg-type]
+SIDES = ("plain", "tuned", "bound", "trainer", "exact")
 
 
-def hand_written(job: Job, steps: int) -> Iterator[float]:
+def by_hand(job: Job, side: str, rank: int, steps: int) -> Iterator[float]:
     """The loop as people write it."""
-    size = dist.get_world_size()
-    model = DistributedDataParallel(job.model())
-    update = optimizer(model.parameters())
+    torch.manual_seed(0)
+    model: Any = job.model()
+    if side != "bound":
+        model = DistributedDataParallel(model, gradient_as_bucket_view=side == "tuned")
+    update = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if side == "plain" else True)
     data = job.data(steps * job.global_batch)
-    share = job.global_batch // size
-    loader = DataLoader(data, batch_size=job.micro or share, sampler=DistributedSampler(data))
+    share = job.global_batch // WORKERS
+    loader = DataLoader(data, batch_size=job.micro or share, sampler=DistributedSampler(data, WORKERS, rank))
     accumulate = share // (job.micro or share)
     batches = iter(loader)
     while True:
         update.zero_grad()
         for number in range(accumulate):
             batch = next(batches)
-            if number < accumulate - 1:
+            if side != "bound" and number < accumulate - 1:
                 with model.no_sync():
                     (job.loss(model(batch[0]), batch) / accumulate).backward()
             else:
@@ -59,75 +73,94 @@ def hand_written(job: Job, steps: int) -> Iterator[float]:
         yield loss.item()
 
 
-def ours(job: Job, steps: int) -> Iterator[float]:
+def ours(job: Job, side: str, steps: int) -> Iterator[float]:
     trainer = paceline.Trainer(
         model=job.model,
         loss=job.loss,
-        optimizer=optimizer,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4),
         global_batch=job.global_batch,
-        plan=f"micro={job.micro}" if job.micro else None,
+        plan=" ".join([f"micro={job.micro}"] * bool(job.micro) + ["exact"] * (side == "exact")),
     )
     for report in trainer.steps(job.data(steps * job.global_batch), count=steps):
         yield report.loss
 
 
-def timed(take: Callable[[], float], steps: int) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(steps):
-        take()
-    dist.barrier()
-    return (time.perf_counter() - began) / steps
+def worker(side: str, address: str, model: str, steps: int, folder: str) -> None:
+    """Takes its steps whenever it is told to."""
+    job, rank = JOBS[model], int(os.environ.get("RANK", os.environ.get("PACELINE_RANK", "0")))
+    if side == "ray":
+        drive_ray(address, model, steps, folder)
+        return
+    if side in ("trainer", "exact"):
+        stepping = ours(job, side, steps)
+    elif side in PEERS:
+        stepping = PEERS[side](job, steps)
+    else:
+        if side != "bound":
+            dist.init_process_group("gloo")
+        stepping = by_hand(job, side, rank, steps)
+    take(address, side, rank, stepping)
+    if side not in ("trainer", "exact") and dist.is_initialized():
+        del stepping
+        dist.destroy_process_group()
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """95 % interval of the median from order statistics: no assumption about the distribution."""
-    ranked, count = sorted(ratios), len(ratios)
-    reach = int(0.98 * count**0.5 + 0.5)
-    return ranked[max(0, count // 2 - reach)], ranked[min(count - 1, count // 2 + reach)]
+def start(side: str, address: str, model: str, steps: int, folder: Path) -> Processes:
+    """The processes of one side."""
+    script = [str(Path(__file__).resolve()), "--worker", side, address, model, str(steps), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if side == "ray":
+        return [subprocess.Popen([sys.executable, *script], env=environment)]
+    if side in ("trainer", "exact"):
+        command = ["-m", "paceline.cli", "run", "--quiet", "--workers", str(WORKERS), "--run-dir", str(folder / side)]
+        return [subprocess.Popen([sys.executable, *command, "--save-every", "1000000", *script], env=environment)]
+    pins: list[list[int]] = []
+    if side in ("tuned", "bound"):
+        variables, pins, _ = surround(WORKERS, environment, sorted(os.sched_getaffinity(0)))
+        keep = {"MALLOC_MMAP_THRESHOLD_": KEEP, "MALLOC_TRIM_THRESHOLD_": KEEP}
+        environment |= variables if side == "bound" else keep
+    return launch(script, environment, pins)
 
 
-def measure(job: Job, rounds: int) -> dict[str, list[float]]:
-    steps = WARM_UP + job.steps * rounds + 1
-    sides = {"ddp": hand_written(job, steps), "paceline": ours(job, steps)}
-    for side in sides.values():
-        for _ in range(WARM_UP):
-            next(side)
-    seconds: dict[str, list[float]] = {"ddp": [], "paceline": []}
-    for number in range(rounds):
-        for name in sorted(sides, reverse=number % 2 == 1):
-            seconds[name].append(timed(lambda side=sides[name]: next(side), job.steps))  # type: ignore[misc]
-    for side in sides.values():
-        side.close()  # type: ignore[attr-defined]
-    return seconds
+def measure(model: str, rounds: int, sides: list[str]) -> dict[str, list[float]]:
+    """Seconds a step of each side, by round: those of its slower worker."""
+    each = JOBS[model].steps
+    steps = WARM_UP + each * rounds + 1
+    with tempfile.TemporaryDirectory() as folder:
+        taken = give(sides, lambda side, address: start(side, address, model, steps, Path(folder)), rounds, each)
+    return taken.seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(JOBS))
+    parser.add_argument("models", nargs="*", default=list(JOBS), metavar="MODEL", help=f"of {', '.join(JOBS)}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES, *PEERS], default=list(SIDES))
     options = parser.parse_args()
-    team = paceline.join()
-    torch.manual_seed(0)
-    results = {}
+    if unknown := set(options.models) - set(JOBS):
+        parser.error(f"there is no model {', '.join(sorted(unknown))}; choose of {', '.join(JOBS)}")
+    peers = [side for side in options.sides if side in PEERS]
+    for side in peers:
+        if package := missing(side):
+            parser.error(f"{side} is not installed here: pip install '{package}' -c constraints.txt")
+    results: dict[str, object] = {}
     for name in options.models:
-        seconds = measure(JOBS[name], options.rounds)
-        ratios = [mine / theirs for mine, theirs in zip(seconds["paceline"], seconds["ddp"], strict=True)]
-        low, high = interval(ratios)
-        middle = {side: statistics.median(times) for side, times in seconds.items()}
-        results[name] = {"ratio": statistics.median(ratios), "interval": [low, high], "seconds": seconds}
-        print(
-            f"{name:8}  paceline / DDP {statistics.median(ratios):.3f}  [{low:.3f}, {high:.3f}]"
-            f"   paceline {1000 * middle['paceline']:.0f} ms, DDP {1000 * middle['ddp']:.0f} ms a step",
-            flush=True,
-        )
-    if team.rank == 0 and options.record:
-        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-        about = {"date": str(date.today()), "machine": machine, "workers": team.size, "torch": torch.__version__}
-        about |= {"threads": torch.get_num_threads(), "rounds": options.rounds}
-        options.record.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+        seconds = measure(name, options.rounds, options.sides)
+        found: dict[str, object] = {"seconds": seconds}
+        medians(name, seconds)
+        for mine in (side for side in ("trainer", "exact") if side in seconds):
+            for other in (side for side in seconds if side != mine):
+                found |= compare(seconds, mine, other)
+        results[name] = found
+        if options.record:
+            versions = {"peers": {side: version(PACKAGES[side].partition("[")[0]) for side in peers}} if peers else {}
+            record(options.record, workers=WORKERS, threads=1, **versions, results=results)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--worker"]:
+        side, address, model, steps, folder = sys.argv[2:]
+        worker(side, address, model, int(steps), folder)
+    else:
+        main()
