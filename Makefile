@@ -41,13 +41,13 @@ demo: $(ALONE) ## train a small GPT on this Python's own source with two workers
 	@rm -rf $(RUN) $(ONE) $(ONE).log
 	@mkdir -p runs
 	@echo "a few steps with one worker first, to compare the speed with ..."
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/paceline run --workers 1 --steps 60 --run-dir $(ONE) \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/paceline run --workers 1 --steps 100 --run-dir $(ONE) \
 	  examples/gpt.py > $(ONE).log 2>&1 || { cat $(ONE).log; exit 1; }
 	@$(BIN)/paceline run --workers 2 --run-dir $(RUN) --against $(ONE) examples/gpt.py
 	@echo "open $(RUN)/report.html in a browser: it needs nothing but that file"
 
 test: lint types ## lint, types, and all tests but the slow ones
-	@$(BIN)/pytest -m "not slow"
+	@$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: lint types ## lint, types, and all tests
 	@$(BIN)/pytest
@@ -59,8 +59,10 @@ lint: $(TOOLS) ## ruff: rules and format
 types: $(TOOLS) ## mypy, strict
 	@$(BIN)/mypy
 
-bench: $(TOOLS) ## step time beside a hand-written DDP loop, and what starting costs
-	@$(BIN)/paceline run --workers 2 benchmarks/step_time.py
+bench: $(TOOLS) ## step time beside hand-written DDP, fully_shard over both transports, sums beside gloo and Open MPI, and what starting costs
+	@$(BIN)/python benchmarks/step_time.py
+	@$(BIN)/python benchmarks/sharded.py
+	@$(BIN)/python benchmarks/all_reduce.py
 	@$(BIN)/python benchmarks/start_up.py
 
 clean: ## remove what was installed, built and cached; runs/ stays

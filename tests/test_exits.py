@@ -10,7 +10,7 @@ import pytest
 from launching import SCRIPTS, paceline
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_clean_exits_in_a_row(times, tmp_path):
     """Two workers with a loader process each, a checkpoint and an evaluation: exit code 0, nothing left, every time."""

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 import paceline as package
 from paceline.cli import main
 from paceline.errors import UsageError
+from paceline.launch.surroundings import HUGE, surround
 from paceline.plan import Plan
 from paceline.world import read_world
 
@@ -254,7 +255,6 @@ def asked() -> Iterator[str]:
         {"PACELINE_WORLD_SIZE": "2", "PACELINE_STORE": "127.0.0.1:1"},
         {"RANK": "0", "WORLD_SIZE": "2", **place},
         {"OMPI_COMM_WORLD_SIZE": "2", **place},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", **place},
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", **place},
     ):
         environment = Asked(**values)
@@ -269,7 +269,8 @@ def test_every_environment_variable_is_documented() -> None:
     told_to_users = set(re.findall(r"`(PACELINE_[A-Z_]+)`", section("docs/running.md", "## Environment variables")))
     assert names - told == set()
     assert told_to_users <= names
-    assert told - names == {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS"}
+    given_by_agent = {*surround(2, {}, [0, 1])[0], HUGE, "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}
+    assert told - names == given_by_agent
 
 
 def test_every_event_and_public_name_is_documented() -> None:
@@ -316,8 +317,8 @@ def test_exit_codes(row: str, code: int, script: str, options: list[str], signal
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A job in the background of a shell ignores it, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        # A job in the background of a shell, or under nohup, ignores them, and so would its children.
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
     )
     if signals:
         assert process.stdout is not None

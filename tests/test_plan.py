@@ -209,20 +209,20 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
     assert refusal(text) == message
 
 
-BUILT = "use only what is: data=N, micro=N, precision=bf16"
+BUILT = "use only what is: data=N, micro=N, precision=bf16, exact"
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("local=2 every=50", "local=2 every=50 are"),
-        ("server=1 staleness=0 exact", "server=1 staleness=0 exact are"),
+        ("server=1 staleness=0 exact", "server=1 staleness=0 are"),
         ("shard=4", "shard=4 is"),
         ("tensor=2 pipeline=2 context=2", "tensor=2 pipeline=2 context=2 are"),
         ("codec=topk:0.01", "codec=topk:0.01 is"),
         ("precision=fp16 micro=4", "precision=fp16 is"),
         ("recompute=blocks", "recompute=blocks is"),
-        ("compile exact", "compile exact are"),
+        ("compile exact", "compile is"),
         ("auto", "auto is"),
     ],
 )
@@ -287,7 +287,7 @@ def test_words_that_cannot_be_read(text: str, message: str) -> None:
 def test_axes_are_checked_before_pairs_and_pairs_before_what_is_built() -> None:
     assert refusal("shard=3 every=50 exact").startswith("shard=3 does not divide")
     assert refusal("shard=4 every=50 exact").startswith("every=50 needs local")
-    assert refusal("shard=4 exact").startswith("shard=4 exact are not built yet")
+    assert refusal("shard=4 exact").startswith("shard=4 is not built yet")
 
 
 def test_the_help_has_one_line_per_word() -> None:

@@ -39,7 +39,9 @@ def undisturbed(tmp_path_factory):
     return outcome(folder)
 
 
-@pytest.mark.parametrize(("step", "moment", "then"), KILLS)
+@pytest.mark.parametrize(
+    ("step", "moment", "then"), [*KILLS[:5], *(pytest.param(*kill, marks=pytest.mark.slow) for kill in KILLS[5:])]
+)
 def test_killed_and_resumed(step, moment, then, undisturbed, tmp_path):
     run(tmp_path, 2, code=-signal.SIGKILL, KILL_AT=f"{step},{moment}")
     assert (tmp_path / "killed").exists(), "the fault did not fire"
@@ -67,6 +69,11 @@ def short(tmp_path):
     return go
 
 
+def trained(done):
+    """What the script printed. To rounding: how many micro-batches are merged is a matter of measured time."""
+    return float(done.stdout.removeprefix("weights "))
+
+
 def test_a_finished_run_says_so_and_a_larger_count_continues_it(short):
     whole = short("--run-dir", "whole", count=12)
     first = short("--run-dir", "out")
@@ -78,12 +85,12 @@ def test_a_finished_run_says_so_and_a_larger_count_continues_it(short):
     assert again.stdout == first.stdout != whole.stdout
     more = short("--run-dir", "out", count=12)
     assert "resuming from step 8 of " in more.stderr
-    assert more.stdout == whole.stdout
+    assert trained(more) == pytest.approx(trained(whole), rel=1e-12)
 
 
 def test_without_a_run_folder_a_run_is_always_new(short, tmp_path):
     one, other = short(), short()
-    assert one.stdout == other.stdout
+    assert trained(one) == pytest.approx(trained(other), rel=1e-12)
     assert "resuming" not in other.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
@@ -118,7 +125,7 @@ def test_a_dataset_that_has_grown_is_used_as_far_as_before(short, tmp_path):
     script.write_text("twice = lambda t: __import__('torch').cat([t, t])\n" + script.read_text())
     grown = short("--run-dir", "out")
     assert "the dataset has grown from 96 to 192 rows; this run goes on with the first 96\n" in grown.stderr
-    assert grown.stdout == whole.stdout
+    assert trained(grown) == pytest.approx(trained(whole), rel=1e-12)
 
 
 def test_the_interval_of_checkpoints(short, tmp_path):

@@ -1,13 +1,9 @@
-"""The Trainer as one script uses it, alone in its process, against the same training by hand in plain PyTorch."""
+"""What a Trainer is given, alone in its process, against the same training by hand in plain PyTorch."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
 import random
-import signal
-import time
 import warnings
 from collections import OrderedDict, namedtuple
 from functools import partial
@@ -17,82 +13,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import Plain, built, grid, in_order, seed_all
+from alone import MERGED, OBSERVED, Named, by_hand, decisions, happened, same, trainer
+from by_hand import built, grid
 from cases import Language, cross_entropy, groups, mlp, next_token, rows, tokens, two_optimizers, warm_up
 from oracle import apart
-from public import Augmented, Late, Stream, masked, sgd, slope, steep
+from public import sgd
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Subset, TensorDataset
 
 import paceline
-from paceline import Trainer, stream_seed
-from paceline.errors import DatasetError, LossError, MetricError, NonFiniteLossError, UsageError
-from paceline.observe.journal import read_journal
-from paceline.phases import State
-from paceline.run import Run
-from paceline.team.team import Team
-from paceline.world import World
+from paceline import stream_seed
+from paceline.errors import LossError, NonFiniteLossError, UsageError
 
-TOLERANCE = 1e-12
-READS_NOTHING_AHEAD = {"num_workers": 0}
-
-
-@pytest.fixture(autouse=True)
-def run(tmp_path, monkeypatch, request):
-    """Every test is a script of its own, with a run folder: checkpoints are written as at home."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
-    if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr("paceline.trainer._device", lambda rank: torch.device("cpu"))
-    run = Run(Team(World(run_dir=str(tmp_path / "run"))))
-    monkeypatch.setattr(Run, "_current", run)
-    torch.set_num_threads(1)
-    yield run
-    run.close(failed=True)
-    os.close(run._lock)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def trainer(model: Any = mlp, loss: Any = cross_entropy, optimizer: Any = sgd, **more: Any) -> Trainer:
-    return Trainer(model, loss, optimizer, **{"global_batch": 16, **more})
-
-
-def by_hand(model: nn.Module, optimizer: Any = sgd, **more: Any) -> Plain:
-    made = optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
-    return Plain(model, **{"loss": cross_entropy, **more}, optimizers=made if isinstance(made, list) else [made])
-
-
-def same(mine: Trainer, plain: Plain) -> None:
-    assert apart(mine.model.state_dict(), dict(plain.model.state_dict())) <= TOLERANCE
-
-
-def happened(run: Run, event: str) -> list[dict[str, Any]]:
-    return [entry for entry in read_journal(run.folder) if entry["event"] == event]
-
-
-def decisions(run: Run) -> dict[str, str]:
-    return {entry["what"]: entry["why"] for entry in happened(run, "decision")}
-
-
-ONE_BY_ONE = "micro-batches are executed one by one"
-MERGED = "micro-batches may be merged in execution"
-OBSERVED = "the forward drew no random numbers and changed no buffers, and the loss of two was the sum of theirs"
+pytestmark = pytest.mark.usefixtures("run")
 
 # -- forward and batches ----------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "features label")
-
-
-class Named(nn.Module):
-    """Takes its batch by names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, *, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        return self.net(x)
 
 
 def reconstruction(output: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -288,6 +226,55 @@ def test_parameters_that_are_not_the_models_are_refused():
     )
 
 
+GIVEN = {
+    "a closure": (
+        {"optimizer": lambda params: torch.optim.LBFGS([param for _, param in params])},
+        "LBFGS computes the loss several times a step, by a closure; take an optimizer whose step() needs none, such "
+        "as AdamW",
+    ),
+    "sparse gradients": (
+        {"model": lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))},
+        "0 gives sparse gradients; make it with sparse=False",
+    ),
+    "a sparse model": (
+        {"model": nn.EmbeddingBag(4, 2, mode="sum", sparse=True)},
+        "the model gives sparse gradients; make it with sparse=False",
+    ),
+    "a lazy parameter": (
+        {"model": lambda: nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2))},
+        "1.weight of the model has no size yet; give the sizes, or run one forward first",
+    ),
+    "a lazy buffer": (
+        {"model": lambda: nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d(affine=False))},
+        "1.running_mean of the model has no size yet; give the sizes, or run one forward first",
+    ),
+    "no model": ({"model": lambda: 5}, "model is an int; give an nn.Module or a function that returns one"),
+    "no optimizer": (
+        {"optimizer": lambda params: []},
+        "optimizer(params) returned []; return a torch optimizer, or a list of them, made from params",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GIVEN)
+def test_what_cannot_be_trained_is_refused_when_the_trainer_is_made(what, run):
+    given, message = GIVEN[what]
+    with pytest.raises(UsageError) as caught:
+        trainer(**given)
+    assert str(caught.value) == message
+    assert run.members == run.models == []
+
+
+def test_an_optimizer_of_the_users_own_may_do_without_a_closure():
+    class Own(torch.optim.SGD):
+        def step(self) -> None:
+            super().step()
+
+    mine = trainer(optimizer=lambda params: Own(params, lr=0.1, momentum=0.9))
+    list(mine.steps(rows(1, 45, 10)))
+    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16)))
+
+
 def test_parameters_may_be_frozen_and_thawed(run):
     mine, plain = trainer(), by_hand(built(mlp))
     steps = grid(rows(12, 50, 10), 16, epochs=3)
@@ -363,152 +350,6 @@ def test_schedules_are_those_of_plain_torch(name):
     same(mine, plain)
 
 
-# -- the loop ---------------------------------------------------------------------------------------------------
-
-
-def test_epochs_and_their_last_smaller_batch():
-    mine = trainer()
-    reports = list(mine.steps(rows(1, 45, 10), epochs=2))
-    assert [(report.step, report.epoch, report.samples) for report in reports] == [
-        (1, 0, 16), (2, 0, 16), (3, 0, 13), (4, 1, 16), (5, 1, 16), (6, 1, 13),
-    ]  # fmt: skip
-    assert mine.steps_done == 6
-    assert mine.complete
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, epochs=2)))
-
-
-@pytest.mark.parametrize("count", [1, 3, 4, 8])
-def test_count_goes_over_epochs_and_ends_within_one(count):
-    mine = trainer()
-    assert len(list(mine.steps(rows(1, 45, 10), count=count))) == count
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=count)))
-
-
-@pytest.mark.parametrize("aim", [{"count": 0}, {"epochs": 0}])
-@pytest.mark.parametrize("data", [rows(1, 45, 10), Stream(noisy=False)], ids=["rows", "iterable"])
-def test_nothing_asked_for_is_nothing_done(aim, data):
-    mine = trainer()
-    assert list(mine.steps(data, **aim)) == []
-    assert mine.steps_done == 0
-    assert mine.complete
-
-
-def test_a_global_batch_larger_than_the_data():
-    mine = trainer(global_batch=64)
-    reports = list(mine.steps(rows(1, 45, 10), epochs=3))
-    assert [report.samples for report in reports] == [45, 45, 45]
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 64, epochs=3)))
-
-
-def test_one_row_of_data_and_a_global_batch_of_one():
-    mine = trainer(global_batch=1)
-    list(mine.steps(rows(1, 1, 10), epochs=3))
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 1, 10), 1, epochs=3)))
-
-
-def test_an_own_order_and_a_collate_that_sees_one_micro_batch():
-    calls: list[list[int]] = []
-    data = rows(8, 45, 10)
-
-    def collate(samples: list[int]) -> Any:
-        calls.append(samples)
-        return data[samples]
-
-    def backwards(position: int, size: int, seed: int, epoch: int) -> int:
-        return (size - 1 - position + 11 * epoch + seed) % size
-
-    mine = trainer(seed=2, plan="micro=5")
-    list(mine.steps(range(45), epochs=2, collate=collate, order=backwards, loader=READS_NOTHING_AHEAD))
-    numbers = grid(range(45), 16, 5, epochs=2, seed=2, order=backwards, collate=list)
-    assert calls == [part for step in numbers for part in step]
-    for epoch in (0, 1):  # an epoch is 4 + 4 + 3 micro-batches
-        assert sorted(row for call in calls[11 * epoch : 11 * (epoch + 1)] for row in call) == list(range(45))
-    plain = by_hand(built(mlp, seed=2), seed=2)
-    same(mine, plain.train(grid(data, 16, 5, epochs=2, seed=2, order=backwards)))
-
-
-def test_stop_ends_the_training_also_for_loops_that_follow():
-    mine = trainer()
-    for report in mine.steps(rows(1, 45, 10), epochs=5):
-        if report.step == 2:
-            mine.stop()
-    assert list(mine.steps(rows(2, 45, 10))) == []
-    assert mine.steps_done == 2
-    assert mine.complete
-    before = trainer()
-    before.stop()
-    assert list(before.steps(rows(1, 45, 10))) == []
-
-
-def test_a_loop_left_by_break_is_followed_by_another():
-    """Which goes on with the next epoch, in another order of rows."""
-    mine, plain = trainer(), by_hand(built(mlp))
-    for report in mine.steps(rows(1, 45, 10), epochs=9):
-        if report.step == 2:
-            break
-    assert not mine.complete
-    list(mine.steps(rows(2, 45, 10)))
-    plain.train(grid(rows(1, 45, 10), 16)[:2])
-    same(mine, plain.train(grid(rows(2, 45, 10), 16, first_epoch=1)))
-
-
-def test_an_exception_in_the_body_leaves_whole_steps():
-    mine, plain = trainer(), by_hand(built(mlp))
-    with pytest.raises(ZeroDivisionError):
-        for report in mine.steps(rows(1, 45, 10)):
-            if report.step == 2:
-                raise ZeroDivisionError
-    same(mine, plain.train(grid(rows(1, 45, 10), 16)[:2]))
-    list(mine.steps(rows(2, 45, 10)))
-    same(mine, plain.train(grid(rows(2, 45, 10), 16, first_epoch=1)))
-
-
-def test_loops_within_loops():
-    one, other = trainer(seed=1), trainer(seed=2)
-    for _ in one.steps(rows(1, 45, 10), count=2):
-        for _ in other.steps(rows(2, 45, 10), count=2):
-            for _ in itertools.islice(one.steps(rows(3, 45, 10)), 1):
-                pass
-    assert (one.steps_done, other.steps_done) == (6, 4)
-    mine, plain = by_hand(built(mlp, seed=1), seed=1), by_hand(built(mlp, seed=2), seed=2)
-    epochs = itertools.count(1)  # each loop goes on with the epoch after those of the one before
-    for epoch, outer in enumerate(grid(rows(1, 45, 10), 16, count=2, seed=1)):
-        mine.step(outer)
-        for inner in grid(rows(2, 45, 10), 16, count=2, seed=2, first_epoch=epoch):
-            plain.step(inner)
-            mine.step(grid(rows(3, 45, 10), 16, seed=1, first_epoch=next(epochs))[0])
-    same(one, mine)
-    same(other, plain)
-
-
-def test_two_loops_in_step_are_both_complete():
-    """zip asks the second one no more once the first has ended."""
-    one, other = trainer(), trainer()
-    reports = list(zip(one.steps(rows(1, 45, 10), count=4), other.steps(rows(2, 45, 10), count=4), strict=False))
-    assert len(reports) == 4
-    assert one.complete
-    assert other.complete
-
-
-def test_single_steps_within_a_loop():
-    mine, plain = trainer(), by_hand(built(mlp))
-    x, y = rows(9, 7, 10).tensors
-    for _ in mine.steps(rows(1, 45, 10)):
-        assert mine.step((x, y)).samples == 7
-    for step in grid(rows(1, 45, 10), 16):
-        plain.step(step)
-        plain.step([(x[start : start + 2], y[start : start + 2]) for start in range(0, 7, 2)])
-    same(mine, plain)
-
-
-def test_gradients_of_the_step_can_be_read_in_the_body():
-    """They are the mean over the global batch, after clipping."""
-    mine = trainer(clip_norm=0.1)
-    for report in mine.steps(rows(1, 45, 10)):
-        grads = [param.grad for param in mine.model.parameters()]
-        assert float(nn.utils.get_total_norm(grads)) == pytest.approx(min(0.1, report.grad_norm), rel=1e-4)
-
-
 # -- what fails within a step -----------------------------------------------------------------------------------
 
 
@@ -560,6 +401,36 @@ def test_a_step_that_fails_leaves_nothing_behind(how):
     same(mine, plain)
 
 
+@pytest.mark.parametrize(
+    ("size", "micro", "where", "cure"),
+    [
+        (45, 4, "micro-batch 3 (rows 44-44 of epoch 0)", "choose the plan micro=7, which leaves no single row"),
+        (45, 5, "micro-batch 3 (rows 15-15 of epoch 0)", "choose the plan micro=7, which leaves no single row"),
+        (33, 4, "micro-batch 0 (rows 32-32 of epoch 0)", "choose another global_batch=, which leaves no single row"),
+        (9, 2, "micro-batch 4 (rows 8-8 of epoch 0)", "choose the plan micro=3, which leaves no single row"),
+    ],
+)
+def test_a_single_row_that_cannot_be_normalised_is_named(size, micro, where, cure):
+    mine = trainer(lambda: nn.Sequential(nn.BatchNorm1d(10), mlp()).double(), plan=f"micro={micro}")
+    with pytest.raises(UsageError) as caught:
+        list(mine.steps(rows(1, size, 10), epochs=2))
+    assert str(caught.value) == f"BatchNorm cannot normalise {where}, a single row; {cure}"
+    if "micro=" in cure:
+        good = trainer(mine.model, plan=cure.split(",")[0].removeprefix("choose the plan "))
+        assert len(list(good.steps(rows(1, size, 10), epochs=2))) == 2 * -(-size // 16)
+
+
+def test_a_single_row_of_ones_own_that_cannot_be_normalised_is_named():
+    mine = trainer(lambda: nn.Sequential(nn.BatchNorm1d(10), mlp()).double(), plan="micro=4")
+    x, y = rows(1, 5, 10).tensors
+    with pytest.raises(UsageError) as caught:
+        mine.step((x, y))
+    assert str(caught.value) == (
+        "BatchNorm cannot normalise rows 4-4 of this worker's batch, a single row; "
+        "bring one row more, or choose a micro= that leaves no single row"
+    )
+
+
 def test_a_loss_that_cannot_be_trained_is_refused_before_anything_changes():
     mine = trainer(loss=lambda output, batch: F.cross_entropy(output, batch[1]).detach())
     with pytest.raises(LossError) as caught:
@@ -569,183 +440,6 @@ def test_a_loss_that_cannot_be_trained_is_refused_before_anything_changes():
         "item() or no_grad()"
     )
     assert mine.steps_done == 0
-
-
-# -- data -------------------------------------------------------------------------------------------------------
-
-
-class Slow(Dataset):
-    """Rows that take their time."""
-
-    def __init__(self) -> None:
-        self.rows = rows(1, 45, 10)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.002)
-        return self.rows[index]
-
-
-def loaded(data: Any, **more: Any) -> dict[str, torch.Tensor]:
-    mine = trainer()
-    list(mine.steps(data, epochs=2, **more))
-    return mine.model.state_dict()
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        {"num_workers": 1},
-        {"num_workers": 2, "prefetch_factor": 1, "persistent_workers": True},
-        {"num_workers": 2, "generator": torch.Generator().manual_seed(5), "worker_init_fn": seed_all},
-        {"num_workers": 1, "multiprocessing_context": "spawn"},
-    ],
-    ids=["one process", "two", "seeded by the user", "spawned"],
-)
-def test_loader_processes_change_nothing(loader):
-    """Random rows and a random collate included."""
-    expected = loaded(Augmented(), collate=masked, loader=READS_NOTHING_AHEAD)
-    assert apart(loaded(Augmented(), collate=masked, loader=loader), expected) <= TOLERANCE
-    other = loaded(rows(11, 45, 10))
-    assert apart(expected, other) > 1e-3
-
-
-def test_slow_rows_are_loaded_ahead_and_change_nothing(run):
-    mine = trainer()
-    list(mine.steps(Slow(), count=12))
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=12)))
-    assert "rows are loaded ahead of need by a process of their own" in decisions(run)
-
-
-def test_noise_differs_from_epoch_to_epoch_and_seed_to_seed():
-    drawn: list[list[float]] = []
-
-    def collate(samples: list[Any]) -> Any:
-        drawn.extend(sample[2].tolist() for sample in samples)
-        return masked(samples)
-
-    for seed in (0, 1):
-        list(trainer(seed=seed).steps(Augmented(), epochs=2, collate=collate, loader=READS_NOTHING_AHEAD))
-    for generator in (1, 2, 3):
-        assert len({row[generator] for row in drawn}) == len(drawn) == 180
-
-
-@pytest.mark.parametrize("processes", [0, 1])
-def test_a_random_collate_draws_anew_for_every_micro_batch(processes):
-    """Also where the rows draw nothing."""
-    drawn: list[float] = []
-
-    def collate(samples: list[Any]) -> Any:
-        x, y = default_collate(samples)
-        return x, y, torch.rand(len(x)) + 10 * random.random() + 1000 * np.random.rand()
-
-    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            drawn.extend(batch[2].tolist())
-        return cross_entropy(output, batch)
-
-    mine = trainer(loss=loss)
-    list(mine.steps(rows(1, 45, 10), epochs=2, collate=collate, loader={"num_workers": processes}))
-    assert len(set(drawn)) == len(drawn) == 90
-
-
-class Batched(Augmented):
-    """Gives many rows at once, as datasets in columns do."""
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self.rows[index] for index in indices]
-
-
-def test_a_dataset_that_gives_many_rows_at_once():
-    mine = trainer()
-    list(mine.steps(Batched(), epochs=2))
-    same(mine, by_hand(built(mlp)).train(grid(rows(11, 45, 10), 16, epochs=2)))
-
-
-OPTIONS = {
-    "batch_size": "global_batch= of the Trainer",
-    "shuffle": "order= of steps()",
-    "sampler": "order= of steps()",
-    "batch_sampler": "order= of steps()",
-    "collate_fn": "collate= of steps()",
-    "drop_last": "nothing: the last, smaller batch is used",
-    "in_order": "nothing: micro-batches come in the order of the grid",
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_loader_options_that_would_change_the_grid_are_refused(option):
-    with pytest.raises(UsageError) as caught:
-        trainer().steps(rows(1, 45, 10), loader={option: None})
-    assert str(caught.value) == f"loader option {option!r} is decided by the grid; use {OPTIONS[option]}"
-
-
-class Restless:
-    """An iterable that is no iterator, and counts how often it was begun."""
-
-    def __init__(self) -> None:
-        self.begun = 0
-
-    def __iter__(self) -> Any:
-        self.begun += 1
-        return iter(rows(1, 45, 10))
-
-
-def test_an_iterable_dataset_is_the_same_as_its_rows_in_order():
-    data, mine, other = Restless(), trainer(plan="micro=3"), trainer(plan="micro=3")
-    reports = list(mine.steps(data, epochs=2))
-    list(other.steps(rows(1, 45, 10), epochs=2, order=in_order))
-    assert [(report.epoch, report.samples) for report in reports] == [(e, n) for e in (0, 1) for n in (16, 16, 13)]
-    assert apart(mine.model.state_dict(), other.model.state_dict()) <= TOLERANCE
-    assert data.begun == 2
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, 3, epochs=2, order=in_order)))
-
-
-@pytest.mark.parametrize("count", [2, 5])
-def test_count_of_an_iterable_dataset(count):
-    mine = trainer()
-    assert len(list(mine.steps(Restless(), count=count))) == count
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=count, order=in_order)))
-
-
-def test_a_noisy_iterable_is_the_same_from_a_process_of_its_own_and_new_each_epoch():
-    expected = loaded(Stream(noisy=True))
-    assert apart(loaded(Stream(noisy=True), loader={"num_workers": 1}), expected) <= TOLERANCE
-    assert apart(loaded(Stream(noisy=False)), expected) > 1e-3
-
-
-REFUSED = {
-    "a DataLoader": (
-        lambda: DataLoader(rows(1, 45, 10)), {},
-        "a DataLoader is not a dataset: its items are batches, not rows; "
-        "give the dataset itself; collate=, order= and loader= of steps() say the rest",
-    ),
-    "a number": (lambda: 5, {}, "a int is not a dataset; give it __len__ and __getitem__, or __iter__"),
-    "nothing": (list, {}, "the dataset has no rows; check how it was made"),
-    "an order for an iterable": (
-        Restless, {"order": in_order}, "an iterable dataset has its own order; leave order= out",
-    ),
-    "two readers of an iterable": (
-        Restless, {"loader": {"num_workers": 2}},
-        "an iterable dataset cannot be read by 2 loader processes; "
-        "use num_workers=1, or a dataset with __len__ and __getitem__",
-    ),
-    "a generator twice": (
-        lambda: (row for row in rows(1, 45, 10)), {"epochs": 2},
-        "the dataset gave no rows in epoch 1; give an iterable that starts again at each iter()",
-    ),
-    "epochs and count": (Restless, {"epochs": 1, "count": 1}, "both epochs= and count= were given; give one of them"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_data_that_cannot_be_dealt_is_refused(case):
-    data, options, message = REFUSED[case]
-    with pytest.raises((DatasetError, UsageError)) as caught:
-        list(trainer().steps(data(), **options))
-    assert str(caught.value) == message
 
 
 # -- arithmetic -------------------------------------------------------------------------------------------------
@@ -802,470 +496,6 @@ def test_a_gpu_trains_as_the_cpu_does():
     with torch.no_grad():
         expected = plain.model.eval()(rows(2, 45, 10).tensors[0]).sum() / 45
     assert metric["sum"] == pytest.approx(float(expected), rel=1e-8)
-
-
-# -- merging ----------------------------------------------------------------------------------------------------
-
-
-def contrastive(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Every row against all the others of its batch."""
-    return F.cross_entropy(output @ output.t(), torch.arange(len(output)))
-
-
-def token_mean(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    """A mean over tokens, of which rows have different numbers."""
-    total, count, _ = next_token(output, batch)
-    return total / count
-
-
-class Sizes(nn.Module):
-    """Remembers how many rows it was given at a time."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.sizes = inner, []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            self.sizes.append(len(x))
-        return self.inner(x)
-
-
-def merging(model: nn.Module, loss: Any, data: Any, **more: Any) -> Trainer:
-    """Trains with pieces of up to four micro-batches where they are allowed."""
-    mine = trainer(Sizes(model), loss, global_batch=32, plan="micro=4", **more)
-    for report in mine.steps(data, epochs=3):
-        if report.step == 1:  # how many are merged is otherwise a matter of measured time
-            if mine._merging._verdict == "merge":
-                mine._merging.size, mine._merging._settled = 4, True
-            mine.model.sizes.clear()
-    return mine
-
-
-def test_a_plain_model_is_merged(run):
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10))
-    assert decisions(run)[MERGED] == OBSERVED
-    assert set(mine.model.sizes) == {16}
-    plain = by_hand(Sizes(built(mlp))).train(grid(rows(1, 96, 10), 32, 4, epochs=3))
-    same(mine, plain)
-
-
-class Buckets(nn.Module):
-    """Numbers as words."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (3 + 2 * x).round().clamp(0, 6).long()
-
-
-class Mean(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mean(1)
-
-
-STRICT = {
-    "dropout": (nn.Dropout(0.5), "the forward draws random numbers"),
-    "batchnorm": (nn.BatchNorm1d(10).double(), "BatchNorm normalises each micro-batch"),
-    "spectral norm": (
-        nn.utils.parametrizations.spectral_norm(nn.Linear(10, 10)).double(),
-        "the forward changes the buffer 'inner.0.parametrizations.weight.0._u'",
-    ),
-    "an embedding that rescales": (
-        nn.Sequential(Buckets(), nn.Embedding(7, 10, max_norm=0.5), Mean()).double(),
-        "the forward changes the parameter 'inner.0.1.weight'",
-    ),
-    "instance norm": (
-        nn.Sequential(nn.Unflatten(1, (2, 5)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()).double(),
-        "the forward changes the buffer 'inner.0.1.running_mean'",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STRICT)
-def test_a_model_with_side_effects_is_executed_one_by_one(name, run):
-    layer, why = STRICT[name]
-    start = nn.Sequential(layer, built(mlp))
-    initial = {key: value.clone() for key, value in start.state_dict().items()}
-    mine = merging(start, cross_entropy, rows(1, 96, 10))
-    assert decisions(run)[ONE_BY_ONE] == why
-    assert set(mine.model.sizes) == {4}
-    trained = {key: value.clone() for key, value in mine.model.state_dict().items()}
-    start.load_state_dict(initial)
-    plain = by_hand(Sizes(start)).train(grid(rows(1, 96, 10), 32, 4, epochs=3))
-    assert apart(trained, dict(plain.model.state_dict())) <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("model", "loss", "data"),
-    [(mlp, contrastive, rows(1, 96, 10)), (lambda: Language().double().eval(), token_mean, tokens(5, 96))],
-    ids=["contrastive", "mean over tokens"],
-)
-def test_a_loss_that_is_not_a_sum_over_rows_is_not_merged(model, loss, data, run):
-    first, second = grid(data, 32, 4)[0][:2]
-    together = tuple(torch.cat(pair) for pair in zip(first, second, strict=True))
-    start = built(model)
-    with torch.no_grad():
-        whole, one, two = (float(loss(start(batch[0]), batch)) for batch in (together, first, second))
-    mine = merging(built(model), loss, data)
-    assert decisions(run)[ONE_BY_ONE] == (
-        f"the loss is not a sum over rows: two micro-batches together give {8 * whole:.6g}, "
-        f"one by one {4 * one + 4 * two:.6g}"
-    )
-    assert MERGED not in decisions(run)
-    assert set(mine.model.sizes) == {4}
-    same(mine, by_hand(Sizes(built(model)), loss=loss).train(grid(data, 32, 4, epochs=3)))
-
-
-def for_four(model: nn.Module, batch: Any) -> torch.Tensor:
-    assert len(batch[0]) == 4, "made for four rows"
-    return model(batch[0])
-
-
-def with_noise_of_four(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(batch[0] + torch.linspace(-1, 1, 40, dtype=torch.float64).view(4, 10))
-
-
-@pytest.mark.parametrize(
-    ("forward", "loss", "why"),
-    [
-        (slope, steep, "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"),
-        (for_four, cross_entropy, "AssertionError: made for four rows"),
-        (
-            with_noise_of_four, cross_entropy,
-            "RuntimeError: The size of tensor a (8) must match the size of tensor b (4) at non-singleton di",
-        ),
-    ],
-    ids=["takes gradients itself", "asserts its rows", "has buffers of one size"],
-)  # fmt: skip
-def test_a_forward_that_cannot_be_merged_is_not(forward, loss, why, run):
-    """Observing whether it can must not fail what would train."""
-    mine = merging(built(mlp), loss, rows(1, 96, 10), forward=forward)
-    assert decisions(run)[ONE_BY_ONE] == f"two micro-batches together fail ({why})"
-    assert MERGED not in decisions(run)
-    assert set(mine.model.sizes) == {4}
-    same(mine, by_hand(Sizes(built(mlp)), loss=loss, forward=forward).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
-
-
-@pytest.mark.parametrize("draws_at", [1, 2, 5])
-def test_a_model_that_begins_to_draw_ends_merging_for_good(draws_at, run):
-    mine = trainer(lambda: Late().double(), global_batch=32, plan="micro=2")
-    plain = by_hand(built(lambda: Late().double()))
-    steps = grid(rows(13, 160, 10), 32, 2, count=9)
-    for report, step in zip(mine.steps(rows(13, 160, 10), count=9), steps, strict=True):
-        plain.step(step)
-        if report.step == 1:
-            mine._merging.size, mine._merging._settled = 4, True
-        elif report.step == draws_at + 1:  # 16 micro-batches, one by one: of the merged pieces only the first was tried
-            assert mine.model.sizes == [8] + [2] * 16
-        elif draws_at + 1 < report.step <= draws_at + 2:
-            assert mine.model.sizes == [2] * 16
-        mine.model.sizes.clear()
-        # Draws end again: what has begun to draw once is not trusted.
-        mine.model.draws = plain.model.draws = draws_at <= report.step < draws_at + 2
-    assert mine.model.sizes == []
-    same(mine, plain)
-    assert decisions(run)[ONE_BY_ONE] == "the forward draws random numbers"
-
-
-def test_a_draw_in_the_loss_is_noticed_too(run):
-    def noisy(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(output + 0.1 * torch.randn_like(output), batch[1])
-
-    mine = merging(built(mlp), noisy, rows(1, 96, 10))
-    assert decisions(run)[ONE_BY_ONE] == "the forward draws random numbers"
-    same(mine, by_hand(Sizes(built(mlp)), loss=noisy).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
-
-
-@pytest.mark.parametrize("generator", ["python", "numpy", "torch"])
-def test_a_draw_of_any_generator_in_the_forward_is_noticed(generator, run):
-    draw = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()).item()}[generator]
-
-    def forward(model: nn.Module, batch: Any) -> torch.Tensor:
-        return model(batch[0] * draw())
-
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
-    assert decisions(run)[ONE_BY_ONE] == "the forward draws random numbers"
-    assert set(mine.model.sizes) == {4}
-    same(mine, by_hand(Sizes(built(mlp)), forward=forward).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
-
-
-# -- streams of the script --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_scripts_own_draws_go_on_as_if_nothing_was_trained(workers):
-    def draws() -> list[float]:
-        return [torch.rand(()).item(), random.random(), np.random.rand(), random.gauss(0, 1), np.random.normal()]
-
-    seed_all(7)
-    expected = [draws() for _ in range(5)]
-    seed_all(7)
-    found = [draws()]
-    mine = trainer(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))
-    found.append(draws())
-    for _ in mine.steps(Augmented(), count=2, collate=masked, loader={"num_workers": workers}):
-        mine.evaluate(Augmented(), lambda output, batch: {"sum": (output.sum() * torch.rand(()), 1)})
-        found.append(draws())
-    list(mine.steps(Stream(noisy=True), loader={"num_workers": workers}))
-    found.append(draws())
-    assert found == expected
-
-
-def test_a_seed_in_the_body_does_not_change_the_training():
-    mine = trainer(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))
-    for _ in mine.steps(rows(1, 45, 10)):
-        seed_all(0)
-    same(mine, by_hand(built(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))).train(grid(rows(1, 45, 10), 16)))
-
-
-def test_each_seed_trains_differently_and_the_same_seed_the_same():
-    def train(seed: int) -> dict[str, torch.Tensor]:
-        model = mlp()
-        with torch.no_grad():
-            for param in model.parameters():
-                param.fill_(0.1)
-        mine = trainer(nn.Sequential(model, nn.Dropout(0.1)), seed=seed)
-        list(mine.steps(rows(1, 45, 10)))
-        return {name: value.clone() for name, value in mine.model.state_dict().items()}
-
-    one, again, other = train(1), train(1), train(2)
-    assert all(torch.equal(one[name], again[name]) for name in one)
-    assert apart(one, other) > 1e-4
-
-
-# -- evaluation -------------------------------------------------------------------------------------------------
-
-
-def accuracy(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
-    return {"right": ((output.argmax(1) == batch[1]).sum(), len(output))}
-
-
-def test_evaluation_is_exact_at_rest_and_restores_each_modules_mode():
-    model = nn.Sequential(nn.BatchNorm1d(10), nn.Dropout(0.5), mlp()).double()
-    model[0].eval()
-    mine = trainer(model)
-    seen: list[bool] = []
-
-    def metric(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
-        seen.append(model.training or model[1].training or torch.is_grad_enabled())
-        return accuracy(output, batch)
-
-    x, y = rows(2, 45, 10).tensors
-    results = [mine.evaluate(rows(2, 45, 10), metric)]
-    for _ in mine.steps(rows(1, 45, 10), count=1):
-        results.append(mine.evaluate(rows(2, 45, 10), metric))
-    assert seen
-    assert not any(seen)
-    assert [module.training for module in (model, *model)] == [True, False, True, True]
-    with torch.no_grad():
-        model.eval()
-        assert results[1] == {"right": int((model(x).argmax(1) == y).sum()) / 45, "n": 45}
-
-
-def test_a_metric_that_fails_leaves_the_model_in_training():
-    mine = trainer(nn.Sequential(mlp(), nn.Dropout(0.5)))
-    for bad, message in (
-        (lambda output, batch: output.sum(), "the metric returned tensor("),
-        (lambda output, batch: {"sum": output.sum()}, "the metric returned {'sum': tensor("),
-        (lambda output, batch: {"sum": (1, 2, 3)}, "the metric returned {'sum': (1, 2, 3)}; "),
-    ):
-        with pytest.raises(MetricError) as caught:
-            mine.evaluate(rows(2, 45, 10), bad)
-        assert str(caught.value).startswith(message)
-        assert str(caught.value).endswith("; return {name: (sum, count)}")
-        assert mine.model.training
-        assert mine.model[1].training
-
-
-def test_names_that_differ_between_rows_are_refused():
-    def metric(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
-        return accuracy(output, batch) | ({"odd": (1, 1)} if len(output) < 2 else {})
-
-    with pytest.raises(MetricError) as caught:
-        trainer().evaluate(rows(2, 45, 10), metric)
-    assert str(caught.value) == (
-        "the metric returned ['odd', 'right'] for some rows and ['right'] for others; return the same names "
-        "everywhere, with count 0 where there is nothing to count"
-    )
-
-
-def test_another_model_is_evaluated_in_its_place():
-    mine, other = trainer(), nn.Sequential(built(mlp, seed=9), nn.Dropout(0.5))
-    x, y = rows(2, 45, 10).tensors
-    found = mine.evaluate(rows(2, 45, 10), accuracy, model=other)
-    assert found["right"] == int((other[0](x).argmax(1) == y).sum()) / 45
-    assert other.training
-
-
-def test_iterable_data_and_noise_are_evaluated_the_same_each_time():
-    mine = trainer()
-    list(mine.steps(rows(1, 45, 10), loader={"num_workers": 2}))  # options that are not for an iterable dataset
-    ordered = mine.evaluate(rows(11, 45, 10), accuracy)
-    assert mine.evaluate(Stream(noisy=False), accuracy) == ordered
-    noisy = mine.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))})
-    assert mine.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))}) == noisy
-
-
-# -- log, state, save, export -----------------------------------------------------------------------------------
-
-
-def test_log_keeps_figures_at_their_step(run):
-    mine = trainer()
-    mine.log(started=True)
-    for _ in mine.steps(rows(1, 45, 10), count=2):
-        mine.log(**mine.evaluate(rows(2, 9, 10), accuracy), note="text", value=torch.tensor(2.5))
-    events = happened(run, "log")
-    assert [(event["step"], event["trainer"]) for event in events] == [(0, 0), (1, 0), (2, 0)]
-    assert events[0]["values"] == {"started": True}
-    assert {**events[1]["values"], "right": 0} == {"right": 0, "n": 9, "note": "text", "value": 2.5}
-    assert [event["results"]["n"] for event in happened(run, "evaluate")] == [9, 9]
-
-
-def test_main_and_steps_done_alone():
-    mine = trainer()
-    assert mine.main
-    assert mine.steps_done == 0
-    assert mine.complete  # there is no loop yet that would have to end
-
-
-def test_state_takes_back_what_was_saved():
-    first = State()
-    average = torch.optim.swa_utils.AveragedModel(mlp())
-    first["best"], first["history"], first["average"], first["late"] = 0.5, [1, {"a": torch.ones(2)}], average, 7
-    with torch.no_grad():
-        average.module[0].weight.fill_(3.0)
-    again = State()
-    again.restore(first.saved())
-    assert again["best"] == 0.5
-    again["best"] = 0.0  # the script's first value: the checkpoint's wins
-    assert again["best"] == 0.5
-    again["best"] = 0.9
-    assert again["best"] == 0.9
-    assert again.setdefault("late", 0) == 7
-    assert again.setdefault("new", 1) == 1
-    fresh = torch.optim.swa_utils.AveragedModel(mlp())
-    assert "average" not in again
-    again["average"] = fresh
-    assert again["average"] is fresh
-    assert torch.equal(fresh.module[0].weight, average.module[0].weight)
-    assert set(again.saved()) == {"best", "history", "average", "late", "new"}
-
-
-def test_first_values_given_at_once_give_way_to_the_checkpoint_too():
-    first = State()
-    first["best"], first["average"] = 0.5, torch.optim.swa_utils.AveragedModel(mlp())
-    for give in (State.update, State.__ior__):
-        again, fresh = State(), torch.optim.swa_utils.AveragedModel(mlp())
-        again.restore(first.saved())
-        give(again, {"best": 0.0, "average": fresh, "new": 1})
-        assert again == {"best": 0.5, "average": fresh, "new": 1}
-        assert torch.equal(fresh.module[0].weight, first["average"].module[0].weight)
-        again.update(best=0.7)
-        assert again["best"] == 0.7
-
-
-def test_once_training_goes_on_an_assignment_is_one():
-    """Also the first: a script may only ever say state["n"] = state.get("n", 0) + 1."""
-    first = State()
-    first["n"], first["average"] = 3, torch.optim.swa_utils.AveragedModel(mlp())
-    again = State()
-    again.restore(first.saved())
-    again.begin()
-    again["n"] = again.get("n", 0) + 1
-    assert again["n"] == 4
-    again["average"] = torch.optim.swa_utils.AveragedModel(mlp())  # an object is still filled
-    assert torch.equal(again["average"].module[0].weight, first["average"].module[0].weight)
-
-
-def test_state_that_was_not_put_back_yet_is_saved_again():
-    first = State()
-    first["average"] = torch.optim.swa_utils.AveragedModel(mlp())
-    again = State()
-    again.restore(first.saved())
-    assert again.saved().keys() == {"average"}
-    assert again.saved()["average"][0] == "object"
-
-
-def test_export_holds_the_weights_under_their_names(tmp_path):
-    from safetensors.torch import load_file
-
-    mine = trainer()
-    for report in mine.steps(rows(1, 45, 10), count=2):
-        mine.export(tmp_path / f"{report.step}.safetensors")
-    found = load_file(tmp_path / "2.safetensors")
-    assert found.keys() == mine.model.state_dict().keys()
-    assert all(torch.equal(found[name], value) for name, value in mine.model.state_dict().items())
-    assert not torch.equal(load_file(tmp_path / "1.safetensors")["0.weight"], found["0.weight"])
-
-
-def test_a_checkpoint_is_taken_after_the_body(run):
-    """save() asks for it; it is taken when the loop asks for the next step."""
-    mine = trainer()
-    for report in mine.steps(rows(1, 45, 10), count=3):
-        if report.step == 2:
-            mine.save()
-            assert happened(run, "checkpoint") == []
-            mine.state["after"] = "the call"
-    assert [event["step"] for event in happened(run, "checkpoint")] == [2, 3]
-    mine.save()  # outside of a loop it is taken at once
-    assert len(happened(run, "checkpoint")) == 3
-
-
-# -- own rows ---------------------------------------------------------------------------------------------------
-
-
-def test_own_rows_in_any_nesting():
-    x, y = rows(9, 11, 10).tensors
-    forms = {
-        "tuple": ((x, y), lambda o, b: F.cross_entropy(o, b[1])),
-        "mapping": ({"x": x, "y": y}, lambda o, b: F.cross_entropy(o, b["y"])),
-        "nested": ([x, {"labels": [y, "text"], "n": 3}], lambda o, b: F.cross_entropy(o, b[1]["labels"][0])),
-    }
-    plain = by_hand(built(mlp))
-    for _ in range(3):
-        plain.step([(x[start : start + 4], y[start : start + 4]) for start in range(0, 11, 4)])
-    for batch, loss in forms.values():
-        mine = trainer(
-            Named if isinstance(batch, dict) else mlp, loss, plan="micro=4",
-            global_batch=None if isinstance(batch, dict) else 16,
-        )  # fmt: skip
-        for number in range(3):
-            report = mine.step(batch)
-            assert (report.step, report.samples, report.loss) == (number + 1, 11, pytest.approx(plain.losses[number]))
-        found = {name.removeprefix("net."): value for name, value in mine.model.state_dict().items()}
-        assert apart(found, dict(plain.model.state_dict())) <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (None, "no worker brought a row to step(); bring at least one row"),
-        (torch.ones(0, 10), "no worker brought a row to step(); bring at least one row"),
-        (
-            (torch.ones(4, 10), torch.ones(3)),
-            "the rows of the batch cannot be counted: first dimensions are [3, 4]; "
-            "bring tensors whose first dimension is the row, all of one length",
-        ),
-        (
-            "text",
-            "the rows of the batch cannot be counted: first dimensions are missing; "
-            "bring tensors whose first dimension is the row, all of one length",
-        ),
-    ],
-    ids=["none", "empty", "unequal", "text"],
-)
-def test_rows_that_cannot_be_trained_on_are_refused(batch, message):
-    mine = trainer()
-    with pytest.raises(UsageError) as caught:
-        mine.step(batch)
-    assert str(caught.value) == message
-    x, y = rows(9, 4, 10).tensors
-    assert mine.step((x, y)).step == 1
-
-
-def test_steps_need_a_global_batch():
-    with pytest.raises(UsageError) as caught:
-        trainer(global_batch=None).steps(rows(1, 45, 10))
-    assert str(caught.value) == "steps() needs the global batch; give global_batch= to the Trainer"
 
 
 def test_public_names_are_all_there():

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_hand import Plain, built, grid, in_order
-from cases import cross_entropy, mlp, rows
+from cases import Cramped, cross_entropy, mlp, rows
 from launching import SCRIPTS, paceline
 from oracle import apart
 from public import BOUNDS, Counting, Discriminator, Generator, Late, Normalised, Rarely, Shaky, Stream, noise
@@ -40,6 +40,7 @@ TEAMS = {
 }
 # What each worker has of its own.
 OWN = ["rows_once/calls", "augmentation/drawn", "late/sizes", "collectives/place", "collectives/seen", "reports/main"]
+OWN += ["cramped_forward/sizes", "cramped_backward/sizes"]
 
 
 class Worker:
@@ -321,6 +322,18 @@ def test_a_model_that_begins_to_draw_is_executed_one_by_one_from_that_step_on(wo
         assert worker["late/sizes"][7:] == [single] * 2
 
 
+@pytest.mark.parametrize("moment", Cramped.MOMENTS)
+def test_a_worker_that_runs_out_of_memory_goes_on_with_smaller_pieces(workers, moment):
+    """Each for itself, in the same step: nothing of the piece that failed may be used."""
+    plain = by_hand(built(lambda: Cramped(None))).train(grid(rows(13, 160, 10), 32, micro=2, count=5))
+    same(workers[0].state(f"cramped_{moment}"), plain.model)
+    tried = {16: [16], 8: [16], 5: [10], 3: []}  # of so many micro-batches of two rows
+    smaller = {16: [8] * 4, 8: [8] * 2, 5: [6, 4], 3: [6]}
+    for worker, share in zip(workers, {1: [16], 2: [8, 8], 3: [8, 3, 5]}[len(workers)], strict=True):
+        second = tried[share] + [2] * share if tried[share] else smaller[share]
+        assert worker[f"cramped_{moment}/sizes"] == [2] * share + second + 3 * smaller[share]
+
+
 def test_draws_of_python_numpy_and_torch_in_the_forward_are_those_of_one_process(workers):
     plain = by_hand(built(lambda: Shaky().double())).train(grid(rows(14, 40, 10), 16, epochs=2))
     same(workers[0].state("shaky"), plain.model)
@@ -418,7 +431,7 @@ def test_loops_follow_one_another_and_stop_ends_all(workers, alone):
 
 UNDER_TORCHRUN = """
 import sys, paceline
-from cases import cross_entropy, mlp, rows
+from cases import Cramped, cross_entropy, mlp, rows
 from public import adam, sgd
 torch_team = paceline.join()
 one = paceline.Trainer(mlp, cross_entropy, sgd, global_batch=16)

@@ -65,3 +65,5 @@ def _last() -> None:
 
 
 atexit.register(_last)
+if "torch.distributed.distributed_c10d" in sys.modules:
+    import_module("paceline.comm.autoload").register()

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def a(noun: str) -> str:
+    """``an int``, ``a float``: with its article."""
+    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
+
+
 class PacelineError(Exception):
     """Base of all. `what` happened and where; `cure` is the next step for the user. Printed as ``what; cure``."""
 
@@ -58,3 +63,8 @@ class CheckpointError(PacelineError):
 
 class LaunchError(PacelineError):
     """The workers could not be started, or the script did not train."""
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, without the pages below; its kind if it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +14,13 @@ from paceline.errors import DatasetError
 from paceline.step import Grid
 
 
-@dataclass
+@dataclass(eq=False)
 class Phase:
-    """One call of `steps()`: its number in the script, the rows of an epoch, its aim, and the steps done of it."""
+    """One call of `steps()`: its number in the script, the rows of an epoch, its aim, and the steps done of it.
+
+    A resumed script does not run the bodies that are done again. `inside` says how many loops each trainer began in
+    them, by the trainer's number, so that those after them have the same numbers as before.
+    """
 
     number: int
     rows: int | None
@@ -27,19 +31,26 @@ class Phase:
     stopped: bool = False
     first_epoch: int = 0  # epochs go on from loop to loop, or each would see the rows in the same order
     begun: int = 0  # epochs that this phase has begun
+    inside: dict[int, int] = field(default_factory=dict)
+    outer: Phase | None = None  # the loop in whose body this one was made
 
     def saved(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {name: value for name, value in vars(self).items() if name != "outer"}
+
+    def enter(self, outer: Phase | None, trainer: int) -> None:
+        """This call of `steps()` of a trainer was made in the body of `outer`, and of those around it."""
+        self.outer = outer
+        while outer is not None:
+            outer.inside[trainer] = outer.inside.get(trainer, 0) + 1
+            outer = outer.outer
 
     def same_rows(self, rows: int | None, say: Callable[[str], None]) -> int | None:
         """The rows that the phase began with; more are not used, fewer are an error."""
         if self.rows is None or rows is None or rows == self.rows:
             return rows if self.done == 0 else self.rows
         if rows < self.rows:
-            raise DatasetError(
-                f"the dataset had {self.rows} rows when the checkpoint was written and has {rows} now",
-                "bring the missing rows back, or start a new run in another --run-dir",
-            )
+            what = f"the dataset had {self.rows} rows when the checkpoint was written and has {rows} now"
+            raise DatasetError(what, "bring the missing rows back, or start a new run in another --run-dir")
         say(f"the dataset has grown from {self.rows} to {rows} rows; this run goes on with the first {self.rows}")
         return self.rows
 
@@ -108,10 +119,8 @@ class State(dict[str, Any]):
         """What a checkpoint holds: ("plain", value), or ("object", its state_dict), by key."""
         kept: dict[str, Any] = {key: value for key, value in self._waiting.items() if key not in self}
         for key, value in self.items():
-            if not isinstance(value, torch.Tensor) and hasattr(value, "state_dict"):
-                kept[key] = ("object", value.state_dict())
-            else:
-                kept[key] = ("plain", value)
+            filled = hasattr(value, "state_dict") and not isinstance(value, torch.Tensor)
+            kept[key] = ("object", value.state_dict()) if filled else ("plain", value)
         return kept
 
 

@@ -18,10 +18,7 @@ from paceline.errors import PlanError
 
 # A word's value is a literal or one of these: its pattern, and what the user is told it stands for.
 _NUMBERS = {
-    "N": ("0*[1-9][0-9]{0,8}", "N a whole number from 1 to 999999999"),
-    "H": ("0*[1-9][0-9]{0,8}", "H a whole number from 1 to 999999999"),
-    "F": ("0*[1-9][0-9]{0,8}", "F a whole number from 1 to 999999999"),
-    "S": ("0*[1-9][0-9]{0,8}", "S a whole number from 1 to 999999999"),
+    **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFS"},
     "K": ("[0-9]{1,9}", "K a whole number from 0 to 999999999"),
     "topk:R": (r"topk:0?\.[0-9]*[1-9][0-9]*", "topk:R with a fraction R of the gradient, as 0.01"),
     "powersgd:R": ("powersgd:[1-9][0-9]{0,3}", "powersgd:R with a rank R from 1 to 9999"),
@@ -63,7 +60,7 @@ class Plan:
     precision: str | None = _word("bf16|fp16", "arithmetic of forward and backward", built=("bf16",))
     recompute: str | None = _word("blocks", "activations are computed again in backward, which saves memory")
     compile: bool = _word("", "torch.compile")
-    exact: bool = _word("", "bit-identical for any number of workers")
+    exact: bool = _word("", "bit-identical for any number of workers", built=True)
     auto: bool = _word("", "the planner decides")
 
     @classmethod
@@ -80,7 +77,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The canonical text: only what was said, in the order of the table."""
-        return " ".join(_say(row.name, value) for row, value in self._said())
+        return " ".join(word for _, _, word in self._said())
 
     def validate(self, workers: int) -> Plan:
         """This plan over `workers`, with `data` resolved: the product of the axes is the number of workers.
@@ -91,57 +88,52 @@ class Plan:
             raise PlanError(f"a plan cannot use {workers} workers", "start at least one")
         data = self._divide(workers)
         self._check_pairs()
-        unbuilt = [_say(row.name, value) for row, value in self._said() if not _is_built(row, value)]
+        said = [(row.metadata["built"], value, word) for row, value, word in self._said()]
+        unbuilt = [word for built, value, word in said if built is not True and value not in (built or ())]
         if unbuilt:
             verb = "is" if len(unbuilt) == 1 else "are"
             known = ", ".join(_usage(row, built=True) for row in fields(Plan) if row.metadata["built"])
             raise PlanError(f"{' '.join(unbuilt)} {verb} not built yet", f"use only what is: {known}")
         return replace(self, data=data)
 
-    def _said(self) -> Iterator[tuple[Field[Any], Any]]:
-        """Each word that was said, with its value."""
+    def _said(self) -> Iterator[tuple[Field[Any], Any, str]]:
+        """What was said: the row of the table, the value, and the word as it is written."""
         for row in fields(self):
             value = getattr(self, row.name)
             if value is not None and value is not False:
-                yield row, value
+                yield row, value, _say(row.name, value)
 
     def _divide(self, workers: int) -> int:
         """The replicas that the other axes leave; an error if some worker would be left over."""
-        axes = {row.name: value for row, value in self._said() if row.metadata["axis"]}
+        axes = {row.name: value for row, value, _ in self._said() if row.metadata["axis"]}
         stated = axes.pop("data", None)
         text, product = _say_all(axes), int(math.prod(axes.values()))
         if workers % product:
+            what = f"need {product} workers and do not divide {workers}"
             if len(axes) == 1:
-                what = f"{text} does not divide {workers} worker{'' if workers == 1 else 's'}"
-            else:
-                what = f"{text} need {product} workers and do not divide {workers}"
-            raise PlanError(what, f"try {' or '.join(_nearest(axes, workers))}")
+                what = f"does not divide {workers} worker{'' if workers == 1 else 's'}"
+            raise PlanError(f"{text} {what}", f"try {' or '.join(_nearest(axes, workers))}")
         data = workers // product
         if stated not in (None, data):
-            text, used = _say_all({"data": stated, **axes}), stated * product
+            used = stated * product
+            what = f"use {used} of {workers} workers" if axes else f"does not use {workers} workers"
             if used > workers:
-                what = f"{text} need{'' if axes else 's'} {used} workers and there are {workers}"
-            elif axes:
-                what = f"{text} use {used} of {workers} workers"
-            else:
-                what = f"{text} does not use {workers} workers"
-            raise PlanError(what, f"leave data out, or say data={data}")
+                what = f"need{'' if axes else 's'} {used} workers and there are {workers}"
+            raise PlanError(f"{_say_all({'data': stated, **axes})} {what}", f"leave data out, or say data={data}")
         return data
 
     def _check_pairs(self) -> None:
         """An error where a word lacks the one it refines, or two words cannot both hold."""
-        for row, value in self._said():
+        for row, _, word in self._said():
             owner = row.metadata["of"]
             if owner and getattr(self, owner) is None:
-                word = _say(row.name, value)
                 raise PlanError(f"{word} needs {owner}", f"add {owner}=N, or leave {word} out")
         if self.local and not self.every:
             raise PlanError(f"local={self.local} does not say how often", "add every=H, as every=50")
         if self.local and self.server:
             what = f"local={self.local} and server={self.server} both synchronise the replicas"
             raise PlanError(what, "keep one of them")
-        for row, value in self._said():
-            word = _say(row.name, value)
+        for row, value, word in self._said():
             if self.exact and row.name in ("codec", "staleness") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
             if self.auto and (row.metadata["axis"] or row.name == "server"):
@@ -218,11 +210,6 @@ def _cuts(axes: list[int], workers: int) -> Iterator[tuple[int, ...]]:
     for n in sorted({1, *legal[max(0, here - 3) : here + 3]}):  # three each way: five axes stay quick
         for rest in _cuts(axes[1:], workers // n):
             yield n, *rest
-
-
-def _is_built(row: Field[Any], value: Any) -> bool:
-    built: bool | tuple[str, ...] = row.metadata["built"]
-    return built if isinstance(built, bool) else value in built
 
 
 def _say(name: str, value: Any) -> str:

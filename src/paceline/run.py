@@ -10,8 +10,10 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,9 +25,11 @@ from paceline.checkpoint.files import Checkpoint, find_checkpoint, write_checkpo
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.errors import CheckpointError, UsageError
+from paceline.observe.figures import plural
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
+from paceline.phases import Phase, State
 from paceline.team.team import Team, join
 from paceline.world import parse_save_every
 
@@ -35,6 +39,8 @@ _SCRIPT_LIMIT = 200_000
 
 class Member(Protocol):
     """What a run needs of a trainer."""
+
+    state: State
 
     def snapshot(self) -> dict[str, Any]: ...
     def flush(self) -> None: ...
@@ -62,8 +68,12 @@ class Run:
         self.folder = Path(world.run_dir) if world.run_dir else None
         self.main = team.rank == 0
         self.members: list[Member] = []
+        self.models: list[torch.nn.Module] = []  # the members', for whoever must know what a loss may run
         self.notice: int | None = None
-        self.bodies = 0  # loops whose body is running
+        self.loops: list[Phase] = []  # those being gone through, the first to begin first
+        self.calls: Counter[int] = Counter()  # of steps(), by trainer: the numbers of their phases
+        self._round: set[int] = set()  # trainers that made a step() outside of loops, each once
+        self._save_due = self._stop_due = False
         self.stepping = False  # trainer.step() is being used
         self.took_step = False
         self.results: list[Any] = []
@@ -73,11 +83,12 @@ class Run:
         self._saved_at = time.monotonic()
         self._saved_steps = 0
         self._check: dict[str, Any] = json.loads(world.check) if world.check else {}
-        self._asked = self._began = self._left = False
+        self.probing = bool(self._check)  # the loss is tested also where micro-batches cannot be merged
+        self.reverse = bool(self._check.get("reverse"))  # micro-batches are summed in the opposite order
+        self.save_asked = self._left = False
         self._plan = ""
-        self._lock: int | None = None
-        if self.folder is not None and world.launcher != "paceline" and self.main:
-            self._lock = hold_lock(self.folder)
+        alone = self.main and world.launcher != "paceline"  # without an agent, which holds the lock for its workers
+        self._lock = hold_lock(self.folder) if self.folder is not None and alone else None
         self.journal = Journal(self.folder if self.main else None)
         self.progress = Progress() if self.main and world.events_fd is None else None
         self.resumed = self._find()
@@ -88,9 +99,8 @@ class Run:
             self._saved_steps = self.resumed.step
             self._say_changes(self.resumed.manifest)
         self._may_handle = threading.current_thread() is threading.main_thread()
-        if self._may_handle:
-            signal.signal(signal.SIGUSR1, self._notice)
-            signal.signal(signal.SIGTERM, self._notice)
+        for number in (signal.SIGUSR1, signal.SIGTERM) if self._may_handle else ():
+            signal.signal(number, self._notice)
         team.closing.append(self.close)
 
     # -- beginning ----------------------------------------------------------------------------------------------
@@ -100,43 +110,31 @@ class Run:
         found = find_checkpoint(self.folder, self.say) if self.folder is not None else None
         self.team.group.enter("the start of the run")
         steps = self.team.group.gather_json(found.step if found else None)
-        if any(step != steps[0] for step in steps):
-            raise CheckpointError(
-                f"the workers see different checkpoints in {self.folder} (steps {steps})",
-                "put the run folder where all workers can read it",
-            )
+        if len(set(steps)) > 1:
+            what = f"the workers see different checkpoints in {self.folder} (steps {steps})"
+            raise CheckpointError(what, "put the run folder where all workers can read it")
         return found
 
     def _say_changes(self, manifest: dict[str, Any]) -> None:
         """A changed script continues, but says what changed."""
-        script = _script()
-        if manifest["script"] != script and self.main:
-            lines = difflib.unified_diff(
-                manifest["script"].splitlines(),
-                script.splitlines(),
-                "script of the checkpoint",
-                "script now",
-                lineterm="",
-                n=1,
-            )
-            shown = list(lines)
-            more = [f"... and {len(shown) - 30} lines more"] if len(shown) > 30 else []
-            self.say(
-                "\n".join(
-                    ["the script has changed since the checkpoint; continuing with the new one:", *shown[:30], *more]
-                )
-            )
+        before, now = manifest["script"], _script()
+        if before == now or not self.main:
+            return
+        names = ("script of the checkpoint", "script now")
+        lines = list(difflib.unified_diff(before.splitlines(), now.splitlines(), *names, lineterm="", n=1))
+        if len(lines) > 30:
+            lines[30:] = [f"... and {len(lines) - 30} lines more"]
+        self.say("\n".join(["the script has changed since the checkpoint; continuing with the new one:", *lines]))
 
     def begin(self, plan: str, origin: str, seed: int, device: torch.device) -> None:
         """Writes the journal's start line, once."""
-        if self._began:
+        if self._plan:
             return
-        self._began = True
         self._plan = plan
         world = self.team.world
         if self.resumed is not None:
             before, workers = self.resumed.manifest["plan"], self.resumed.manifest["workers"]
-            change = f": written by {_count(workers)} ({before}), now {_count(world.size)} ({plan})"
+            change = f": written by {plural(workers, 'worker')} ({before}), now {plural(world.size, 'worker')} ({plan})"
             self.say(f"resuming from step {self.resumed.step} of {self.folder}{change if before != plan else ''}")
         if origin != "default":
             self.say(f"plan: {plan} (from {origin})")
@@ -149,7 +147,7 @@ class Run:
             script=sys.argv[0],
             argv=sys.argv,
             script_sha256=hashlib.sha256(_script().encode()).hexdigest(),
-            versions={"python": sys.version.split()[0], "torch": torch.__version__, "paceline": _version()},
+            versions={"python": sys.version.split()[0], "torch": torch.__version__, "paceline": version("paceline")},
             seed=seed,
             threads=torch.get_num_threads(),
             device=str(device),
@@ -167,9 +165,9 @@ class Run:
             self.progress.line(text)
         self.team.world.tell("line", text=text)
 
-    def decide(self, what: str, why: str) -> None:
-        """A decision and its reason, for `paceline explain`."""
-        self.journal.write("decision", what=what, why=why)
+    def decide(self, trainer: int, what: str, why: str) -> None:
+        """A trainer's decision and its reason, for `paceline explain`."""
+        self.journal.write("decision", trainer=trainer, what=what, why=why)
 
     def show(self, event: str, **fields: Any) -> None:
         """An event for the journal and the progress line."""
@@ -182,27 +180,15 @@ class Run:
 
     # -- paceline check ------------------------------------------------------------------------------------------
 
-    @property
-    def probing(self) -> bool:
-        """Whether the loss is to be tested also where micro-batches cannot be merged."""
-        return bool(self._check)
-
-    @property
-    def reverse(self) -> bool:
-        """Whether micro-batches are summed in the opposite order."""
-        return bool(self._check.get("reverse"))
-
     def checking(self, model: torch.nn.Module, mixes: str) -> None:
         """In a run of `paceline check`: after its steps, the weights are handed over and the script ends."""
         if not self._check or self.step < self._check["steps"]:
             return
         if self.main:
-            params = dict(model.named_parameters())
-            write_model(
-                {name: p.detach().double() for name, p in params.items()}, Path(self._check["out"] + ".safetensors")
-            )
+            out, params = self._check["out"], dict(model.named_parameters())
+            write_model({name: p.detach().double() for name, p in params.items()}, Path(f"{out}.safetensors"))
             dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
-            Path(self._check["out"] + ".json").write_text(json.dumps({"dtype": dtype, "mixes": mixes}))
+            Path(f"{out}.json").write_text(json.dumps({"dtype": dtype, "mixes": mixes}))
         self._left = True
         raise SystemExit(0)
 
@@ -212,25 +198,26 @@ class Run:
         self.notice = number
 
     @contextmanager
-    def ctrl_c(self) -> Iterator[None]:
-        """While a loop runs without an agent, Ctrl-C stops cleanly."""
-        if self.team.world.launcher == "paceline" or not self._may_handle:
-            yield
-            return
-        before = signal.signal(signal.SIGINT, self._interrupted)
+    def loop(self, phase: Phase) -> Iterator[None]:
+        """The time of a loop. Without an agent, Ctrl-C stops it cleanly."""
+        handles = self._may_handle and self.team.world.launcher != "paceline" and not self.loops
+        self.loops.append(phase)
+        before = signal.signal(signal.SIGINT, self._interrupted) if handles else None
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            self.loops = [other for other in self.loops if other is not phase]
+            if handles:
+                signal.signal(signal.SIGINT, before)
 
-    @contextmanager
-    def body(self) -> Iterator[None]:
-        """The time in which the body of the user's loop runs."""
-        self.bodies += 1
-        try:
-            yield
-        finally:
-            self.bodies -= 1
+    @property
+    def around(self) -> Phase | None:
+        """The loop in whose body the script is: of several side by side the first, which is always asked first."""
+        return next((loop for loop in self.loops if loop.outer is self.loops[-1].outer), None)
+
+    def outermost(self, phase: Phase) -> bool:
+        """Whether no other loop waits for this one: where it asks for a step, the whole script stands between two."""
+        return self.loops[0] is phase
 
     def _interrupted(self, number: int, _: object) -> None:
         """Ctrl-C without an agent: once stops cleanly, twice at once."""
@@ -239,11 +226,46 @@ class Run:
         self.notice = number
         self.say("stopping after this step and saving; press Ctrl-C again to stop at once")
 
+    # -- between two steps --------------------------------------------------------------------------------------
+
+    def begin_training(self, trainer: int, loop: bool) -> None:
+        """Before a loop or a single step: what a resumed run brings back, and what was due since the last one.
+
+        Of several trainers that take single steps in turn, a checkpoint must find all of them after the same turn.
+        """
+        if self.resumed is not None and not self.took_step:
+            saved = self.resumed.manifest["streams"]  # one where all workers had the same
+            if len(saved) == 1 or self.team.rank < len(saved):
+                _load_user_streams(saved[min(self.team.rank, len(saved) - 1)])
+        for member in self.members:
+            member.state.begin()
+        if not self.loops:
+            if loop or not self._round or trainer in self._round:
+                self._round.clear()
+                self.between()
+            if not loop:
+                self._round.add(trainer)
+
+    def agreed(self, save: bool, stop: bool) -> None:
+        """Wishes that all workers know of since a step: they wait until the outermost loop asks for its next one."""
+        self._save_due |= save
+        self._stop_due |= stop
+
+    def between(self) -> None:
+        """When the outermost loop asks for the next step: what was agreed, after its body did its part."""
+        save, self._save_due = self._save_due, False
+        if self._stop_due:
+            self.leave(130 if self.notice == 2 else STOPPED, "asked to stop")
+        if self.team.world.max_steps is not None and self.step >= self.team.world.max_steps:
+            self.leave(0, f"--steps {self.team.world.max_steps}")
+        if self.save_asked or save:
+            self.save(must=self.save_asked)
+
     # -- results of collectives outside of the loops ------------------------------------------------------------
 
     def outside(self, compute: Callable[[], Any]) -> Any:
         """The result of a collective; in a resumed run, before its first step, the one that was recorded."""
-        if self.bodies or self.stepping:
+        if self.loops or self.stepping:
             return compute()
         passing = self.resumed is not None and not self.took_step
         if passing and self._replayed < len(self.results):
@@ -271,32 +293,26 @@ class Run:
 
     def ask_save(self) -> None:
         if self.folder is None:
-            raise UsageError(
-                "there is no run folder to save to",
-                "start with `paceline run --run-dir FOLDER train.py`, or set PACELINE_RUN_DIR",
-            )
-        self._asked = True
+            cure = "start with `paceline run --run-dir FOLDER train.py`, or set PACELINE_RUN_DIR"
+            raise UsageError("there is no run folder to save to", cure)
+        self.save_asked = True
 
-    @property
-    def save_asked(self) -> bool:
-        return self._asked
-
-    def save(self, must: bool) -> str | None:
+    def save(self, must: bool) -> None:
         """Writes a checkpoint of all trainers; collective. Without `must`, a failure is said and training goes on."""
-        self._asked = False
+        self.save_asked = False
         if self.folder is None or (self.step == self._saved_steps and not must):
-            return None
+            return
         began = time.monotonic()
         for member in self.members:
             member.flush()
         self.team.group.enter("a checkpoint")
         streams = self.team.group.gather_json(_user_streams())
-        path, trouble = None, None
+        trouble = None
         if self.main:
             try:
-                path = self._write(streams)
-                figures = {"seconds": time.monotonic() - began, "bytes": _size(self.folder / path)}
-                self.journal.write("checkpoint", step=self.step, path=path, **figures)
+                path = self._write(self.folder, streams)
+                figures = {"seconds": time.monotonic() - began, "bytes": sum(f.stat().st_size for f in path.iterdir())}
+                self.journal.write("checkpoint", step=self.step, path=path.relative_to(self.folder), **figures)
             except CheckpointError as error:
                 trouble = [error.what, error.cure]
         self._saved_at = time.monotonic()
@@ -307,10 +323,8 @@ class Run:
             raise CheckpointError(*trouble)
         else:
             self.say(f"training goes on without it: {'; '.join(trouble)}")
-        return path
 
-    def _write(self, streams: list[Any]) -> str:
-        assert self.folder is not None
+    def _write(self, folder: Path, streams: list[Any]) -> Path:
         tree = {"trainers": [member.snapshot() for member in self.members], "results": self.results}
         tensors, skeleton = flatten(tree, "")
         manifest = {
@@ -320,40 +334,28 @@ class Run:
             "workers": self.team.size,
             "streams": streams if any(s != streams[0] for s in streams) else streams[:1],
         }
-        path = write_checkpoint(self.folder, self.step, tensors, manifest)
-        return str(path.relative_to(self.folder))
-
-    def restore_streams(self) -> None:
-        """Brings the user's own random streams back to where the checkpoint left them."""
-        if self.resumed is None or self.took_step:
-            return
-        saved = self.resumed.manifest["streams"]
-        if len(saved) == 1 or self.team.rank < len(saved):
-            _load_user_streams(saved[min(self.team.rank, len(saved) - 1)])
+        return write_checkpoint(folder, self.step, tensors, manifest)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def leave(self, code: int, why: str) -> None:
         """Ends the script here, politely, after a checkpoint."""
-        path = self.save(must=False) or self._newest()
+        self.save(must=False)
+        path = f"checkpoints/step-{self._saved_steps:012d}" if self.folder and self._saved_steps else None
         self.journal.write("stopped", step=self.step, why=why)
         if self.main:
             self.team.world.tell("stopped", step=self.step, checkpoint=path)
-            if self.progress is not None:
-                then = (
-                    f"; the same command continues from {self.folder}"
-                    if path
-                    else ": there is no run folder, nothing was saved"
-                )
-                self.say(f"stopped at step {self.step}{then}")
+        if self.progress is not None:
+            then = f"; the same command continues from {self.folder}"
+            self.say(f"stopped at step {self.step}{then if path else ': there is no run folder, nothing was saved'}")
         self._left = True
         raise SystemExit(code)
 
-    def _newest(self) -> str | None:
-        return f"checkpoints/step-{self._saved_steps:012d}" if self.folder and self._saved_steps else None
-
     def close(self, failed: bool) -> None:
         """At the end of the script: what is owed is written; the report is made."""
+        if self.members and self.team.group.ledger:
+            by_bytes = sorted(self.team.group.ledger.items(), key=lambda item: -item[1][1])
+            self.journal.write("collectives", kinds=dict(by_bytes))
         done = bool(self.members) and all(member.complete for member in self.members)
         if not failed and not self._left and self.members:
             if self.save_asked or self.step > self._saved_steps:
@@ -366,10 +368,8 @@ class Run:
                 if self.main:
                     self.team.world.tell("finished", step=self.step, already=already)
                 if already:
-                    self.say(
-                        f"this run was finished at step {self.step}: nothing was left to do; "
-                        "give a larger count= or epochs= to continue it, or another --run-dir"
-                    )
+                    cure = "give a larger count= or epochs= to continue it, or another --run-dir"
+                    self.say(f"this run was finished at step {self.step}: nothing was left to do; {cure}")
         if self.progress is not None:
             self.progress.close()
             if done and self.folder is not None and self.took_step and not failed:
@@ -379,24 +379,10 @@ class Run:
         self.journal.close()
 
 
-def _count(workers: int) -> str:
-    return f"{workers} worker{'s' if workers > 1 else ''}"
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("paceline")
-
-
 def _script() -> str:
     """The text of the script that runs, as far as it is a file."""
     path = Path(sys.argv[0])
     return path.read_text(errors="replace")[:_SCRIPT_LIMIT] if path.is_file() else ""
-
-
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir())
 
 
 def _user_streams() -> dict[str, Any]:
@@ -416,7 +402,7 @@ def _load_user_streams(saved: dict[str, Any]) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["cuda"]), dtype=torch.uint8))
-    version, keys, gauss = saved["random"]
-    random.setstate((version, tuple(keys), gauss))
+    form, keys, gauss = saved["random"]
+    random.setstate((form, tuple(keys), gauss))
     if "numpy" in saved and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(tuple(saved["numpy"]))

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from paceline.checkpoint.export import write_model
 from paceline.data.loader import Feed, Source
-from paceline.errors import MetricError, NonFiniteLossError, PlanError, UsageError
+from paceline.errors import MetricError, NonFiniteLossError, UsageError
 from paceline.evaluate import evaluate
+from paceline.given import (
+    Schedule,
+    checked,
+    choose_plan,
+    device_of,
+    digest_of,
+    fused,
+    optimizers_of,
+    refuse_twins,
+    scheduler_of,
+    settle_arithmetic,
+)
 from paceline.observe.ledger import Ledger
 from paceline.phases import Phase, State, grid_text
 from paceline.plan import Plan
-from paceline.run import STOPPED, Run
+from paceline.run import Run
 from paceline.step import Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
 from paceline.strategies.base import Job, Orders, Sums, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import nest
-from paceline.strategies.pieces import MicroBatch, cut, rows_of, tensors_of, to_device
+from paceline.strategies.pieces import MicroBatch, cut, rows_of, to_device
 from paceline.strategies.streams import Streams
-
-Schedule = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class _Rows:
     rows: int
     epoch: int = 0
     seconds: float = 0.0
-    ready_at: float = field(default_factory=time.perf_counter)
+    cure: str = "bring one row more, or choose a micro= that leaves no single row"
 
 
 class Trainer:
@@ -96,9 +102,11 @@ class Trainer:
         self._group = run.team.group
         self._number = len(run.members)
         self._seed = seed
-        self._device = _device(run.team.world.local_rank)
-        said, origin = _choose_plan(run.team.world.plan, run.team.world.plan_origin, plan)
+        self._device = device_of(run.team.world.local_rank)
+        said, origin = choose_plan(run.team.world.plan, run.team.world.plan_origin, plan)
         self.plan = Plan.parse(said).validate(self._group.size)
+        if self.plan.exact:
+            settle_arithmetic(self._group, self._device)
         run.begin(str(self.plan), origin, seed, self._device)
         self._streams = Streams(self._device)
         self.model = self._build(model)
@@ -106,27 +114,30 @@ class Trainer:
         if not named:
             raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
         precision = self.plan.precision
-        job = Job(self.model, forward or default_forward, loss, self._device, seed, clip_norm, precision, named=named)
+        form = forward or default_forward
+        job = Job(self.model, form, loss, self._device, seed, clip_norm, precision, named=named, beside=run.models)
+        job.exact = self.plan.exact
         self._job = job
         self._top = nest(self.plan, job, self._group)
-        optimizers = _optimizers(optimizer(list(named.items())))
-        self._top.build(optimizers, [_scheduler(schedule, opt) for opt in optimizers] if schedule else [])
+        optimizers = optimizers_of(optimizer(list(named.items())))
+        self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         self._top.form()
+        for name in fused(optimizers, self._device):
+            run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         self._transaction = Transaction()
         self._ledger = Ledger()
         self._layout: VectorLayout | None = None
         self._expected = 0.0
-        self._merging = Merging(self._device, never=run.reverse)
+        self._merging = Merging(self._device, never=run.reverse or self.plan.exact)
         self._phases: list[Phase] = []
-        self._calls = 0
         self._stopped = False
-        self._decided = (False, False)  # (save, stop), agreed with the last step
         self._waiting_since = time.perf_counter()
         self._last: StepReport | None = None
         self._loader: dict[str, Any] = {}
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         self.state = State()
         run.members.append(self)
+        run.models.append(self.model)
         self._restore()
 
     def _build(self, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -134,9 +145,7 @@ class Trainer:
             with self._streams.lent():
                 self._streams.seed(stream_seed(self._seed, 0, -1))
                 model = model()
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"model is a {type(model).__name__}", "give an nn.Module or a function that returns one")
-        return model.to(self._device)
+        return checked(model).to(self._device)
 
     # -- what the user reads ------------------------------------------------------------------------------------
 
@@ -189,7 +198,8 @@ class Trainer:
         """The next phase, or the one that the checkpoint holds of this number. Prints its grid."""
         grid = self._grid
         assert grid is not None
-        number, self._calls = self._calls, self._calls + 1
+        number = self._run.calls[self._number]
+        self._run.calls[self._number] += 1
         rows, total = source.rows, count
         if number < len(self._phases):
             rows = self._phases[number].same_rows(rows, self._run.say)
@@ -199,6 +209,7 @@ class Trainer:
             first = self._phases[-1].first_epoch + self._phases[-1].begun if self._phases else 0
             self._phases.append(Phase(number, rows, epochs, total, first_epoch=first))
         phase = self._phases[number]
+        phase.enter(self._run.around, self._number)
         if phase.aim(epochs, total, last=number == len(self._phases) - 1):
             self._stopped = False
         if not phase.complete:
@@ -223,20 +234,22 @@ class Trainer:
 
     def _loop(self, phase: Phase, source: Source, grid: Grid) -> Iterator[StepReport]:
         run = self._run
+        run.calls.update(phase.inside)
         if phase.complete or self._stopped:
             return
-        self._begin()
+        run.begin_training(self._number, loop=True)
         world = run.team.world
         source = phase.source(source)
         if source.rows is None and phase.done:
             run.say(
                 f"reading past the first {phase.done} global batches: an iterable dataset has no middle to start in"
             )
+        cure = grid.against_single_rows(phase.rows or grid.global_batch)
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
         feed = Feed(source, grid, world.shares or (1.0,) * world.size, world.rank, span)
         batches = iter(feed)
         self._waiting_since = time.perf_counter()
-        with run.ctrl_c():
+        with run.loop(phase):
             while True:
                 began = time.perf_counter()
                 item = next(batches, None)
@@ -245,22 +258,22 @@ class Trainer:
                 epoch, rows, micro_batches = item
                 loading = time.perf_counter() - began
                 count = len(grid.cut(rows))
-                report = self._transact(
-                    _Rows(micro_batches, count, rows, epoch, loading), f"step {self.steps_done + 1}"
-                )
+                whole = _Rows(micro_batches, count, rows, epoch, loading, cure)
+                report = self._transact(whole, f"step {self.steps_done + 1}")
                 phase.done, phase.begun = phase.done + 1, epoch + 1 - phase.first_epoch
                 feed.measured(loading, report.seconds)
                 if feed.decided:
-                    run.decide("rows are loaded ahead of need by a process of their own", feed.decided)
-                    feed.decided = None
-                with run.body():
-                    yield report
-                self._between()
+                    why, feed.decided = feed.decided, None
+                    run.decide(self._number, "rows are loaded ahead of need by a process of their own", why)
+                yield report
+                if run.outermost(phase):
+                    run.between()
                 if self._stopped:
                     break
+            outermost = run.outermost(phase)
         self.flush()
         phase.complete, phase.stopped = True, self._stopped
-        if phase.done:
+        if outermost and phase.done:
             run.save(must=True)
 
     def step(self, batch: Any) -> StepReport:
@@ -270,15 +283,17 @@ class Trainer:
         own rows are lost, and named.
         """
         run = self._run
-        self._begin()
+        run.begin_training(self._number, loop=False)
         first, run.stepping = not run.stepping, True
         rows = 0 if batch is None else rows_of(batch)
         grid = Grid(max(rows, 1), self._grid.micro if self._grid else (self.plan.micro or max(rows, 1)))
         cuts = grid.cut(rows)
-        self._group.enter(f"step {self.steps_done + 1} by step()")
-        digest = _digest(batch) if first and rows else ""
-        brought = self._group.gather_json([len(cuts), rows, digest])
-        self._refuse_twins([entry[2] for entry in brought])
+        self._group.enter(f"step {self.steps_done + 1} by step()", kind="step()")
+        number = self.steps_done + 1
+        # Later ones by and by: rows may part from one another late, or meet. A single row may be the same by chance.
+        looks = first or (rows > 1 and number & (number - 1) == 0)
+        brought = self._group.gather_json([len(cuts), rows, digest_of(batch) if looks and rows else ""])
+        refuse_twins([entry[2] for entry in brought], "their first step()" if first else f"step {number}")
         offset = sum(entry[0] for entry in brought[: self._group.rank])
         micro_batches = [
             MicroBatch(
@@ -293,35 +308,6 @@ class Trainer:
             run.team.world.tell("phase")
         return self._transact(whole, f"the gradients of step {self.steps_done + 1}")
 
-    def _begin(self) -> None:
-        """Before a loop or a step: what a resumed run brings back, and an end that was reached before."""
-        self._run.restore_streams()
-        self.state.begin()
-        self._between()
-
-    @staticmethod
-    def _refuse_twins(digests: list[str]) -> None:
-        seen: dict[str, int] = {}
-        for rank, digest in enumerate(digests):
-            if digest and digest in seen:
-                raise UsageError(
-                    f"workers {seen[digest]} and {rank} brought the same rows to their first step()",
-                    "seed each worker's own data apart, e.g. with paceline.stream_seed(seed, 0, paceline.join().rank)",
-                )
-            seen[digest] = rank
-
-    def _between(self) -> None:
-        """When the loop asks for the next step: what was agreed with the last one, after the body did its part."""
-        run = self._run
-        save, stop = self._decided
-        self._decided = (False, False)
-        if stop:
-            run.leave(130 if run.notice == 2 else STOPPED, "asked to stop")
-        if run.team.world.max_steps is not None and run.step >= run.team.world.max_steps:
-            run.leave(0, f"--steps {run.team.world.max_steps}")
-        if run.save_asked or save:
-            run.save(must=run.save_asked)
-
     def _transact(self, whole: _Rows, name: str) -> StepReport:
         """One step, applied whole or not at all."""
         began = time.perf_counter()
@@ -332,11 +318,9 @@ class Trainer:
         applied = False
         try:
             with self._streams.lent():
-                self._group.enter(name, check=False)
+                self._group.enter(name, check=False, kind="gradients")
                 orders = self._orders(number, whole)
-                sums = self._top.gradients(whole.micro_batches, orders)
-                computed = time.perf_counter()
-                agreed = self._agree(sums, whole, computed - began + whole.seconds)
+                sums, agreed, computed = self._compute(whole, orders, began)
                 norm = self._refuse(sums, agreed, orders)
             self._transaction.prepared()
             reduced = time.perf_counter()
@@ -352,8 +336,8 @@ class Trainer:
         per_row = (computed - began) / max(1, sum(m.rows for m in whole.micro_batches))
         decision = self._merging.learn(sums, agreed, per_row, len(whole.micro_batches))
         if decision:
-            run.decide(*decision)
-        self._decided = (agreed.save > 0, agreed.stop > 0)
+            run.decide(self._number, *decision)
+        run.agreed(save=agreed.save > 0, stop=agreed.stop > 0)
         self._name_unused(agreed.unused)
         ended = time.perf_counter()
         spent = {"data": whole.seconds, "compute": computed - began, "reduce": reduced - computed}
@@ -366,16 +350,27 @@ class Trainer:
         self._record(report, spent, agreed)
         return report
 
+    def _compute(self, whole: _Rows, orders: Orders, began: float) -> tuple[Sums, Agreed, float]:
+        """The sums of the global batch; with the moment when this worker's own part was done."""
+        while True:
+            sums = self._top.gradients(whole.micro_batches, orders)
+            computed = time.perf_counter()
+            agreed = self._agree(sums, whole, computed - began + whole.seconds)
+            if not sums.redo:
+                return sums, agreed, computed
+            self._top.abort()
+
     def _orders(self, number: int, whole: _Rows) -> Orders:
         return Orders(
             step=number,
             expected=self._expected or float(whole.rows),
             micro_batches=whole.count,
             merge=self._merging.size,
-            test=self._merging.undecided,
-            collect=self._group.size > 1,
+            test=self._merging.undecided and not self.plan.exact,
+            collect=self._group.size > 1 or self.plan.exact,
             probe=self._run.probing,
             reverse=self._run.reverse,
+            cure=whole.cure,
         )
 
     def _agree(self, sums: Sums, whole: _Rows, seconds: float) -> Agreed:
@@ -405,8 +400,10 @@ class Trainer:
             "save": self._run.wants_save(),
         }
         packed = layout.pack(self._group.rank, seconds, sums.metrics, sums.unused, fields)
-        vector = self._top.agree(torch.tensor(packed, dtype=torch.float64), sums)
-        return layout.unpack(vector.tolist())
+        rows = layout.rows(sums.parts, whole.count) if self.plan.exact else []
+        vector = self._top.agree(torch.tensor(packed + rows, dtype=torch.float64), sums).tolist()
+        agreed = layout.unpack(vector[: len(packed)])
+        return layout.exactly(agreed, vector[len(packed) :]) if rows else agreed
 
     def _refuse(self, sums: Sums, agreed: Agreed, orders: Orders) -> float:
         """Refuses a step that cannot be applied: its loss or gradient is not finite, or there is nothing to take the
@@ -495,7 +492,7 @@ class Trainer:
         """
         self._group.enter("save()")
         self._run.ask_save()
-        if not self._run.bodies:
+        if not self._run.loops:
             self._run.save(must=True)
 
     def export(self, path: str | Path) -> None:
@@ -517,6 +514,7 @@ class Trainer:
             "model": (strategy := self._top.state())["model"],
             "optimizers": strategy["optimizers"],
             "schedulers": strategy["schedulers"],
+            "exact": strategy["exact"],
             "steps": self.steps_done,
             "expected": self._expected,
             "grid": [self._grid.global_batch, self._grid.micro] if self._grid else None,
@@ -552,48 +550,3 @@ class Trainer:
                 f"until step {self.steps_done}, from here {said.global_batch} in micro-batches of {said.micro}"
             )
         return said
-
-
-def _choose_plan(outside: str | None, origin: str, script: str | None) -> tuple[str, str]:
-    """The plan's text and where it came from; what was said outside of the script wins."""
-    if outside is not None:
-        return outside, origin + (f" (over the script's {script!r})" if script and script != outside else "")
-    return (script, "script") if script else ("", "default")
-
-
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise PlanError(
-            f"this host has {count} CUDA devices and more than {local_rank} workers",
-            f"start {count} workers per host, or hide the devices with CUDA_VISIBLE_DEVICES= to train on CPU",
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def _optimizers(made: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    optimizers = [made] if isinstance(made, Optimizer) else list(made)
-    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
-        raise UsageError(
-            f"optimizer(params) returned {made!r:.60}", "return a torch optimizer, or a list of them, made from params"
-        )
-    return optimizers
-
-
-def _scheduler(schedule: Schedule, optimizer: Optimizer) -> LRScheduler:
-    """One of torch's schedulers, from its class or partial, or from a factor as a function of the step."""
-    made = schedule.func if isinstance(schedule, partial) else schedule
-    if inspect.isclass(made) and issubclass(made, (LRScheduler, ReduceLROnPlateau)):
-        scheduler: LRScheduler = schedule(optimizer)
-        return scheduler
-    return LambdaLR(optimizer, schedule)
-
-
-def _digest(batch: Any) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors_of(batch):
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,8 @@ class World:
 
     `rank` counts workers from 0, `local_rank` those of this host. `launcher` is who started us: ``paceline``,
     ``torchrun``, ``mpirun``, ``srun`` or ``none``. `store` is the address of the rendezvous store (none in a
-    world of one); where `store_fd` is set, this worker serves the store on that inherited listening socket.
+    world of one); where `store_fd` is set, this worker serves the store on that inherited listening socket. `job` tells
+    this start of workers from others that may come to the same store. `join_timeout` is in seconds.
     `events_fd` is a pipe to the agent, one JSON object a line. `shares` are the workers' weights in dealing
     micro-batches. `save_every` is seconds (``60s``) or steps (``100``); `max_steps` ends the run early.
     """
@@ -32,6 +35,8 @@ class World:
     store: tuple[str, int] | None = None
     store_fd: int | None = None
     store_is_ours: bool = True
+    job: str = ""
+    join_timeout: int = 300
     run_dir: str | None = None
     plan: str | None = None
     events_fd: int | None = None
@@ -73,17 +78,54 @@ def _first(env: Mapping[str, str], *names: str, default: int) -> int:
     return default
 
 
-def _address(env: Mapping[str, str], launcher: str, rank: int) -> tuple[str, int]:
+def _derived(env: Mapping[str, str], launcher: str) -> tuple[str, str]:
+    """Worker 0's host and a number of this start, as far as the launcher's own variables tell them."""
+    if launcher == "mpirun":
+        here = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == env.get("OMPI_COMM_WORLD_SIZE")
+        return "127.0.0.1" if here else "", env.get("PMIX_NAMESPACE", "")
+    if launcher == "srun":
+        here = env.get("SLURM_STEP_NUM_NODES") == "1"
+        host = "127.0.0.1" if here else _first_host(env.get("SLURM_STEP_NODELIST", ""))
+        return host, ".".join(filter(None, (env.get("SLURM_JOB_ID"), env.get("SLURM_STEP_ID"))))
+    return "", ""
+
+
+def _first_host(nodes: str) -> str:
+    """The first of Slurm's list of nodes: ``gpu07`` of ``gpu[07-09,12],login1``."""
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", found[0]) if found else ""
+
+
+def _address(env: Mapping[str, str], launcher: str, rank: int) -> tuple[tuple[str, int], str]:
+    """Where the store is, and what tells our keys in it from others'.
+
+    A port that follows from the number of the start lies below those that systems hand out by themselves. Two starts
+    may still get the same one, on the same host at the same time once in 20,000 pairs: the second one's worker 0 then
+    says so, and its others, which came to the store of the first, disturb nobody there and give up waiting.
+    """
     if env.get("PACELINE_STORE"):
         host, _, port = env["PACELINE_STORE"].rpartition(":")
-        return host, int(port)
-    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    if host and port:
-        return host, _number(env, "MASTER_PORT", 0)
+        return (host, int(port)), ""
+    host, number = _derived(env, launcher)
+    host = env.get("MASTER_ADDR") or host
+    if host and env.get("MASTER_PORT"):
+        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "") if launcher == "torchrun" else ""
+        return (host, _number(env, "MASTER_PORT", 0)), attempt
+    if host and number:
+        return (host, 10_000 + zlib.crc32(number.encode()) % 20_000), number
     raise UsageError(
         f"worker {rank} was started by {launcher} without MASTER_ADDR and MASTER_PORT",
         "export both on every worker: the address of worker 0's host and a free port there",
     )
+
+
+def _tasks_here(env: Mapping[str, str]) -> int:
+    """How many tasks Slurm's step has on this node: one of ``2(x3),1``, in the order of its nodes. 0 if unknown."""
+    counts: list[int] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(tasks)] * int(times or 1)
+    node = _number(env, "SLURM_NODEID", 0)
+    return counts[node] if 0 <= node < len(counts) else 0
 
 
 def read_world(env: Mapping[str, str] | None = None) -> World:
@@ -99,18 +141,17 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
     elif env.get("OMPI_COMM_WORLD_SIZE"):
         launcher = "mpirun"
         names = tuple(f"OMPI_COMM_WORLD_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))  # type: ignore[assignment]
-    elif env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS")):
-        launcher, names = (
-            "srun",
-            ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-        )
+    elif env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS"):  # a batch script's own process is no task
+        launcher, names = "srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
     else:
         launcher, names = "none", ("", "", "", "")
     rank = _first(env, names[0], default=0)
-    size = _first(env, names[1], "SLURM_NTASKS" if launcher == "srun" else "", default=1)
+    size = _first(env, names[1], default=1)
     if not 0 <= rank < size:
         raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", "number the workers from 0")
     local_rank = _first(env, names[2], default=rank)
+    local_size = _tasks_here(env) if launcher == "srun" else 0
+    store, job = _address(env, launcher, rank) if size > 1 else (None, "")
     fd = env.get("PACELINE_STORE_FD")
     events = env.get("PACELINE_EVENTS_FD")
     shares = env.get("PACELINE_SHARES")
@@ -118,11 +159,13 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         rank=rank,
         size=size,
         local_rank=local_rank,
-        local_size=_first(env, names[3], default=size),
+        local_size=local_size or _first(env, names[3], default=size),
         launcher=launcher,
-        store=_address(env, launcher, rank) if size > 1 else None,
+        store=store,
         store_fd=int(fd) if fd else None,
         store_is_ours=env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true",
+        job=job,
+        join_timeout=_number(env, "PACELINE_JOIN_TIMEOUT", 300),
         run_dir=env.get("PACELINE_RUN_DIR") or None,
         plan=env.get("PACELINE_PLAN") or None,
         events_fd=int(events) if events else None,
@@ -167,3 +210,14 @@ def worker_environment(base: Mapping[str, str] | None = None, **values: str | No
         else:
             env[name] = value
     return env
+
+
+def gloo_interface() -> str:
+    """The interface that the user chose for gloo, if any."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "")
+
+
+def offer_nccl_interface(name: str) -> None:
+    """Tells NCCL the interface that routes to the peers, unless the user did."""
+    if name and not os.environ.get("NCCL_SOCKET_IFNAME"):
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"

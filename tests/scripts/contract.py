@@ -1,4 +1,4 @@
-"""Trains cases, each by a Trainer of its own, and writes what came out. Usage: contract.py OUT CASE..."""
+"""Trains cases, each by a Trainer of its own, and writes what came out. Usage: contract.py OUT CASE... [exact]"""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import paceline
 
 out = Path(sys.argv[1])
 tensors, figures = {}, {}
+words = ["exact"] if "exact" in sys.argv else []
 for name in sys.argv[2:]:
+    if name in words:
+        continue
     case = CASES[name]
     trainer = paceline.Trainer(
         model=case.model,
@@ -23,7 +26,7 @@ for name in sys.argv[2:]:
         schedule=case.schedule,
         clip_norm=case.clip_norm,
         seed=7,
-        plan=f"micro={case.micro}" if case.micro else None,
+        plan=" ".join([*words, *([f"micro={case.micro}"] if case.micro else [])]),
     )
     reports = list(trainer.steps(case.data(), count=case.steps))
     evaluation = trainer.evaluate(case.data(), right)

@@ -12,13 +12,14 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from cases import cross_entropy, mlp, rows
+from cases import Cramped, cross_entropy, mlp, rows
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -429,6 +430,15 @@ def late() -> Outcome:
     return {"sizes": sizes, **trained.model.state_dict()}
 
 
+def cramped(moment: str) -> Outcome:
+    """As `late`, with a memory that holds pieces of no more than eight rows."""
+    trained = trainer(lambda: Cramped(moment), global_batch=32, plan="micro=2")
+    for report in trained.steps(rows(13, 160, 10), count=5):
+        if report.step == 1:
+            trained._merging.size, trained._merging._settled = 8, True
+    return {"sizes": trained.model.sizes, **trained.model.state_dict()}
+
+
 def shaky() -> Outcome:
     trained = trainer(lambda: Shaky().double())
     list(trained.steps(rows(14, 40, 10), epochs=2))
@@ -549,6 +559,7 @@ SCENARIOS: dict[str, Callable[[], Outcome]] = {
         collectives, reports,
     )
 }  # fmt: skip
+SCENARIOS |= {f"cramped_{moment}": partial(cramped, moment) for moment in Cramped.MOMENTS}
 
 if __name__ == "__main__":
     tensors, plain = {}, {}

@@ -18,23 +18,19 @@ from paceline.errors import CheckpointError, UsageError
 def write_model(state: Mapping[str, torch.Tensor], out: Path) -> int:
     """Writes `state`, a model's state dict, to the .safetensors file `out` atomically; its size in bytes.
 
-    Tied weights are written under each of their keys, so that ``load_state_dict(load_file(out))`` is strict.
-    Raises UsageError for another suffix or a value that the format does not hold, CheckpointError if writing
-    fails.
+    Tied weights are written under each of their keys, so that ``load_state_dict(load_file(out))`` is strict. Raises
+    UsageError for another suffix or a value that the format does not hold, CheckpointError if writing fails.
     """
     if out.suffix != ".safetensors":
-        raise UsageError(
-            f"the model cannot be exported to {out}: only .safetensors files, which run no code, are written",
-            f"name it {out.with_suffix('.safetensors')}",
-        )
+        what = f"the model cannot be exported to {out}: only .safetensors files, which run no code, are written"
+        raise UsageError(what, f"name it {out.with_suffix('.safetensors')}")
     for name, value in state.items():
         tensor = isinstance(value, torch.Tensor)
         if not tensor or value.dtype not in DTYPES or value.layout != torch.strided or value.is_meta:
             kind = f"{value.dtype} tensor on {value.device}" if tensor else type(value).__name__
-            raise UsageError(
-                f"{name!r} of the model's state is of a kind that safetensors files do not hold ({kind})",
-                "keep it out of state_dict(), as register_buffer(..., persistent=False) does, or convert it",
-            )
+            what = f"{name!r} of the model's state is of a kind that safetensors files do not hold ({kind})"
+            cure = "keep it out of state_dict(), as register_buffer(..., persistent=False) does, or convert it"
+            raise UsageError(what, cure)
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
@@ -67,10 +63,8 @@ def export_model(run_dir: Path, out: Path, trainer: int = 0, step: int | None = 
         raise CheckpointError(f"there is no {which} in {run_dir}", cure)
     trainers = unflatten(found.manifest["tree"], found.tensors(mapped=True))["trainers"]
     if not 0 <= trainer < len(trainers):
-        raise UsageError(
-            f"there is no trainer {trainer} in step {found.step} of {run_dir}, which has {len(trainers)}",
-            "count trainers from 0, in the order in which the script makes them",
-        )
+        what = f"there is no trainer {trainer} in step {found.step} of {run_dir}, which has {len(trainers)}"
+        raise UsageError(what, "count trainers from 0, in the order in which the script makes them")
     state = trainers[trainer]["model"]
     size = write_model(state, out)
     lines.append(f"wrote {out}: {len(state)} tensors, {size_text(size)}, from step {found.step} of {run_dir}")

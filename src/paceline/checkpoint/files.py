@@ -139,10 +139,8 @@ def find_checkpoint(folder: Path, say: Callable[[str], None], only: int | None =
         damaged.append((step, found))
     if damaged:
         reasons = ", ".join(f"step {step} ({reason})" for step, reason in damaged)
-        raise CheckpointError(
-            f"no checkpoint in {folder / FOLDER} is whole: {reasons}",
-            "restore one from a copy, or choose another --run-dir to train from the start",
-        )
+        cure = "restore one from a copy, or choose another --run-dir to train from the start"
+        raise CheckpointError(f"no checkpoint in {folder / FOLDER} is whole: {reasons}", cure)
     return None
 
 
@@ -176,7 +174,14 @@ def write_checkpoint(
         flush_folder(parent)
         flush_folder(folder)
     except OSError as error:
-        raise _write_error(error, folder, step, tensors) from error
+        cure = write_cure(error, sum(tensor.nbytes for tensor in tensors.values()), "another --run-dir")
+        with contextlib.suppress(CheckpointError):
+            for number, path in list_checkpoints(folder):
+                if isinstance(open_checkpoint(number, path, hashes=False), Checkpoint):
+                    cure += f"; the checkpoint of step {number} is intact"
+                    break
+        what = f"checkpoint of step {step} could not be written to {parent}: {error.strerror}"
+        raise CheckpointError(what, cure) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     _prune(folder, step, final, keep)
@@ -184,11 +189,7 @@ def write_checkpoint(
 
 
 def _fill(
-    target: Path,
-    step: int,
-    tensors: Mapping[str, torch.Tensor],
-    manifest: Mapping[str, Any],
-    file_bytes: int,
+    target: Path, step: int, tensors: Mapping[str, torch.Tensor], manifest: Mapping[str, Any], file_bytes: int
 ) -> None:
     groups: list[dict[str, torch.Tensor]] = []
     room = 0
@@ -213,21 +214,12 @@ def _fill(
     flush_folder(target)
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
-
-
 def _sweep(parent: Path) -> None:
     """Tidies up after killed writers, also those that had our number before us."""
     for path in parent.iterdir():
-        if (match := _STALE.fullmatch(path.name)) and (int(match[1]) == os.getpid() or not _alive(int(match[1]))):
-            shutil.rmtree(path)
+        if match := _STALE.fullmatch(path.name):
+            if int(match[1]) == os.getpid() or not os.path.exists(f"/proc/{match[1]}"):
+                shutil.rmtree(path)
         elif (match := _NAME.fullmatch(path.name)) and match[2]:
             visible = parent / f"step-{match[2]}"
             if not visible.exists():
@@ -238,10 +230,9 @@ def _prune(folder: Path, step: int, final: Path, keep: int) -> None:
     """Removes older checkpoints beyond `keep`, and damaged older ones; nothing unless `final` is whole."""
     reason = open_checkpoint(step, final, hashes=False)
     if isinstance(reason, str):
-        raise CheckpointError(
-            f"checkpoint of step {step} was written to {final.parent} and is damaged ({reason})",
-            "check that disk, or choose another --run-dir; older checkpoints were kept",
-        )
+        cure = "check that disk, or choose another --run-dir; older checkpoints were kept"
+        what = f"checkpoint of step {step} was written to {final.parent} and is damaged ({reason})"
+        raise CheckpointError(what, cure)
     kept = {step}
     for number, path in list_checkpoints(folder):
         if path == final or number > step:
@@ -259,11 +250,8 @@ def _prune(folder: Path, step: int, final: Path, keep: int) -> None:
             os.rename(path, doomed)
             shutil.rmtree(doomed)
         except OSError as error:
-            raise CheckpointError(
-                f"checkpoint of step {step} is written, but that of step {number} could not be removed from "
-                f"{final.parent}: {error.strerror}",
-                "remove it by hand",
-            ) from error
+            what = f"checkpoint of step {step} is written, but that of step {number} could not be removed"
+            raise CheckpointError(f"{what} from {final.parent}: {error.strerror}", "remove it by hand") from error
 
 
 def write_cure(error: OSError, need: int, instead: str) -> str:
@@ -273,14 +261,3 @@ def write_cure(error: OSError, need: int, instead: str) -> str:
     if error.errno == errno.EFBIG:
         return f"raise the limit on the size of a file (ulimit -f) or choose {instead}"
     return f"see that the folder exists and can be written to, or choose {instead}"
-
-
-def _write_error(error: OSError, folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> CheckpointError:
-    cure = write_cure(error, sum(tensor.nbytes for tensor in tensors.values()), "another --run-dir")
-    with contextlib.suppress(CheckpointError):
-        for number, path in list_checkpoints(folder):
-            if isinstance(open_checkpoint(number, path, hashes=False), Checkpoint):
-                cure += f"; the checkpoint of step {number} is intact"
-                break
-    what = f"checkpoint of step {step} could not be written to {folder / FOLDER}: {error.strerror}"
-    return CheckpointError(what, cure)

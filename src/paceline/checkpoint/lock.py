@@ -28,14 +28,12 @@ def hold_lock(folder: Path) -> int:
             break
         except BlockingIOError:
             pid, _, host = os.pread(fd, 200, 0).decode().strip().partition(" ")
-            if (host == socket.gethostname() and not os.path.exists(f"/proc/{pid}")) and time.monotonic() < end:
+            if host == socket.gethostname() and not os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
                 time.sleep(0.05)
                 continue
             os.close(fd)
-            raise LaunchError(
-                f"the run folder {folder} is in use by process {pid or '?'} on {host or '?'}",
-                "wait for that run to end, stop it, or give another --run-dir",
-            ) from None
+            what = f"the run folder {folder} is in use by process {pid or '?'} on {host or '?'}"
+            raise LaunchError(what, "wait for that run to end, stop it, or give another --run-dir") from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
     return fd

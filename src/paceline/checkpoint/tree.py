@@ -11,14 +11,14 @@ from __future__ import annotations
 import collections
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
 import torch
 
 from paceline.checkpoint.tensorfile import DTYPES
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, UsageError, a
 
 _CURE = "keep numbers, text, tensors, or an object with state_dict()"
 _PLAIN: dict[type, type] = {
@@ -29,6 +29,15 @@ _PLAIN: dict[type, type] = {
     torch.Size: tuple,
     torch.nn.Parameter: torch.Tensor,
 }
+# What is kept as text: its tag, how it is written, and how it is read.
+_TEXTS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
+    int: ("$int", hex, lambda text: int(text, 16)),
+    float: ("$float", lambda x: struct.pack(">d", x).hex(), lambda text: struct.unpack(">d", bytes.fromhex(text))[0]),
+    bytes: ("$bytes", bytes.hex, bytes.fromhex),
+    torch.dtype: ("$dtype", lambda dtype: str(dtype).removeprefix("torch."), lambda name: getattr(torch, name)),
+    torch.device: ("$device", str, torch.device),
+}
+_READERS = {tag: read for tag, _, read in _TEXTS.values()}
 _KEYS = (str, int, float, bool, type(None))
 _DEPTH = 100
 
@@ -48,12 +57,13 @@ def flatten(tree: Any, prefix: str) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def _path_text(path: tuple[Any, ...]) -> str:
+    if path[:1] == ("trainers",) and path[2:3] == ("state",):  # as the user wrote it; beside a value stands its kind
+        path = ("trainer.state", *path[3:4], *path[5:])
     return f"{path[0]}" + "".join(f"[{key!r}]" for key in path[1:]) if path else "the tree"
 
 
 def _refusal(path: tuple[Any, ...], what: str, cure: str = _CURE) -> UsageError:
-    article = "an" if what[0] in "aeiouAEIOU" else "a"
-    return UsageError(f"{_path_text(path)} is {article} {what} and cannot be kept in a checkpoint", cure)
+    return UsageError(f"{_path_text(path)} is {a(what)} and cannot be kept in a checkpoint", cure)
 
 
 class _Flattener:
@@ -63,19 +73,15 @@ class _Flattener:
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
         if len(path) > _DEPTH:
-            raise UsageError(
-                f"{_path_text(path[:4])}... is nested deeper than {_DEPTH} levels",
-                "keep it flatter in a checkpoint; if it contains itself, remove that reference",
-            )
+            cure = "keep it flatter in a checkpoint; if it contains itself, remove that reference"
+            raise UsageError(f"{_path_text(path[:4])}... is nested deeper than {_DEPTH} levels", cure)
         kind = _PLAIN.get(type(value), type(value))
-        if value is None or kind in (bool, str):
+        small = (kind is int and -(2**63) <= value < 2**63) or (kind is float and math.isfinite(value))
+        if value is None or kind in (bool, str) or small:
             return value
-        if kind is int:
-            return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-        if kind is bytes:
-            return {"$bytes": value.hex()}
+        if kind in _TEXTS:
+            tag, write, _ = _TEXTS[kind]
+            return {tag: write(value)}
         if kind in (list, tuple):
             items = [self.encode(item, (*path, index)) for index, item in enumerate(value)]
             return items if kind is list else {"$tuple": items}
@@ -83,10 +89,6 @@ class _Flattener:
             return self._encode_dict(value, path)
         if kind is torch.Tensor:
             return self._encode_tensor(value, path)
-        if kind is torch.dtype:
-            return {"$dtype": str(value).removeprefix("torch.")}
-        if kind is torch.device:
-            return {"$device": str(value)}
         if isinstance(value, numpy.generic) or kind is numpy.ndarray:
             return self._encode_numpy(value, path)
         raise _refusal(path, kind.__name__)
@@ -94,10 +96,8 @@ class _Flattener:
     def _encode_dict(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
         for key in value:
             if type(key) not in _KEYS:
-                raise UsageError(
-                    f"{_path_text(path)} has a key of type {type(key).__name__}, {key!r}",
-                    "use text, numbers, bool or None as the keys of what a checkpoint keeps",
-                )
+                cure = "use text, numbers, bool or None as the keys of what a checkpoint keeps"
+                raise UsageError(f"{_path_text(path)} has a key of type {type(key).__name__}, {key!r}", cure)
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         pairs = [[self.encode(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
@@ -156,6 +156,8 @@ def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if not tag.startswith("$"):
         return {key: unflatten(item, tensors) for key, item in skeleton.items()}
     value = skeleton[tag]
+    if tag in _READERS:
+        return _READERS[tag](value)
     match tag:
         case "$tensor" | "$array":
             return _fetch(skeleton, tensors)
@@ -163,18 +165,8 @@ def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tuple(unflatten(item, tensors) for item in value)
         case "$dict":
             return {unflatten(key, tensors): unflatten(item, tensors) for key, item in value}
-        case "$int":
-            return int(value, 16)
-        case "$float":
-            return struct.unpack(">d", bytes.fromhex(value))[0]
-        case "$bytes":
-            return bytes.fromhex(value)
         case "$scalar":
             return numpy.ndarray((), skeleton["dtype"], bytearray.fromhex(value))[()]
-        case "$dtype":
-            return getattr(torch, value)
-        case "$device":
-            return torch.device(value)
     raise CheckpointError(f"the checkpoint holds the unknown form {tag!r}", "read it with a newer Paceline")
 
 

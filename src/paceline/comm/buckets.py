@@ -6,6 +6,7 @@ the parameters, the first is small, a bucket is handed on when its last gradient
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,22 @@ from paceline.errors import UsageError
 
 FIRST_BYTES = 1 << 20
 BYTES = 25 << 20
+LARGE = 1 << 22  # bytes of a gradient that is not in a core's cache any more
+
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Large ones with C's memmove, which writes past the cache: torch's copy first reads what it overwrites."""
+    alike = target.dtype == source.dtype and source.is_contiguous() and target.is_contiguous()
+    if alike and target.nbytes >= LARGE and target.device.type == "cpu" == source.device.type:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+    else:
+        target.copy_(source)
 
 
 @dataclass
@@ -29,10 +46,23 @@ class Bucket:
 
 
 class Buckets:
-    """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket."""
+    """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket.
 
-    def __init__(self, params: Sequence[Parameter], first_bytes: int = FIRST_BYTES, bytes_: int = BYTES) -> None:
+    `maxima` and `largest` are for exact sums only (exact.py).
+    """
+
+    maxima: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        first_bytes: int = FIRST_BYTES,
+        bytes_: int = BYTES,
+        allocate: Allocate = _zeros,
+    ) -> None:
         self.params = list(params)
+        self.largest: list[float] = []
+        self._allocate = allocate
         self.buckets: list[Bucket] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self.params)
         self._home: list[Bucket] = [Bucket(-1, torch.empty(0), [])] * len(self.params)
@@ -65,7 +95,7 @@ class Buckets:
     def _make(self, members: list[int]) -> None:
         first = self.params[members[0]]
         sizes = [self.params[number].numel() for number in members]
-        bucket = Bucket(len(self.buckets), torch.zeros(sum(sizes), dtype=first.dtype, device=first.device), members)
+        bucket = Bucket(len(self.buckets), self._allocate(sum(sizes), first.dtype, first.device), members)
         for number, view in zip(members, bucket.flat.split(sizes), strict=True):
             self._views[number] = view.view(self.params[number].shape)
             self._home[number] = bucket
@@ -75,13 +105,8 @@ class Buckets:
         def hook(param: torch.Tensor) -> None:
             if self._ready is None:
                 return
-            if number not in self._touched:
-                # The first gradient of a step is autograd's own tensor; later ones add into the view.
-                self._touched.add(number)
-                assert param.grad is not None
-                view = self._views[number]
-                view.copy_(param.grad)
-                param.grad = view
+            self._land(number, param, first=number not in self._touched)
+            self._touched.add(number)
             if self._armed and number not in self._counted:
                 self._counted.add(number)
                 bucket = self._home[number]
@@ -97,14 +122,27 @@ class Buckets:
 
         return hook
 
+    def _land(self, number: int, param: torch.Tensor, first: bool) -> None:
+        """Brings a gradient home. The first of a step is autograd's own tensor; later ones have added into the view."""
+        if first:
+            assert param.grad is not None
+            view = self._views[number]
+            _copy(view, param.grad)
+            param.grad = view
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """All gradients, in as few tensors as there are."""
+        return [bucket.flat for bucket in self.buckets]
+
     def _hand_on(self) -> None:
         assert self._ready is not None
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             self._next += 1
             self._ready(self.buckets[self._next - 1])
 
-    def begin(self, ready: Callable[[Bucket], None]) -> None:
-        """Starts a step: `ready` will be called once with every bucket, in order."""
+    def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
+        """Starts a step of so many micro-batches in all: `ready` will be called once with every bucket, in order."""
         self._ready, self._armed, self._next = ready, False, 0
         self._touched.clear()
         self._counted.clear()
@@ -126,6 +164,10 @@ class Buckets:
         self._hand_on()
         self._ready = None
         return unused
+
+    def settle(self, maxima: torch.Tensor) -> bool:
+        """After all sums have arrived; False: the step is to be redone. For exact sums only."""
+        return True
 
     def abandon(self) -> None:
         """Ends a step whose backward failed; nothing more is handed on."""

@@ -1,154 +1,146 @@
-"""The workers of a team and the collectives among them: named, counted, and able to say who is missing.
-
-Data travels over torch's process group. What a worker is waiting for travels over the store, which still works when
-the data channel is stuck: that is how a mismatch becomes an error with call sites and not a hang.
-"""
+"""The workers of a team and the collectives among them, as Paceline's own parts use them: named, one after another."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import importlib
 import json
-import sys
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from paceline.errors import CollectiveMismatchError, PacelineError, PeerLostError
+from paceline.comm.autoload import register
+from paceline.comm.backend import ProcessGroup
+from paceline.comm.engine import Operation
+from paceline.comm.rendezvous import open_store
+from paceline.comm.shared import raw_bytes
+from paceline.comm.side import call_site
+from paceline.errors import PeerLostError
 from paceline.world import World
 
-PATIENCE = 1.0  # seconds of waiting before a worker tells the others where it is, and looks where they are
-LATE = 30.0  # seconds of waiting before it says once on the console who has not arrived
-NAME = 80  # characters of a collective's name and of its call site that travel
-HEADER = 1024  # bytes: both as JSON, where a character takes up to six
-KEPT_BYTES = 64 << 20  # of collectives that are done
-EXPLAIN = 5.0  # seconds to find the reason after a collective failed
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
-_TORCH = str(Path(torch.__file__).resolve().parent)
-
-
-def call_site() -> str:
-    """``file:line`` of the nearest frame that is the user's: neither ours nor torch's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, _TORCH, "<frozen")) and "contextlib" not in name:
-            break
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+NAME = 80  # characters of a collective's name that are shown
 
 
 class Group:
-    """The collectives of a team of `size` workers. In a world of one every operation is the identity.
-
-    `sent` counts bytes that this worker handed to collectives, as payload (not as the algorithm's traffic).
-    """
+    """The collectives of a team of `size` workers. In a world of one every operation is the identity."""
 
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.rank, world.size
-        self.sent = 0
-        self._sequence = 0
-        self._here: dict[str, Any] = {"sequence": 0, "name": "the start", "site": "", "state": "in"}
-        self._said_late = False
-        # gloo's threads let go of a collective a moment after it is done. If theirs were the last reference, they would
-        # need the interpreter to release its tensors: at a fork (a loader's child then hangs, with CPython 3.11) or at
-        # the interpreter's end (which aborts). So the last reference is here.
-        self._recent: deque[tuple[dist.Work, int]] = deque()
-        self._kept = 0  # bytes
+        self._declared = ("the start", "", "the start")
         self._store: dist.Store | None = None
         if self.size == 1:
             return
-        assert world.store is not None
-        host, port = world.store
-        serves = world.rank == 0 and world.store_is_ours
-        fd: dict[str, Any] = {} if world.store_fd is None else {"master_listen_fd": world.store_fd}
-        store = dist.TCPStore(host, port, None, serves, timeout=timedelta(minutes=5), wait_for_workers=False, **fd)
-        self._store = dist.PrefixStore("paceline", store)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        self._store = open_store(world)
         # Its functions take the group of the moment of its import for a default, and would keep ours alive beyond
         # destroy_process_group: gloo's threads then meet a dying interpreter, which aborts one exit in some.
         importlib.import_module("torch.distributed.nn.functional")
-        # Waiting is our own (see wait): torch's deadline only has to be longer than any honest pause.
+        register()
+        # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
         dist.init_process_group(
-            backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timedelta(days=7)
+            "paceline", store=self._store, rank=self.rank, world_size=self.size, timeout=timedelta(days=7)
         )
+        group = dist.group.WORLD
+        assert isinstance(group, ProcessGroup)
+        self._group = group
+        self.channel, self._side = group.channel, group.channel.side
+
+    @property
+    def ledger(self) -> dict[str, list[float]]:
+        """Per kind of collective: how many, bytes that this worker handed over (as payload), seconds it stood still."""
+        return self.channel.ledger if self.size > 1 else {}
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this worker handed to collectives."""
+        return int(sum(entry[1] for entry in self.ledger.values()))
 
     # -- entering -----------------------------------------------------------------------------------------------
 
-    def enter(self, name: str, check: bool = True) -> None:
+    def enter(self, name: str, check: bool = True, kind: str | None = None) -> None:
         """Declares the next collective. With `check`, returns only when all workers declared the same one.
 
-        Raises CollectiveMismatchError on every worker, naming each call site, if they did not.
+        `kind` is its line in the ledger. Raises CollectiveMismatchError on every worker, naming each call site, if
+        they did not declare the same.
         """
-        self._sequence += 1
+        if self.size == 1:
+            return
         if len(name) > NAME:  # told apart by all of it, shown by its beginning
             name = f"{name[: NAME - 13]}~{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-        self._here = {"sequence": self._sequence, "name": name, "site": call_site(), "state": "in"}
-        if self.size == 1 or not check:
-            return
-        header = json.dumps([name, self._here["site"][-NAME:]]).encode().ljust(HEADER)
-        mine = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        rows = [json.loads(bytes(row.tolist()).decode()) for row in self._gather_equal(mine)]
-        if any(row[0] != name for row in rows):
-            raise self._mismatch([{"name": row[0], "site": row[1], "state": "in"} for row in rows])
+        self._declared = (name, call_site(), kind or name)
+        if check:
+            self._wait(self._group.barrier)
 
-    def wait(self, work: dist.Work) -> None:
-        """Waits for a collective, a little at a time, and finds the reason when it does not come.
-
-        Not by a callback, which would run Python in a thread of gloo's: see `_recent`.
-        """
-        began = time.monotonic()
-        while True:
-            try:
-                work.wait(timedelta(seconds=PATIENCE))
-                return
-            except RuntimeError:  # it failed, or the time is over
-                if work.is_completed():
-                    break
-            try:
-                self._look_around(time.monotonic() - began)
-            except PacelineError:
-                self.abandon([work])
-                raise
+    def _start(self, collective: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
+        """Starts a part of the entered collective."""
+        self.channel.declared = self._declared
         try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._reason(error) from None
+            return collective(*arguments)
+        finally:
+            self.channel.declared = None
+
+    def _wait(self, collective: Callable[..., dist.Work], *arguments: Any) -> None:
+        self._start(collective, *arguments).wait()
 
     # -- collectives --------------------------------------------------------------------------------------------
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor of zeros for sums: on CPU in memory that the workers of a host share. Collective."""
+        if self.size > 1 and device.type == "cpu":
+            return self.channel.allocate(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Starts summing `tensor` in place over all workers; `finish` must follow. Part of the entered collective."""
-        if self.size == 1:
-            return None
-        self.sent += tensor.nbytes
-        try:
-            return self._keep(dist.all_reduce(tensor, async_op=True), tensor.nbytes)
-        except RuntimeError as error:
-            raise self._reason(error) from None
+        """Starts summing `tensor` in place over all workers; `finish` must follow. Part of the entered collective.
+
+        It goes on whenever something else is started or waited for.
+        """
+        return self._start(self._group.allreduce, [tensor]) if self.size > 1 else None
 
     def finish(self, work: dist.Work | None) -> None:
         if work is not None:
-            self.wait(work)
+            work.wait()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` in place over all workers and returns it. Part of the entered collective."""
         self.finish(self.start_sum(tensor))
         return tensor
 
+    def squares(self, tensors: Sequence[torch.Tensor]) -> float | None:
+        """The sum of squares of tensors that were just summed in shared memory, without reading them again.
+
+        None where they were summed in another way, and at the first time. Part of the entered collective.
+        """
+        if self.size == 1:
+            return None
+        arenas = [self.channel.in_arena(tensor) for tensor in tensors]
+        found = [arena.squares for arena in arenas if arena is not None and arena.squares is not None]
+        for arena in arenas:
+            if arena is not None:
+                arena.measure = True
+        if not found or len(found) < len(tensors):
+            return None
+        return float(self.sum(torch.tensor([sum(found)], dtype=torch.float64)))
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest of all workers' elements, in place. Part of the entered collective."""
+        if self.size > 1:
+            options = c10d.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+            self._wait(self._group.allreduce, [tensor], options)
+        return tensor
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrites `tensor` on all workers with that of `source`. Part of the entered collective."""
         if self.size > 1:
-            self.sent += tensor.nbytes if self.rank == source else 0
-            self.wait(self._keep(dist.broadcast(_bytes(tensor), source, async_op=True), tensor.nbytes))
+            options = c10d.BroadcastOptions()
+            options.rootRank = source
+            self._wait(self._group.broadcast, [raw_bytes(tensor)], options)
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -161,30 +153,21 @@ class Group:
         longest = int(lengths.max())
         padded = torch.zeros(longest, dtype=tensor.dtype, device=tensor.device)
         padded[: tensor.numel()] = tensor
-        everyone = self._gather_equal(padded)
-        return [row[: int(length)] for row, length in zip(everyone, lengths, strict=True)]
-
-    def _gather_equal(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every worker's flat tensor of one length, shape (workers, length)."""
-        everyone = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        self.sent += tensor.nbytes
-        work = dist.all_gather_single(_bytes(everyone), _bytes(tensor), async_op=True)
-        self.wait(self._keep(work, everyone.nbytes))
-        return everyone.view(self.size, -1)
+        everyone = torch.empty(self.size * longest, dtype=tensor.dtype, device=tensor.device)
+        self._wait(self._group.all_gather_single, raw_bytes(everyone), raw_bytes(padded))
+        rows = everyone.view(self.size, longest)
+        return [row[: int(length)] for row, length in zip(rows, lengths, strict=True)]
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every worker's JSON value. Part of the entered collective."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         return [json.loads(bytes(row.tolist()).decode()) for row in self.gather(data)]
 
-    def _keep(self, work: dist.Work | None, size: int) -> dist.Work:
-        """Holds a collective for a while after it is done; the larger they are, the fewer, and the longer they take."""
-        assert work is not None
-        self._recent.append((work, size))
-        self._kept += size
-        while len(self._recent) > 8 and (len(self._recent) > 512 or self._kept > KEPT_BYTES):
-            self._kept -= self._recent.popleft()[1]
-        return work
+    def abandon(self, works: Sequence[dist.Work | None]) -> None:
+        """Leaves unfinished collectives behind for good."""
+        for work in works:
+            if isinstance(work, Operation):
+                work.fail(PeerLostError("the collective was given up", "see the error before"))
 
     # -- the side channel ---------------------------------------------------------------------------------------
 
@@ -198,94 +181,6 @@ class Group:
         while self._store is not None and not self._store.check([f"flag/{name}"]):
             time.sleep(0.05)
 
-    def _publish(self) -> None:
-        assert self._store is not None
-        self._store.set(f"at/{self.rank}", json.dumps(self._here))
-
-    def _others(self) -> list[dict[str, Any] | None]:
-        """Where each worker said it is; None for those that have not said anything."""
-        assert self._store is not None
-        return [
-            json.loads(self._store.get(f"at/{rank}")) if self._store.check([f"at/{rank}"]) else None
-            for rank in range(self.size)
-        ]
-
-    def _look_around(self, waited: float) -> None:
-        try:
-            self._publish()
-            places = self._others()
-            if self._trouble(places) is not None:
-                time.sleep(1.5 * PATIENCE)  # until everybody who waits has said where
-                places = self._others()
-        except RuntimeError:  # the store went with worker 0
-            raise PeerLostError(
-                f"worker {self.rank} lost worker 0 while waiting in {self._here['name']}", "see the log of worker 0"
-            ) from None
-        error = self._trouble(places)
-        if error is not None:
-            raise error
-        if waited > LATE and not self._said_late:
-            self._said_late = True
-            missing = [r for r, place in enumerate(places) if place is None or place["sequence"] < self._sequence]
-            print(
-                f"paceline: worker {self.rank} has waited {waited:.0f} s in {self._here['name']} "
-                f"({self._here['site']}) for {_workers(missing)}",
-                file=sys.stderr,
-            )
-
-    def _trouble(self, places: Sequence[dict[str, Any] | None]) -> PacelineError | None:
-        """The error if somebody is in another collective of the same number, or ended, or failed."""
-        for place in places:
-            if place is None:
-                continue
-            elsewhere = place["sequence"] == self._sequence and place["name"] != self._here["name"]
-            if elsewhere or place["state"] == "ended":
-                return self._mismatch(places)
-        for rank, place in enumerate(places):
-            if place is not None and place["state"] == "failed":
-                return PeerLostError(
-                    f"worker {self.rank} waited in {self._here['name']} for worker {rank}, which failed",
-                    f"see the log of worker {rank}",
-                )
-        return None
-
-    def _mismatch(self, places: Sequence[dict[str, Any] | None]) -> CollectiveMismatchError:
-        parts: dict[tuple[str, str], list[int]] = {}
-        for rank, place in enumerate(places):
-            if place is None or (place["state"] != "ended" and place.get("sequence", self._sequence) != self._sequence):
-                continue
-            what = "ended after " if place["state"] == "ended" else ""
-            where = f"{place['name']} at {place['site']}" if place["site"] else place["name"]
-            parts.setdefault((what, where), []).append(rank)
-        said = ", ".join(
-            f"{_workers(ranks)} {what or ('are in ' if len(ranks) > 1 else 'is in ')}{where}"
-            for (what, where), ranks in parts.items()
-        )
-        return CollectiveMismatchError(
-            f"workers do not meet: {said}",
-            "every worker must call the same ones in the same order: remove the condition around the call "
-            "(files are written once anyway)",
-        )
-
-    def _reason(self, error: RuntimeError) -> PacelineError:
-        """Why a collective failed: a mismatch if the side channel shows one, else a lost peer."""
-        deadline = time.monotonic() + EXPLAIN
-        while time.monotonic() < deadline:
-            try:
-                self._publish()
-                places = self._others()
-            except RuntimeError:  # the store went with worker 0
-                break
-            found = self._trouble(places)
-            if found is not None:
-                return found
-            time.sleep(0.1)
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return PeerLostError(
-            f"worker {self.rank} lost a peer in {self._here['name']} ({first_line})",
-            "the reason stands in the log of the worker that ended first",
-        )
-
     # -- the end ------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
@@ -296,24 +191,20 @@ class Group:
         """
         if self._store is None:
             return
-        self._here = {**self._here, "state": "ended"}
+        self._side.say("ended", self._declared[:2])
         places: list[dict[str, Any] | None] = [None]
         with contextlib.suppress(RuntimeError):  # the store went with worker 0: nobody is left to wait for
-            self._publish()
-            while not all(place is not None and place["state"] == "ended" for place in places):
+            self._side.publish()
+            while not all(place is not None and place["state"] in ("ended", "met") for place in places):
                 time.sleep(0.02)
-                places = self._others()
+                places = self._side.others()
                 for rank, place in enumerate(places):
                     if place is not None and place["state"] == "failed":
                         raise PeerLostError(
                             f"worker {self.rank} had ended, but worker {rank} failed", f"see the log of worker {rank}"
                         )
-
-    def abandon(self, works: Sequence[dist.Work | None]) -> None:
-        """Leaves unfinished collectives behind for good: gloo ends the process when one is destroyed."""
-        for work in works:
-            if work is not None and not work.is_completed():
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+            self._side.say("met", self._declared[:2])  # what follows, such as a last checkpoint, all do together
+            self._side.publish()
 
     def close(self, failed: bool) -> None:
         """Releases the group. In a good end the store, which lives in worker 0, goes last."""
@@ -321,23 +212,10 @@ class Group:
             return
         store, self._store = self._store, None
         with contextlib.suppress(RuntimeError):  # the store went with worker 0
-            self._here = {**self._here, "state": "failed" if failed else "ended"}
-            store.set(f"at/{self.rank}", json.dumps(self._here))
+            self._side.say("failed" if failed else "ended", self._declared[:2])
+            self._side.publish()
             store.set(f"closed/{self.rank}", "1")
             while self.rank == 0 and not failed and not store.check([f"closed/{r}" for r in range(self.size)]):
                 time.sleep(0.02)
         if not failed:
             dist.destroy_process_group()  # ends gloo's threads
-            self._recent.clear()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory: what is only moved may be of a dtype that the backend has no name for."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _workers(ranks: Sequence[int]) -> str:
-    """``worker 3``, ``workers 0, 2``; an empty list is ``nobody``."""
-    if not ranks:
-        return "nobody"
-    return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data.order import sample_index
-from paceline.errors import DatasetError, UsageError
+from paceline.errors import DatasetError, UsageError, a
 from paceline.step import Grid, deal, stream_seed
 from paceline.strategies.pieces import MicroBatch
 from paceline.strategies.streams import Streams
@@ -80,7 +80,7 @@ class Source:
         iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         if iterable and not hasattr(dataset, "__iter__"):
             raise DatasetError(
-                f"a {type(dataset).__name__} is not a dataset", "give it __len__ and __getitem__, or __iter__"
+                f"{a(type(dataset).__name__)} is not a dataset", "give it __len__ and __getitem__, or __iter__"
             )
         if iterable and order is not None:
             raise UsageError("an iterable dataset has its own order", "leave order= out")
@@ -118,10 +118,10 @@ class _Rows:
         self.source = source
         self.streams = Streams(torch.device("cpu"))
         self.draws = False
+        self.still: tuple[Any, ...] = ()  # the streams' state after seed(0)
 
     def __getitems__(self, slots: list[Slot]) -> list[tuple[Slot, Any]]:
-        with self.streams.lent():
-            return [(slot, self._micro_batch(slot)) for slot in slots]
+        return [(slot, self._micro_batch(slot)) for slot in slots]
 
     def _micro_batch(self, slot: Slot) -> Any:
         source = self.source
@@ -129,16 +129,17 @@ class _Rows:
         if not self.draws:
             # One seed for all rows serves as long as rows draw nothing; the first draw is noticed and undone.
             self.streams.seed(0)
-            mark = self.streams.mark()
+            self.still = self.still or self.streams.mark()
             many = getattr(source.dataset, "__getitems__", None)
             samples = list(many(list(indices))) if many else [source.dataset[index] for index in indices]
-            self.draws = self.streams.moved(mark)
+            self.draws = self.streams.moved(self.still)
         if self.draws:
             samples = []
             for position, index in zip(range(slot.start, slot.stop), indices, strict=True):
                 self.streams.seed(stream_seed(source.seed, _ROWS + slot.epoch, position))
                 samples.append(source.dataset[index])
-        self.streams.seed(stream_seed(source.seed, _COLLATE + slot.epoch, slot.start))
+        if source.collate is not default_collate:  # which draws nothing
+            self.streams.seed(stream_seed(source.seed, _COLLATE + slot.epoch, slot.start))
         return source.collate(samples)
 
 
@@ -215,12 +216,14 @@ class Feed:
             yield from _stream(self)
             return
         self._iterator = self._loader(self.start)
+        streams = Streams(torch.device("cpu"))
         try:
             for step in range(self.start, sys.maxsize if self.batches is None else self.batches):
                 self._next = step + 1
                 epoch, _, cuts = self.grid_of(step)
                 share = len(deal(len(cuts), self.weights)[self.rank])
-                taken = [next(self._iterator) for _ in range(share)]
+                with streams.lent():
+                    taken = [next(self._iterator) for _ in range(share)]
                 yield (
                     epoch,
                     sum(map(len, cuts)),

@@ -9,7 +9,7 @@ from functools import lru_cache
 from operator import index
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, overload
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, a
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ def sample_index(position: int | Tensor, size: int, seed: int = 0, epoch: int = 
     try:
         return _index(index(position), cipher)
     except TypeError:
-        raise UsageError(f"a position is a {type(position).__name__}", _CURE) from None
+        raise UsageError(f"a position is {a(type(position).__name__)}", _CURE) from None
 
 
 def _index(place: int, cipher: _Cipher) -> int:

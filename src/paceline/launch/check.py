@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,13 @@ def check(script: str, arguments: list[str], workers: int, steps: int, plan: str
 def _case(folder: Path, options: LaunchOptions, steps: int, reverse: bool) -> dict[str, Any]:
     folder.mkdir()
     order = json.dumps({"steps": steps, "out": str(folder / "out"), "reverse": reverse})
-    code = launch(
-        LaunchOptions(
-            **{
-                **vars(options),
-                "run_dir": str(folder / "run"),
-                "quiet": True,
-                "environment": {"PACELINE_CHECK": order},
-            }
-        )
-    )
+    run_dir = str(folder / "run")
+    code = launch(replace(options, run_dir=run_dir, quiet=True, environment={"PACELINE_CHECK": order}))
     found = folder / "out.json"
     if code or not found.exists():
         why = f"exit code {code}" if code else f"it ended before step {steps}"
-        raise LaunchError(
-            f"{options.script} could not be checked with {options.workers} worker(s): {why}",
-            "see above, or give --steps a smaller number",
-        )
+        what = f"{options.script} could not be checked with {options.workers} worker(s): {why}"
+        raise LaunchError(what, "see above, or give --steps a smaller number")
     result: dict[str, Any] = json.loads(found.read_text())
     return result | {"weights": str(folder / "out.safetensors")}
 
@@ -79,11 +70,9 @@ def _verdict(results: list[dict[str, Any]], workers: int, steps: int) -> int:
     print(f"  {f'one worker in another order, and {workers} workers':52} {cross:.1e}")
     mixes = str(results[0]["mixes"])
     if mixes:
-        print(f"the loss is not a sum over rows: {mixes}.")
-        print(
-            "  It depends on which rows share a micro-batch (a mean over unequal counts, or a contrastive loss): "
-            "return (sum, count), or say micro= in the plan to fix the rows of a micro-batch."
-        )
+        why = "It depends on which rows share a micro-batch (a mean over unequal counts, or a contrastive loss)"
+        cure = "return (sum, count), or say micro= in the plan to fix the rows of a micro-batch."
+        print(f"the loss is not a sum over rows: {mixes}.\n  {why}: {cure}")
     if same:
         print(f"verdict: the same training on {workers} workers as on one" + (", for this micro=" if mixes else ""))
     elif not steady:

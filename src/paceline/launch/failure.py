@@ -7,12 +7,11 @@ import os
 import re
 import signal
 import sysconfig
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-from paceline.launch.output import TRACEBACK, ranks
+from paceline.launch.output import TRACEBACK, Output, ranks
+from paceline.observe.journal import Event
 
 WEIGHTS = {"CollectiveMismatchError": 1, "PeerLostError": 2}  # the higher, the less a cause; others have 0
 USAGE = ("PlanError", "UsageError")
@@ -43,53 +42,33 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
-@dataclass(frozen=True)
 class Failure:
-    """How one worker failed. `kind`: its exception's class where it said so; `when`: monotonic seconds."""
+    """How one worker failed: what happened, the cure, and the user's frame.
 
-    rank: int
-    pid: int
-    what: str
-    cure: str
-    frame: str | None
-    kind: str
-    status: int
-    when: float
-    step: int | None
-    tail: list[str]
-
-    @property
-    def weight(self) -> int:
-        return WEIGHTS.get(self.kind, 0)
-
-    @property
-    def code(self) -> int:
-        """The exit code of the run."""
-        return 128 - self.status if self.status < 0 else 2 if self.kind in USAGE else self.status
-
-
-def describe_failure(
-    status: int, told: Mapping[str, Any], errors: Sequence[str], out_of_memory: bool
-) -> tuple[str, str, str | None]:
-    """(what happened, cure, the user's frame) of a worker that failed.
-
-    `status` as in subprocess, where a signal is negative; `told` its event "failed", or empty; `errors` the
-    lines of its standard error; `out_of_memory`: the kernel's killer struck in its cgroup.
+    `when`: monotonic seconds. `status` as in subprocess, where a signal is negative; `told` its event "failed", or
+    empty; `output` what it wrote; `out_of_memory`: the kernel's killer struck in its cgroup.
     """
-    if status < 0:
-        what, cure = SIGNALS.get(-status, (f"ended by {_name(-status)}", WHO))
-        if status == -signal.SIGKILL:
-            return (*(OUT_OF_MEMORY if out_of_memory else (what, cure)), None)
-        return what, cure, read_trace(errors, crash=True)[1]
-    what, frame = read_trace(errors) if told or status == 1 else ("", None)
-    cure = "fix the cause" if what else "see its log"
-    if out_of_memory:  # it was a child of the worker, which raised for that
-        cure += " (the kernel's out-of-memory killer ended a process here)"
-    return what or told.get("kind") or f"ended with exit code {status}", cure, frame
 
-
-def _name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    def __init__(
+        self, rank: int, pid: int, when: float, status: int, told: Event, output: Output, out_of_memory: bool
+    ) -> None:
+        self.rank, self.pid, self.when, self.step = rank, pid, when, told.get("step")
+        self.tail, errors = output.tail(rank), output.errors(rank)
+        self.kind: str = told.get("kind", "")  # its exception's class, where it said so
+        self.weight = WEIGHTS.get(self.kind, 0)
+        self.code = 128 - status if status < 0 else 2 if self.kind in USAGE else status  # the run's exit code
+        if status < 0:
+            name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+            self.what, self.cure = SIGNALS.get(-status, (f"ended by {name}", WHO))
+            self.frame = read_trace(errors, crash=True)[1] if status != -signal.SIGKILL else None
+            if status == -signal.SIGKILL and out_of_memory:
+                self.what, self.cure = OUT_OF_MEMORY
+            return
+        what, self.frame = read_trace(errors) if told or status == 1 else ("", None)
+        self.what = what or self.kind or f"ended with exit code {status}"
+        self.cure = "fix the cause" if what else "see its log"
+        if out_of_memory:  # it was a child of the worker, which raised for that
+            self.cure += " (the kernel's out-of-memory killer ended a process here)"
 
 
 def read_trace(errors: Sequence[str], crash: bool = False) -> tuple[str, str | None]:

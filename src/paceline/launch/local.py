@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import selectors
 import shlex
 import signal
@@ -13,10 +12,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,17 @@ from rich.console import Console
 
 from paceline.checkpoint.lock import hold_lock
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.failure import Failure, culprit, describe_failure, failure_block, short
+from paceline.launch.failure import Failure, culprit, failure_block, short
 from paceline.launch.output import Output
 from paceline.launch.processes import MemoryKills, die_with_us, end_sessions
+from paceline.launch.surroundings import pin, surround
+from paceline.observe.figures import plural
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
-from paceline.observe.summary import summarise
-from paceline.world import parse_shares, worker_environment
+from paceline.observe.summary import Summary
+from paceline.plan import Plan
+from paceline.world import parse_save_every, parse_shares, worker_environment
 
 STOPPED = 75  # EX_TEMPFAIL: stopped politely, the same command goes on
 INTERRUPTED = 130
@@ -71,7 +75,7 @@ class Worker:
     process: subprocess.Popen[bytes]
     pidfd: int
     memory: MemoryKills
-    pipes: dict[int, Callable[[bytes], None]]  # who takes what arrives, by file descriptor
+    pipes: dict[int, Callable[[bytes], None]] = field(default_factory=dict)  # by descriptor: who takes what arrives
     status: int | None = None
     ended: float = math.inf  # monotonic seconds of its end, or of its word that it fails
     killed: bool = False
@@ -87,7 +91,7 @@ def launch(options: LaunchOptions) -> int:
     work. LaunchError: the run folder is in use, or the workers cannot be started.
     """
     _check(options)
-    compared = summarise(Path(options.against)) if options.against else None
+    compared = Summary(Path(options.against)) if options.against else None
     try:
         folder = Path(options.run_dir) if options.run_dir else _new_folder(Path(options.script).stem)
         lock = hold_lock(folder)
@@ -96,18 +100,18 @@ def launch(options: LaunchOptions) -> int:
         raise LaunchError(f"the run folder cannot be made ({error})", "give another --run-dir") from error
     try:
         if compared:
-            speed = compared.samples_per_second
-            journal.write("compare", workers=compared.workers, samples_per_second=speed)
+            journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
         with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
             agent = Agent(options, folder, journal, progress)
-            with _signals(agent.hear):
-                return agent.run()
+            with _signals() as wakeup:
+                return agent.run(wakeup)
     finally:
         journal.close()
         os.close(lock)
 
 
 def _check(options: LaunchOptions) -> None:
+    """Refuses what can be refused before any worker starts."""
     if sys.platform != "linux":
         raise LaunchError("paceline run needs Linux", "run `python train.py` here: a world of one")
     if not Path(options.script).is_file():
@@ -117,42 +121,42 @@ def _check(options: LaunchOptions) -> None:
         raise UsageError(f"{options.workers} workers cannot train", "give --workers 1 or more")
     if options.debug is not None and not 0 <= options.debug < options.workers:
         raise UsageError(f"there is no worker {options.debug} to debug", f"give 0 to {options.workers - 1}")
-    if options.shares:
+    if options.plan is not None:
+        Plan.parse(options.plan).validate(options.workers)
+    if options.shares is not None:
         parse_shares(options.shares, options.workers)
+    if options.save_every is not None:
+        parse_save_every(options.save_every)
 
 
 def _new_folder(stem: str) -> Path:
     Path("runs").mkdir(exist_ok=True)
     first = Path("runs", f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    folder, number = first, 1
-    while True:
-        try:
+    for number in count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = first.with_name(f"{first.name}-{number}")
+            break
+    return folder
 
 
 @contextmanager
-def _signals(hear: Callable[[socket.socket], None]) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP (unless ignored, as under nohup) only wake the agent's loop."""
-    read, write = socket.socketpair()
-    read.setblocking(False)
-    write.setblocking(False)
+def _signals() -> Iterator[socket.socket]:
+    """SIGINT, SIGTERM and SIGHUP (unless ignored, as under nohup) are only written, as numbers, to this socket."""
     wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     wanted = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
-    former = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
-    handlers = {number: signal.signal(number, lambda *_: None) for number in wanted}
-    hear(read)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(former)
-        read.close()
-        write.close()
+    read, write = socket.socketpair()
+    with read, write:
+        read.setblocking(False)
+        write.setblocking(False)
+        former = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        handlers = {number: signal.signal(number, lambda *_: None) for number in wanted}
+        try:
+            yield read
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(former)
 
 
 class Agent:
@@ -172,12 +176,9 @@ class Agent:
         raw = None if options.quiet or (self._coloured and sys.stdout.isatty()) else 1
         self._output = Output(self._logs, options.workers, self._say, raw)
 
-    def hear(self, wakeup: socket.socket) -> None:
-        """Takes the socket on which the interpreter writes the numbers of signals."""
+    def run(self, wakeup: socket.socket) -> int:
+        """From the workers' start to the exit code; no process is left. `wakeup` brings the numbers of signals."""
         self._selector.register(wakeup, selectors.EVENT_READ, partial(self._signalled, wakeup))
-
-    def run(self) -> int:
-        """From the start of the workers to the exit code; whatever happens, no process is left."""
         try:
             self._start()
             while any(worker.status is None for worker in self._workers) and not self._at_once:
@@ -195,18 +196,23 @@ class Agent:
     # ---- starting
 
     def _start(self) -> None:
-        count = self._options.workers
-        self._say(f"{count} worker{'s' * (count > 1)}, run folder {short(self._folder)}")
+        workers = self._options.workers
+        given = worker_environment() | dict(self._options.environment)
+        self._variables, self._pins, done = surround(workers, given, sorted(os.sched_getaffinity(0)))
+        what = f" ({', '.join(text for text, _ in done)})" if done else ""
+        self._say(f"{plural(workers, 'worker')}{what}, run folder {short(self._folder)}")
+        for text, why in done:
+            self._journal.write("decision", what=f"workers: {text}", why=why)
         # Worker 0 serves the store on a socket that is bound already: no other process can take the port.
         with socket.socket() as store:
             store.bind(("127.0.0.1", 0))
             store.listen(128)
-            for rank in range(count):
-                try:
+            try:
+                for rank in range(workers):
                     self._start_worker(rank, store)
-                except OSError as error:
-                    cure = "see `ulimit -a`, or take fewer workers"
-                    raise LaunchError(f"worker {rank} cannot be started ({error.strerror})", cure) from error
+            except OSError as error:
+                cure = "see `ulimit -a`, or take fewer workers"
+                raise LaunchError(f"worker {rank} cannot be started ({error.strerror})", cure) from error
 
     def _environment(self, rank: int, store: socket.socket, events: int) -> dict[str, str]:
         options, size = self._options, str(self._options.workers)
@@ -214,7 +220,7 @@ class Agent:
             "PACELINE_PLAN": options.plan,
             "PACELINE_SHARES": options.shares,
             "PACELINE_SAVE_EVERY": options.save_every,
-            "PACELINE_MAX_STEPS": None if options.max_steps is None else str(options.max_steps),
+            "PACELINE_MAX_STEPS": options.max_steps,
         }
         environment = worker_environment(
             PACELINE_RANK=str(rank),
@@ -227,12 +233,10 @@ class Agent:
             PACELINE_EVENTS_FD=str(events),
             PYTHONUNBUFFERED="1",
         )
-        environment |= {name: value for name, value in given.items() if value is not None}
+        environment |= {name: str(value) for name, value in given.items() if value is not None}
         environment |= options.environment
         environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in compiled code leaves its Python stack
-        cores = len(os.sched_getaffinity(0))
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.workers)))
-        return environment
+        return environment | self._variables
 
     def _start_worker(self, rank: int, store: socket.socket) -> None:
         pipes = {name: os.pipe() for name in ("events", "stdout", "stderr")}
@@ -252,7 +256,8 @@ class Agent:
         finally:
             for _, write in pipes.values():
                 os.close(write)
-        worker = Worker(rank, process, os.pidfd_open(process.pid), MemoryKills(process.pid), {})
+        pin(process.pid, self._pins[rank])
+        worker = Worker(rank, process, os.pidfd_open(process.pid), MemoryKills(process.pid))
         self._workers.append(worker)
         self._selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._exited, worker))
         for name, (read, _) in pipes.items():
@@ -265,6 +270,8 @@ class Agent:
 
     def _read(self, worker: Worker, fd: int) -> bool:
         """Takes one piece from a pipe; False where nothing is there now."""
+        if fd not in worker.pipes:  # its worker ended, and was drained, in the same turn of the loop
+            return False
         try:
             data = os.read(fd, CHUNK)
         except BlockingIOError:
@@ -295,15 +302,11 @@ class Agent:
             worker.events[kind] = event
             if kind == "failed":
                 worker.ended = time.monotonic()
-                self._output.failing(worker.rank)
                 self._judge(worker)
-            elif worker.rank == 0 and not self._options.quiet:
-                if kind == "phase":
-                    self._progress.phase(event)
-                elif kind == "step":
-                    self._progress.step(event)
-                elif kind == "line":
-                    self._progress.line(str(event.get("text", "")))
+            elif worker.rank == 0 and kind == "line":
+                self._say(str(event.get("text", "")))
+            elif worker.rank == 0 and kind in ("phase", "step") and not self._options.quiet:
+                (self._progress.phase if kind == "phase" else self._progress.step)(event)
 
     def _exited(self, worker: Worker) -> None:
         # Not reaped yet: as long as it is a zombie, nobody else can get its number, which names its session.
@@ -315,11 +318,11 @@ class Agent:
         self._drain(worker)
         worker.ended = min(worker.ended, time.monotonic())
         if worker.status not in (0, STOPPED):
-            self._output.failing(worker.rank)
             self._judge(worker)
 
     def _judge(self, worker: Worker) -> None:
         """A worker failed, or says that it does: sets how long we wait for what else there is to know."""
+        self._output.failing(worker.rank)
         lost = worker.events.get("failed", {}).get("kind") == "PeerLostError"
         wait = EXIT if worker.status is None else CAUSE if lost else OTHERS
         self._deadline = min(self._deadline, time.monotonic() + wait)
@@ -386,16 +389,11 @@ class Agent:
 
     def _finished(self) -> int:
         name, size = Path(self._options.script).name, len(self._workers)
-        events: dict[str, dict[str, Any]] = {}
-        for worker in self._workers:
-            events = worker.events | events
+        events = ChainMap(*(worker.events for worker in self._workers))
         if "join" not in events and size > 1:
-            self._say(
-                f"{name} ended without using paceline: no Trainer was made and paceline.join() was not "
-                f"called, so {size} workers did the same work {size} times; make a paceline.Trainer, or run "
-                "it with plain python",
-                always=True,
-            )
+            what = f"{name} ended without using paceline: no Trainer was made and paceline.join() was not called"
+            cure = "make a paceline.Trainer, or run it with plain python"
+            self._say(f"{what}, so {size} workers did the same work {size} times; {cure}", always=True)
             return 1
         if "join" not in events:
             self._say(f"note: {name} ended without using paceline, which trained and saved nothing")
@@ -408,30 +406,30 @@ class Agent:
         return 0
 
     def _how_stopped(self, how: str) -> str:
-        told = [worker.events["stopped"] for worker in self._workers if "stopped" in worker.events]
+        told = ChainMap(*(worker.events for worker in self._workers)).get("stopped", {})
         newest = self._newest_checkpoint()
-        if told and told[0].get("checkpoint"):
-            saved = short(self._folder / told[0]["checkpoint"])
-            return f"{how} after step {told[0]['step']}; saved {saved}\ncontinue with: {self._command()}"
-        if newest is not None:
-            return f"{how}; the last checkpoint is of step {newest}\ncontinue with: {self._command()}"
-        return f"{how}; no checkpoint was written\nstart again with: {self._command()}"
+        again = "continue with"
+        if told.get("checkpoint"):
+            saved = f" after step {told['step']}; saved {short(self._folder / told['checkpoint'])}"
+        elif newest is not None:
+            saved = f"; the last checkpoint is of step {newest}"
+        else:
+            saved, again = "; no checkpoint was written", "start again with"
+        return f"{how}{saved}\n{again}: {self._command()}"
 
     def _failed(self, workers: list[Worker]) -> int:
-        team_step = self._workers[0].events.get("step", {}).get("step")
         failures = []
         for worker in workers:
-            told = worker.events.get("failed", {})
             status = 1 if worker.status is None else worker.status  # it said so, and did not end
-            what, cure, frame = describe_failure(status, told, self._output.errors(worker.rank), worker.memory.grown())
-            step, tail = told.get("step", team_step), self._output.tail(worker.rank)
-            pid, kind = worker.process.pid, told.get("kind", "")
-            failures.append(Failure(worker.rank, pid, what, cure, frame, kind, status, worker.ended, step, tail))
+            told, grown = worker.events.get("failed", {}), worker.memory.grown()
+            failures.append(Failure(worker.rank, worker.process.pid, worker.ended, status, told, self._output, grown))
         newest = self._newest_checkpoint()
         goes_on = "starts anew: no checkpoint was written" if newest is None else f"continues from step {newest}"
         then = f"then run `{self._command()}`: it {goes_on}"
         stopped = [worker.rank for worker in self._workers if worker.killed and worker not in workers]
         cause, host = culprit(failures), socket.gethostname()
+        if cause.step is None:  # it did not say
+            cause.step = self._workers[0].events.get("step", {}).get("step")
         text = failure_block(cause, failures, stopped, host, Path(short(self._logs)), then)
         title, _, rest = text.partition("\n")
         self._say(f"\n\x1b[1;31m{title}\x1b[0m\n{rest}" if self._coloured else f"\n{text}", always=True)
@@ -439,10 +437,8 @@ class Agent:
         return cause.code
 
     def _newest_checkpoint(self) -> int | None:
-        folder = self._folder / "checkpoints"
-        names = os.listdir(folder) if folder.is_dir() else []
-        found = [re.fullmatch(r"step-(\d+)", name) for name in names]
-        return max((int(name[1]) for name in found if name), default=None)
+        found = (self._folder / "checkpoints").glob("step-" + 12 * "[0-9]")
+        return max((int(path.name.removeprefix("step-")) for path in found), default=None)
 
     def _command(self) -> str:
         """The command that goes on with this run."""

@@ -63,7 +63,12 @@ class Output:
     def take(self, rank: int, stream: str, data: bytes) -> None:
         """`data` arrived on ``stdout`` or ``stderr`` of a worker; lines may be cut anywhere."""
         feed = self._feeds[rank]
-        self._keep(feed, data)
+        try:
+            _write_all(feed.log, data)
+        except OSError as error:
+            if not self._log_lost:
+                self._log_lost = True
+                self._show(f"the workers' logs are incomplete ({error.strerror}); free space on that disk")
         if rank == 0 and stream == "stdout" and self._raw is not None and self._raw >= 0:
             try:
                 _write_all(self._raw, data)
@@ -75,14 +80,6 @@ class Output:
         feed.rest[stream] = rest
         for line in lines:
             self._line(rank, stream, line)
-
-    def _keep(self, feed: _Feed, data: bytes) -> None:
-        try:
-            _write_all(feed.log, data)
-        except OSError as error:
-            if not self._log_lost:
-                self._log_lost = True
-                self._show(f"the workers' logs are incomplete ({error.strerror}); free space on that disk")
 
     def _line(self, rank: int, stream: str, line: bytes) -> None:
         feed = self._feeds[rank]
@@ -100,9 +97,9 @@ class Output:
         source, feed.source_follows = feed.source_follows and text.startswith("  "), False
         if source:
             return
-        if WARNING.match(text):
+        if found := WARNING.match(text):
             feed.source_follows = True
-            self._warn(rank, text)
+            self._warn(rank, f"{found['category']}: {found['text']} ({found['where']})")
         elif rank == 0 and text.endswith(TRACEBACK):
             self._held, self._release = [text], time.monotonic() + HOLD
         elif rank == 0:
@@ -124,10 +121,7 @@ class Output:
         """Shows what has waited long enough."""
         for text in [text for text, due in self._due.items() if due <= now]:
             del self._due[text]
-            found = WARNING.match(text)
-            if found:
-                show = f"{found['category']}: {found['text']} ({found['where']})"
-                self._show(f"[{ranks(self._warnings[text])}] {show}")
+            self._show(f"[{ranks(self._warnings[text])}] {text}")
         if self._held is not None and not self._failing and self._release <= now:
             held, self._held = self._held, None
             for text in held:
@@ -137,27 +131,24 @@ class Output:
         """The worker is about to die of its exception, or has."""
         self._failing |= rank == 0
 
-    def tail(self, rank: int, count: int = 15) -> list[str]:
+    def tail(self, rank: int) -> list[str]:
         """The last lines of a worker's log, of this start."""
         lines = list(self._feeds[rank].tail)
         while lines and not lines[-1].strip():
             lines.pop()
-        return [line if len(line) <= 400 else line[:400] + " ..." for line in lines[-count:]]
+        return [line if len(line) <= 400 else line[:400] + " ..." for line in lines[-15:]]
 
     def errors(self, rank: int) -> list[str]:
         """The last lines of a worker's standard error."""
         return list(self._feeds[rank].errors)
 
     def close(self) -> None:
-        """The workers have ended: shows what is left. Closing twice is harmless."""
+        """The workers have ended: shows what is left."""
         for rank, feed in enumerate(self._feeds):
             for stream, rest in feed.rest.items():
                 if rest:
-                    feed.rest[stream] = b""
                     self._line(rank, stream, rest)
-            if feed.log >= 0:
-                os.close(feed.log)
-                feed.log = -1
+            os.close(feed.log)
         self.tick(float("inf"))
 
 

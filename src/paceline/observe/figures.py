@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def number(value: float | None) -> str:
@@ -47,6 +49,20 @@ def size_of(count: float) -> str:
 def plural(count: float, word: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{number(count)} {word}" if count == 1 else f"{number(count)} {word}s"
+
+
+def total(events: Iterable[Mapping[str, Any]], field: str) -> float:
+    """The sum of a field of events of the journal; one that lacks it adds nothing."""
+    return sum(event.get(field) or 0.0 for event in events)
+
+
+def totals(events: Iterable[Mapping[str, Any]], field: str) -> dict[str, float]:
+    """The sums of a field that holds seconds by name."""
+    sums: dict[str, float] = {}
+    for event in events:
+        for name, seconds in (event.get(field) or {}).items():
+            sums[name] = sums.get(name, 0.0) + (seconds or 0.0)
+    return sums
 
 
 def shares_of(seconds: dict[str, float]) -> list[tuple[str, float]]:

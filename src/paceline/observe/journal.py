@@ -25,12 +25,10 @@ Event = dict[str, Any]
 
 def plain(value: Any) -> Any:
     """`value` as strict JSON can hold it: tensors and arrays as numbers or lists; NaN, infinity as null."""
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, int):
         return value
-    if isinstance(value, int):
-        return int(value)
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
+        return value if math.isfinite(value) else None
     if isinstance(value, str):  # a file name may hold bytes that are not UTF-8
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):
@@ -56,14 +54,12 @@ class Journal:
             return
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = folder / NAME
-        flags = os.O_RDWR | os.O_APPEND
-        try:
-            self._fd = os.open(self._path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        end = os.lseek(self._fd, 0, os.SEEK_END)
+        if end == 0:
             self.write("journal", version=VERSION)
-        except FileExistsError:
-            self._fd = os.open(self._path, flags)
-            end = os.lseek(self._fd, 0, os.SEEK_END)
-            self._torn = end > 0 and os.pread(self._fd, 1, end - 1) != b"\n"  # an earlier crash in mid-write
+        else:
+            self._torn = os.pread(self._fd, 1, end - 1) != b"\n"  # an earlier crash in mid-write
 
     def write(self, event: str, /, **fields: Any) -> None:
         """Appends one event. Values may be anything `plain` turns into JSON."""
@@ -76,11 +72,9 @@ class Journal:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(
-                    f"{self._path} cannot be written ({error.strerror}): the training goes on, "
-                    "its report will have gaps; free space on that disk",
-                    stacklevel=2,
-                )
+                what = f"{self._path} cannot be written ({error.strerror})"
+                then = "the training goes on, its report will have gaps; free space on that disk"
+                warnings.warn(f"{what}: {then}", stacklevel=2)
 
     def close(self) -> None:
         if self._fd is not None:
@@ -94,24 +88,19 @@ def read_journal(folder: Path) -> list[Event]:
     Lines torn by a crash in mid-write are skipped. UsageError: the journal is of a later version.
     """
     path = folder / NAME
-    if not path.exists():
-        return []
     events: list[Event] = []
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if not isinstance(event, dict) or "event" not in event:
-                continue
-            if event["event"] != "journal":
-                events.append(event)
-            elif event.get("version", VERSION) > VERSION:
-                raise UsageError(
-                    f"{path} is of version {event['version']}, this Paceline reads up to {VERSION}",
-                    "install a newer Paceline",
-                )
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(event, dict) or "event" not in event:
+            continue
+        if event["event"] != "journal":
+            events.append(event)
+        elif event.get("version", VERSION) > VERSION:
+            what = f"{path} is of version {event['version']}, this Paceline reads up to {VERSION}"
+            raise UsageError(what, "install a newer Paceline")
     return events
 
 

@@ -13,13 +13,11 @@ class Ledger:
     """Adds steps up; `take` gives the sums since the last record, in the journal's fields."""
 
     def __init__(self) -> None:
-        self._sent = 0
+        self._sent, self._last = 0, 0.0
         self._clear()
-        self._last = 0.0
 
     def _clear(self) -> None:
-        self.steps = 0
-        self.samples = 0
+        self.steps = self.samples = 0
         self.seconds = 0.0
         self.time = dict.fromkeys(PARTS, 0.0)
         self.waited_for: dict[int, float] = {}

@@ -6,52 +6,51 @@ from collections.abc import Iterable, Iterator
 from html import escape
 
 from paceline.observe.charts import Points, bar, colour, line_chart, stacked_bar
-from paceline.observe.figures import duration, number, plural, shares_of
+from paceline.observe.figures import duration, number, plural, shares_of, total
 from paceline.observe.journal import Event
 from paceline.observe.summary import Rows, Summary, facts
 
 TIMES = "\u00d7"
 STYLE = """
 :root{color-scheme:light dark;--paper:#faf8f4;--ink:#1f2328;--soft:#6b6f76;--rule:#e2ddd3;--wash:#f1ede5;
---accent:#b5432a;--c0:#2f6db0;--c1:#d8892b;--c2:#3b9474;--c3:#8560b5;--c4:#b8506e;--c5:#aeb0b4}
-@media (prefers-color-scheme:dark){:root{--paper:#15181c;--ink:#e7e4dd;--soft:#969ba3;--rule:#2e343b;
---wash:#1d2126;--accent:#ef8b6c;--c0:#6ba5e3;--c1:#e7aa52;--c2:#62bf9c;--c3:#b595e0;--c4:#e0859f;--c5:#6c7278}}
+ --accent:#b5432a;--c0:#2f6db0;--c1:#d8892b;--c2:#3b9474;--c3:#8560b5;--c4:#b8506e;--c5:#aeb0b4}
+@media (prefers-color-scheme:dark){:root{--paper:#15181c;--ink:#e7e4dd;--soft:#969ba3;--rule:#2e343b; --wash:#1d2126;
+--accent:#ef8b6c;--c0:#6ba5e3;--c1:#e7aa52;--c2:#62bf9c;--c3:#b595e0;--c4:#e0859f;--c5:#6c7278}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);overflow-wrap:anywhere;font-variant-numeric:tabular-nums;
-font:16px/1.5 ui-sans-serif,system-ui,"Segoe UI",Roboto,"Helvetica Neue","DejaVu Sans",sans-serif}
+ font:16px/1.5 ui-sans-serif,system-ui,"Segoe UI",Roboto,"Helvetica Neue","DejaVu Sans",sans-serif}
 main{max-width:68rem;margin:0 auto;padding:2.5rem 1.5rem 4rem}
 .brand{display:flex;align-items:center;gap:.6rem;color:var(--soft);font-size:.875rem;letter-spacing:.02em}
-.brand svg{height:.8rem;width:auto}.brand circle{fill:none;stroke:var(--c5);stroke-width:1.6} .brand
-circle:first-child{stroke:var(--accent)}
+.brand svg{height:.8rem;width:auto}.brand circle{fill:none;stroke:var(--c5);stroke-width:1.6}
+.brand circle:first-child{stroke:var(--accent)}
 h1{font-size:2rem;line-height:1.2;letter-spacing:-.015em;font-weight:650;margin:.6rem 0 .2rem}
-h2{font-size:1.0625rem;font-weight:650;margin:0 0 .8rem} p{margin:.2rem 0}.why{margin:.35rem 0
-.6rem;font-size:.9375rem;line-height:1.4}.gap{margin-top:1.2rem}small{font-size:.84em}.soft,small{color:var(--soft)}.bad{color:var(--accent)}
+h2{font-size:1.0625rem;font-weight:650;margin:0 0 .8rem}p{margin:.2rem 0}
+.why{margin:.35rem 0 .6rem;font-size:.9375rem;line-height:1.4}.gap{margin-top:1.2rem}small{font-size:.84em}
+.soft,small{color:var(--soft)}.bad{color:var(--accent)}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(8rem,1fr));gap:1.4rem;margin:1.8rem 0 0}
-.figures
-b{display:block;font-size:1.5rem;line-height:1.3;font-weight:600;letter-spacing:-.015em;white-space:nowrap}
-.figures span{display:block;color:var(--soft);font-size:.875rem;line-height:1.35} section{border-top:1px solid
-var(--rule);padding-top:1.2rem;margin-top:2rem}
+.figures b{display:block;font-size:1.5rem;line-height:1.3;font-weight:600;letter-spacing:-.015em;white-space:nowrap}
+.figures span{display:block;color:var(--soft);font-size:.875rem;line-height:1.35}
+section{border-top:1px solid var(--rule);padding-top:1.2rem;margin-top:2rem}
 .many{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,18.5rem),1fr));gap:1.5rem 1.8rem}
-.two{columns:26rem;column-gap:2.5rem;margin-top:2rem}.two section{break-inside:avoid;margin:0 0 2rem}
-figure{margin:0}figcaption{display:flex;justify-content:space-between;gap:1rem;font-size:.9375rem;margin-bottom:.3rem}
-figcaption b{font-weight:650} svg{display:block;max-width:100%}.chart{width:100%;height:auto;overflow:visible}
+.two{columns:26rem;column-gap:2.5rem;margin-top:2rem}.two section{break-inside:avoid;margin:0 0 2rem}figure{margin:0}
+figcaption{display:flex;justify-content:space-between;gap:1rem;font-size:.9375rem;margin-bottom:.3rem}
+figcaption b{font-weight:650}svg{display:block;max-width:100%}.chart{width:100%;height:auto;overflow:visible}
 .chart text{font-size:11px;fill:var(--soft)}.grid{stroke:var(--rule)}
 .curve{fill:none;stroke:var(--c0);stroke-width:1.8;stroke-linejoin:round;pointer-events:none}
 .dot{fill:var(--c0);stroke:transparent;stroke-width:9}.faint{fill-opacity:.35}
-.dot:hover{fill:var(--accent);fill-opacity:1}
-.stack{width:100%;height:1.75rem;border-radius:4px;overflow:hidden}.bar{width:100%;height:.8rem}
-.part0{fill:var(--c0)}.part1{fill:var(--c1)}.part2{fill:var(--c2)}.part3{fill:var(--c3)}.part4{fill:var(--c4)}
-.part5{fill:var(--c5)}.key{width:.7rem;height:.7rem;display:inline-block;margin-right:.45rem}
-.legend{display:flex;flex-wrap:wrap;gap:.3rem 1.4rem;margin:.7rem 0
-0;padding:0;list-style:none;font-size:.9375rem} table{border-collapse:collapse;width:100%;font-size:.9375rem}
-td,th{padding:.35rem 1rem .35rem 0;text-align:left;vertical-align:top;font-weight:400} tr+tr td,tr+tr
-th{border-top:1px solid var(--rule)}th{color:var(--soft);width:8rem;overflow-wrap:normal}
+.dot:hover{fill:var(--accent);fill-opacity:1}.stack{width:100%;height:1.75rem;border-radius:4px;overflow:hidden}
+.bar{width:100%;height:.8rem}.part0{fill:var(--c0)}.part1{fill:var(--c1)}.part2{fill:var(--c2)}.part3{fill:var(--c3)}
+.part4{fill:var(--c4)}.part5{fill:var(--c5)}.key{width:.7rem;height:.7rem;display:inline-block;margin-right:.45rem}
+.legend{display:flex;flex-wrap:wrap;gap:.3rem 1.4rem;margin:.7rem 0 0;padding:0;list-style:none;font-size:.9375rem}
+table{border-collapse:collapse;width:100%;font-size:.9375rem}
+td,th{padding:.35rem 1rem .35rem 0;text-align:left;vertical-align:top;font-weight:400}
+tr+tr td,tr+tr th{border-top:1px solid var(--rule)}th{color:var(--soft);width:8rem;overflow-wrap:normal}
 td.wide{vertical-align:middle}td.num{text-align:right;white-space:nowrap;padding-right:0;width:1%}
 pre{background:var(--wash);padding:1rem 1.1rem;border-radius:6px;margin:.4rem 0 1rem;white-space:pre-wrap;
-font:.875rem/1.55 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace}
-footer{margin-top:2.5rem;color:var(--soft);font-size:.875rem} @media (max-width:32rem){main{padding:1.4rem
-1rem 3rem}h1{font-size:1.6rem}th{width:7rem} .figures{grid-template-columns:1fr 1fr}.figures
-b{font-size:1.35rem}} @media print{section,figure{break-inside:avoid}}
+ font:.875rem/1.55 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace}
+footer{margin-top:2.5rem;color:var(--soft);font-size:.875rem}
+@media (max-width:32rem){main{padding:1.4rem 1rem 3rem}h1{font-size:1.6rem}th{width:7rem}
+ .figures{grid-template-columns:1fr 1fr}.figures b{font-size:1.35rem}}@media print{section,figure{break-inside:avoid}}
 """
 HEAD = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -104,19 +103,16 @@ def _bars(rows: list[tuple[str, float, str]]) -> str:
 
 
 def _header(summary: Summary, name: str) -> str:
-    figures: Rows = []
-    for trainer, (first, last) in summary.losses.items():
-        figures.append((number(last), f"loss {trainer}".strip() + f", from {number(first)}"))
-    if summary.samples_per_second:
-        figures.append((number(round(summary.samples_per_second)), "samples/s"))
-    if summary.speedup and summary.compare:
-        figures.append((f"{summary.speedup:.2f}{TIMES}", f"as fast as {plural(summary.compare['workers'], 'worker')}"))
-    if summary.steps_done:
-        figures.append((f"{summary.steps_done:,}", f"steps, {summary.samples:,} samples"))
-        figures.append((duration(summary.wall_seconds), "from start to end"))
-    if summary.start:
-        figures.append((str(summary.workers), "worker" if summary.workers == 1 else "workers"))
-    shown = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in figures)
+    speed, gain, steps = summary.samples_per_second, summary.speedup, summary.steps_done
+    figures: Rows = [
+        *((number(b), f"loss {trainer}".strip() + f", from {number(a)}") for trainer, (a, b) in summary.losses.items()),
+        (number(round(speed)) if speed else "", "samples/s"),
+        (f"{gain:.2f}{TIMES}" if gain else "", f"as fast as {plural(summary.compare.get('workers') or 1, 'worker')}"),
+        (f"{steps:,}" if steps else "", f"steps, {summary.samples:,} samples"),
+        (duration(summary.wall_seconds) if steps else "", "from start to end"),
+        (str(summary.workers) if summary.start else "", "worker" if summary.workers == 1 else "workers"),
+    ]
+    shown = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in figures if value)
     riders = min(summary.workers, 12)  # a wheel each, the leader's in colour
     wheels = "".join(f'<circle cx="{7 + 15 * place}" cy="7" r="5.8"/>' for place in range(riders))
     mark = f'<svg viewBox="0 0 {15 * riders} 14" aria-hidden="true">{wheels}</svg>'
@@ -130,7 +126,7 @@ def _curves(summary: Summary) -> Iterator[tuple[str, Points, str]]:
     """Every loss, speed, metric, evaluated and logged value: its name, its points, what its x axis counts."""
     for trainer, records in summary.steps.items():
         yield f"loss {trainer}", _points(records, "loss"), "step"
-        whole = sum(record.get("seconds") or 0.0 for record in records)
+        whole = total(records, "seconds")
         unit, unit_name = (3600, "h") if whole > 10800 else (60, "min") if whole > 180 else (1, "s")
         spent, rates = 0.0, []
         for record in records:
@@ -161,7 +157,7 @@ def _curve(name: str, points: Points, x_name: str) -> str:
 
 
 def _speed(summary: Summary) -> str:
-    if not summary.speedup or not summary.samples_per_second or not summary.compare:
+    if not summary.speedup or not summary.samples_per_second:
         return ""
     theirs = int(summary.compare.get("workers") or 1)
     speeds = ((summary.workers, summary.samples_per_second), (theirs, summary.compare["samples_per_second"]))
@@ -175,8 +171,7 @@ def _time(summary: Summary) -> str:
         f"</svg>{escape(name)} {share:.1%} <small>{duration(summary.time[name])}</small></li>"
         for name, share in shares
     )
-    waits = sorted(((wait, name) for name, wait in summary.waited_for.items() if wait > 0), reverse=True)
-    rows = [(f"worker {name}", wait, duration(wait)) for wait, name in waits]
+    rows = [(f"worker {name}", wait, duration(wait)) for wait, name in summary.waits]
     waited = f'<p class="soft gap">How long the others waited for</p>{_bars(rows)}' if rows else ""
     return f'{stacked_bar(shares)}<ul class="legend">{"".join(items)}</ul>{waited}' if shares else ""
 

@@ -9,13 +9,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from paceline.observe.figures import clock, number, shares_of
+from paceline.observe.figures import clock, number, shares_of, total, totals
 from paceline.observe.journal import Event
 
 BAR = 12  # cells
@@ -35,25 +36,15 @@ class _Track:
     def add(self, event: Event) -> None:
         self.heard = time.monotonic()
         self.events.append(event)
-        while len(self.events) > 1 and self.sum("seconds") - (self.events[0].get("seconds") or 0.0) >= WINDOW:
+        while len(self.events) > 1 and total(self.events, "seconds") - (self.events[0].get("seconds") or 0.0) >= WINDOW:
             self.events.popleft()
 
-    def sum(self, field: str) -> float:
-        return sum(event.get(field) or 0.0 for event in self.events)
-
     def rate(self, field: str) -> float:
-        seconds = self.sum("seconds")
-        return self.sum(field) / seconds if seconds > 0 else 0.0
-
-    def spent(self) -> dict[str, float]:
-        spent: dict[str, float] = {}
-        for event in self.events:
-            for name, seconds in (event.get("time") or {}).items():
-                spent[name] = spent.get(name, 0.0) + (seconds or 0.0)
-        return spent
+        seconds = total(self.events, "seconds")
+        return total(self.events, field) / seconds if seconds > 0 else 0.0
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Shows how far the run is, on standard error unless told otherwise: a script's own output stays clean.
 
     `live`: one line, painted over and over; the default where the console is a terminal. Else plain lines: at
@@ -71,9 +62,6 @@ class Progress:
         self._tracks: dict[Any, _Track] = {}
         self._shown = -float("inf")
         self._pending = self._quiet = False
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -134,24 +122,24 @@ class Progress:
         # Several trainers may take turns: the line follows the first that is at work, with everybody's loss.
         active = [track for track in heard.values() if latest - track.heard < WINDOW]
         lead, event = active[0], active[0].events[-1]
-        step, total = int(event.get("step") or 0), lead.total
-        total = total if total and total >= step else None
-        parts = [(0, f"step {step}/{total}" if total else f"step {step}", "bold")]
-        if self._live and total and self._console.encoding.startswith("utf"):
-            eighths = step * BAR * 8 // total
+        step, aim = int(event.get("step") or 0), lead.total
+        aim = aim if aim and aim >= step else None
+        bar = ""
+        if self._live and aim and self._console.encoding.startswith("utf"):
+            eighths = step * BAR * 8 // aim
             bar = ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).strip().ljust(BAR)
-            parts.append((5, f"▕{bar}▏", "cyan"))
-        losses = [track.events[-1].get("loss") for track in active if "loss" in track.events[-1]]
-        if losses:
-            parts.append((1, "loss " + " ".join(number(loss) for loss in losses), ""))
-        if lead.rate("samples"):
-            parts.append((3, f"{lead.rate('samples'):,.{0 if lead.rate('samples') >= 10 else 1}f} samples/s", ""))
-        if total and lead.rate("steps"):
-            parts.append((2, f"{clock((total - step) / lead.rate('steps'))} left", ""))
-        shares = [f"{name} {share:.0%}" for name, share in shares_of(lead.spent()) if share >= 0.005]
-        if shares:
-            parts.append((4, " ".join(shares), "dim"))
-        return parts
+        losses = " ".join(number(track.events[-1]["loss"]) for track in active if "loss" in track.events[-1])
+        speed, pace = lead.rate("samples"), lead.rate("steps")
+        shares = [f"{name} {share:.0%}" for name, share in shares_of(totals(lead.events, "time")) if share >= 0.005]
+        parts = [
+            (0, f"step {step}/{aim}" if aim else f"step {step}", "bold"),
+            (5, bar and f"▕{bar}▏", "cyan"),
+            (1, losses and f"loss {losses}", ""),
+            (3, f"{speed:,.{0 if speed >= 10 else 1}f} samples/s" if speed else "", ""),
+            (2, f"{clock((aim - step) / pace)} left" if aim and pace else "", ""),
+            (4, " ".join(shares), "dim"),
+        ]
+        return [part for part in parts if part[1]]
 
     def _write(self, action: Callable[[], object], always: bool = False) -> None:
         if self._quiet and not always:

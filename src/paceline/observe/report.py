@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.observe.page import render
-from paceline.observe.summary import Summary, facts, summarise
+from paceline.observe.summary import Summary, facts
 
-__all__ = ["Summary", "summarise", "write_report"]
 NAME = "report.html"
 
 
@@ -22,7 +21,7 @@ def write_report(folder: Path, width: int = 80, colour: bool = False) -> str:
 
     `colour`: with a terminal's colours. UsageError: not the folder of a run.
     """
-    summary = summarise(folder)
+    summary = Summary(folder)
     half = folder / f".{NAME}.{os.getpid()}"
     try:
         with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:

@@ -3,57 +3,92 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.observe.figures import duration, number, plural, shares_of, size_of
+from paceline.observe.figures import duration, number, plural, shares_of, size_of, total, totals
 from paceline.observe.journal import NAME, Event, effective_steps, read_journal
 
 Rows = list[tuple[str, str]]
 
 
-@dataclass
 class Summary:
-    """A run, summed up over its attempts. What a later attempt did again counts once, but in `wall_seconds`.
+    """A run, summed up over its attempts from its journal. What a later attempt did again counts once, but in
+    `wall_seconds`. UsageError: there is no journal, or it is of a later version.
 
-    `start` is the last attempt's record, `outcome` how it ended (None: killed, or still running). `steps` are
-    the step records by trainer ("" where there is one); `series` the numbers evaluated or logged, as (step,
-    value) by name; `texts` the logged strings, the last of each name, with its step. `samples_per_second` is
-    that of the last attempt without the first tenth of its steps. `time` are seconds on worker 0,
-    `bytes_moved` what it sent, `waited_for` the seconds a worker kept the others waiting. Of several trainers,
-    `steps_done`, `samples`, speed and times are the first one's.
+    `start` is the last attempt's record, `outcome` how it ended (None: killed, or still running), `compare` the run
+    to compare with. `steps` are the step records by trainer ("" where there is one); `series` the numbers evaluated
+    or logged, as (step, value) by name; `texts` the logged strings, the last of each name, with its step.
+    `samples_per_second` is that of the last attempt without the first tenth of its steps. `time` are seconds on worker
+    0, `bytes_moved` what it sent, `waited_for` the seconds a worker kept the others waiting. `collectives` are calls,
+    bytes and seconds waited by kind. Of several trainers, `steps_done`, `samples`, speed and times are the first one's.
     """
 
-    folder: Path
-    start: Event = field(default_factory=dict)
-    attempts: list[tuple[float, float]] = field(default_factory=list)  # first and last event, Unix seconds
-    outcome: Event | None = None
-    grids: list[Event] = field(default_factory=list)
-    steps: dict[str, list[Event]] = field(default_factory=dict)
-    series: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    texts: dict[str, tuple[int | None, str]] = field(default_factory=dict)
-    evaluations: list[Event] = field(default_factory=list)
-    decisions: list[Event] = field(default_factory=list)
-    checkpoints: list[Event] = field(default_factory=list)
-    failures: list[Event] = field(default_factory=list)
-    compare: Event | None = None
-    steps_done: int = 0
-    samples: int = 0
-    samples_per_second: float | None = None
-    time: dict[str, float] = field(default_factory=dict)
-    waited_for: dict[str, float] = field(default_factory=dict)
-    bytes_moved: int = 0
-    bytes_per_step: float | None = None
+    def __init__(self, folder: Path) -> None:
+        if not (folder / NAME).exists():
+            raise UsageError(f"{folder} is no run folder: it has no {NAME}", "name one that --run-dir made")
+        self.folder = folder
+        events = read_journal(folder)
+        starts = [place for place, event in enumerate(events) if event["event"] == "start"] or [0]
+        while len(starts) > 1 and any(event.get("already") for event in events[starts[-1] :]):
+            events = events[: starts.pop()]  # an attempt that found nothing left to do
+        attempts = [events[first:after] for first, after in zip(starts, [*starts[1:], len(events)], strict=True)]
+        self.attempts = [span for attempt in attempts for span in _span(attempt)]
+        last = attempts[-1]
+        self.start: Event = last[0] if last and last[0]["event"] == "start" else {}
+        self.workers = int(self.start.get("workers") or 1)
+        self.script = str(self.start.get("script") or "")
+        endings = [event for event in last if event["event"] in ("finished", "stopped", "failed")]
+        endings.sort(key=lambda event: event["event"] == "failed")  # one failed, so the others were stopped
+        self.outcome = endings[-1] if endings else None
+        self.finished = self.outcome is not None and self.outcome["event"] == "finished"
+        self.failures = [event for event in events if event["event"] == "failed"]
+        self.compare: Event = next((event for event in reversed(events) if event["event"] == "compare"), {})
+        self.collectives: Event = next((e["kinds"] for e in reversed(last) if e["event"] == "collectives"), {})
+        self.checkpoints = effective_steps(events, "checkpoint")
+        self.evaluations = effective_steps(events, "evaluate")
+        self.grids = _once(events, "grid", "phase")
+        self.decisions = _once(events, "decision", "what")
+        if len({event["trainer"] for event in events if "trainer" in event}) > 1:
+            for event in self.decisions:
+                if "trainer" in event:
+                    event["what"] = f"trainer {event['trainer']}: {event.get('what')}"
+        self._add_steps(events, last)
+        self._add_values(events)
 
-    @property
-    def workers(self) -> int:
-        return int(self.start.get("workers") or 1)
+    def _add_steps(self, events: list[Event], last: list[Event]) -> None:
+        records = effective_steps(events)
+        several = len({str(record.get("trainer")) for record in records}) > 1
+        self.steps: dict[str, list[Event]] = {}
+        for record in records:
+            self.steps.setdefault(f"trainer {record.get('trainer')}" if several else "", []).append(record)
+        own = next(iter(self.steps.values()), [])
+        main = own[0].get("trainer") if own else None
+        current = [event for event in last if event["event"] == "step" and event.get("trainer") == main] or own
+        self.samples_per_second = _steady_speed(current) if own else None
+        theirs = self.compare.get("samples_per_second")
+        self.speedup = self.samples_per_second / theirs if theirs and self.samples_per_second else None
+        self.steps_done = int(own[-1].get("step") or 0) if own else 0
+        self.samples = int(total(own, "samples"))
+        self.bytes_moved = int(total(records, "bytes"))
+        counted, steps = any(record.get("bytes") is not None for record in records), total(own, "steps")
+        self.bytes_per_step = self.bytes_moved / steps if counted and steps > 0 else None
+        self.time, self.waited_for = totals(own, "time"), totals(own, "waited_for")
 
-    @property
-    def script(self) -> str:
-        return str(self.start.get("script") or "")
+    def _add_values(self, events: list[Event]) -> None:
+        """What was evaluated and then logged under the same name is one curve."""
+        self.texts: dict[str, tuple[int | None, str]] = {}
+        curves: dict[str, dict[float, float]] = {}
+        several = len({str(event.get("trainer")) for event in self.evaluations}) > 1
+        for event in self.evaluations + effective_steps(events, "log"):
+            prefix = f"trainer {event.get('trainer')}: " if several and "results" in event else ""
+            for name, value in (event.get("results") or event.get("values") or {}).items():
+                if isinstance(value, str):
+                    self.texts[name] = (event.get("step"), value)
+                elif isinstance(value, (int, float)) and name != "n":
+                    curves.setdefault(prefix + name, {})[float(event.get("step") or 0)] = float(value)
+        self.series = {name: sorted(curve.items()) for name, curve in curves.items()}
 
     @property
     def wall_seconds(self) -> float:
@@ -66,14 +101,9 @@ class Summary:
         return {name: (kept[0].get("loss"), kept[-1].get("loss")) for name, kept in self.steps.items()}
 
     @property
-    def speedup(self) -> float | None:
-        """Speed relative to the run it was compared with."""
-        other = (self.compare or {}).get("samples_per_second")
-        return self.samples_per_second / other if other and self.samples_per_second else None
-
-    @property
-    def finished(self) -> bool:
-        return (self.outcome or {}).get("event") == "finished"
+    def waits(self) -> list[tuple[float, str]]:
+        """How long the others waited for a worker, and its name, the slowest first."""
+        return sorted(((wait, name) for name, wait in self.waited_for.items() if wait > 0), reverse=True)
 
     @property
     def ending(self) -> str:
@@ -103,131 +133,119 @@ class Summary:
         return [*filter(None, [self.script]), *(args[1:] if args and self.script.endswith(args[0]) else args)]
 
 
-def summarise(folder: Path) -> Summary:
-    """Reads a run's journal. UsageError: there is none, or it is of a later version."""
-    if not (folder / NAME).exists():
-        raise UsageError(f"{folder} is no run folder: it has no {NAME}", "name one that --run-dir made")
-    events = read_journal(folder)
-    summary = Summary(folder)
-    starts = [place for place, event in enumerate(events) if event["event"] == "start"] or [0]
-    while len(starts) > 1 and any(event.get("already") for event in events[starts[-1] :]):
-        events = events[: starts.pop()]  # an attempt that found nothing left to do
-    for first, after in zip(starts, [*starts[1:], len(events)], strict=True):
-        # The agent writes "compare" before its workers start: it would count the pause between two attempts.
-        stamps = [float(e["at"]) for e in events[first:after] if e.get("at") and e["event"] != "compare"]
-        if stamps:
-            summary.attempts.append((stamps[0], stamps[-1]))
-    last = events[starts[-1] :]
-    if last and last[0]["event"] == "start":
-        summary.start = last[0]
-    endings = [event for event in last if event["event"] in ("finished", "stopped", "failed")]
-    endings.sort(key=lambda event: event["event"] == "failed")  # one failed, so the others were stopped
-    summary.outcome = endings[-1] if endings else None
-    summary.failures = [event for event in events if event["event"] == "failed"]
-    summary.compare = next((event for event in reversed(events) if event["event"] == "compare"), None)
-    summary.checkpoints = effective_steps(events, "checkpoint")
-    summary.evaluations = effective_steps(events, "evaluate")
-    for kept, kind, keys in (
-        (summary.grids, "grid", ("trainer", "phase")),
-        (summary.decisions, "decision", ("what",)),
-    ):  # an attempt that resumes repeats them
-        kept += {tuple(str(e.get(key)) for key in keys): e for e in events if e["event"] == kind}.values()
-    _add_steps(summary, events, last)
-    _add_values(summary, events)
-    return summary
+def _span(attempt: list[Event]) -> list[tuple[float, float]]:
+    """Unix seconds of the first and the last event, as the only entry; none where no event has a time.
+
+    What the agent writes before its workers start is left out: it would count the pause between two attempts.
+    """
+    own = (e for e in attempt if e["event"] != "compare" and (e["event"] != "decision" or "trainer" in e))
+    stamps = [float(event["at"]) for event in own if event.get("at")]
+    return [(stamps[0], stamps[-1])] if stamps else []
 
 
-def _add_steps(summary: Summary, events: list[Event], last: list[Event]) -> None:
-    records = effective_steps(events)
-    if not records:
-        return
-    several = len({str(record.get("trainer")) for record in records}) > 1
-    for record in records:
-        summary.steps.setdefault(f"trainer {record.get('trainer')}" if several else "", []).append(record)
-    own, main = next(iter(summary.steps.values())), records[0].get("trainer")
-    summary.steps_done, summary.samples = int(own[-1].get("step") or 0), int(_sum(own, "samples"))
-    current = [event for event in last if event["event"] == "step" and event.get("trainer") == main] or own
-    begins = [(record.get("step") or 0) - (record.get("steps") or 0) for record in current]
-    warm = begins[0] + 0.1 * ((current[-1].get("step") or 0) - begins[0])
-    steady = [r for r, begin in zip(current, begins, strict=True) if begin >= warm] or current
-    if _sum(steady, "seconds") > 0:
-        summary.samples_per_second = _sum(steady, "samples") / _sum(steady, "seconds")
-    summary.bytes_moved = int(_sum(records, "bytes"))
-    if any(record.get("bytes") is not None for record in records) and _sum(own, "steps") > 0:
-        summary.bytes_per_step = summary.bytes_moved / _sum(own, "steps")
-    for record in own:
-        for total, name in ((summary.time, "time"), (summary.waited_for, "waited_for")):
-            for part, seconds in (record.get(name) or {}).items():
-                total[part] = total.get(part, 0.0) + (seconds or 0.0)
+def _once(events: list[Event], kind: str, key: str) -> list[Event]:
+    """The events of a kind, each once by trainer and `key`: an attempt that resumes repeats them."""
+    return list({(str(e.get("trainer")), str(e.get(key))): e for e in events if e["event"] == kind}.values())
 
 
-def _add_values(summary: Summary, events: list[Event]) -> None:
-    """What was evaluated and then logged under the same name is one curve."""
-    curves: dict[str, dict[float, float]] = {}
-    several = len({str(event.get("trainer")) for event in summary.evaluations}) > 1
-    for event in summary.evaluations + effective_steps(events, "log"):
-        prefix = f"trainer {event.get('trainer')}: " if several and "results" in event else ""
-        for name, value in (event.get("results") or event.get("values") or {}).items():
-            if isinstance(value, str):
-                summary.texts[name] = (event.get("step"), value)
-            elif isinstance(value, (int, float)) and name != "n":
-                curves.setdefault(prefix + name, {})[float(event.get("step") or 0)] = float(value)
-    summary.series = {name: sorted(curve.items()) for name, curve in curves.items()}
+def _steady_speed(records: list[Event]) -> float | None:
+    """Samples per second without the first tenth of the steps."""
+    begins = [(record.get("step") or 0) - (record.get("steps") or 0) for record in records]
+    warm = begins[0] + 0.1 * ((records[-1].get("step") or 0) - begins[0])
+    steady = [record for record, begin in zip(records, begins, strict=True) if begin >= warm] or records
+    seconds = total(steady, "seconds")
+    return total(steady, "samples") / seconds if seconds > 0 else None
 
 
-def _sum(records: list[Event], name: str) -> float:
-    return sum(record.get(name) or 0.0 for record in records)
+def _by_kind(summary: Summary) -> Rows:
+    """What each kind of collective cost; those below a hundredth of the bytes and of the time together."""
+    kinds, rest = dict(summary.collectives), [0, 0, 0.0]
+    total = sum(size for _, size, _ in kinds.values())
+    for kind, costs in summary.collectives.items():
+        if costs[1] < 0.01 * total and costs[2] < 0.01 * summary.wall_seconds:
+            rest = [a + b for a, b in zip(rest, kinds.pop(kind), strict=True)]
+    if rest[0]:
+        kinds["all others"] = rest
+    return [
+        (f"  {kind}", f"{plural(int(calls), 'collective')}, {size_of(size)}, worker 0 stood still {duration(waited)}")
+        for kind, (calls, size, waited) in kinds.items()
+    ]
 
 
 def facts(summary: Summary) -> dict[str, Rows]:
     """The run in words, as (name, text) rows by title; what the journal does not hold is left out."""
     s, start = summary, summary.start
-    results: Rows = []
-    for name, (first, last) in s.losses.items():
-        results.append((f"loss {name}".strip(), f"{number(first)} at first, {number(last)} at last"))
+    losses = [
+        (f"loss {name}".strip(), f"{number(a)} at first, {number(b)} at last") for name, (a, b) in s.losses.items()
+    ]
     evaluation = s.evaluations[-1] if s.evaluations else {}
     values = ", ".join(f"{name} {number(value)}" for name, value in (evaluation.get("results") or {}).items())
-    results.append(("evaluation", f"{values} (step {evaluation.get('step')})" if values else ""))
     done = f"{plural(s.steps_done, 'step')}, {plural(s.samples, 'sample')} in {duration(s.wall_seconds)}"
-    results.append(("done", done if s.steps_done else ""))
     rate = f"{number(round(s.samples_per_second, 1))} samples/s" if s.samples_per_second else ""
-    if s.speedup and s.compare:
+    if s.speedup:
         rate += f", {s.speedup:.2f} times as fast as {plural(s.compare.get('workers') or 1, 'worker')}"
-    results.append(("speed", rate))
-
-    spent = ", ".join(f"{name} {share:.0%} ({duration(s.time[name])})" for name, share in shares_of(s.time))
-    slow = sorted(((wait, name) for name, wait in s.waited_for.items() if wait > 0), reverse=True)
-    waited = ", ".join(f"worker {name} {duration(wait)}" for wait, name in slow)
     moved = ""
     if s.bytes_per_step is not None:
         moved = f"{size_of(s.bytes_per_step)} a step, {size_of(s.bytes_moved)} in all, sent by worker 0"
-    costs = [
-        ("time", spent),
-        ("waited for", waited),
-        ("bytes", moved),
-    ]
-
-    plan = [("plan", f"{start['plan']} (from {start.get('plan_origin')})" if start.get("plan") else "")]
-    plan += [("grid", str(grid.get("text") or "")) for grid in s.grids]
     shares = (s.grids[-1].get("shares") or []) if s.grids else []
-    plan.append(("shares", ", ".join(f"worker {place}: {share}" for place, share in enumerate(shares))))
-
     resumed = start.get("resumed_from")
     since = f"the last went on from step {resumed}" if resumed else "the last began anew"
-    events = [("begun", f"{datetime.fromtimestamp(s.attempts[0][0]):%Y-%m-%d %H:%M}" if s.attempts else "")]
-    events.append(("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""))
+    saved = ""
     if s.checkpoints:
-        saving = duration(_sum(s.checkpoints, "seconds"))
-        events.append(("checkpoints", f"{len(s.checkpoints)} in {saving}, the last {s.checkpoints[-1].get('path')}"))
-    for event in s.failures:
-        events.append(("failure", f"worker {event.get('worker')} on {event.get('host')}: {event.get('cause')}"))
-    events.append(("ended", s.ending))
-
-    versions = ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())
+        seconds = duration(total(s.checkpoints, "seconds"))
+        saved = f"{len(s.checkpoints)} in {seconds}, the last {s.checkpoints[-1].get('path')}"
     hosts = start.get("hosts") if start.get("hosts") != 1 else None
-    place = [("script", shlex.join(s.script_line)), ("workers", str(start.get("workers") or ""))]
-    place += [(word, str(start.get(key) or "")) for word, key in (("device", "device"), ("threads each", "threads"))]
-    place.append(("hosts", ", ".join(map(str, hosts)) if isinstance(hosts, list) else str(hosts or "")))
-    place += [("seed", str(start.get("seed", ""))), ("versions", versions)]
-    tables = {"Results": results, "Costs": costs, "Plan": plan, "What happened": events, "Environment": place}
+    tables: dict[str, Rows] = {
+        "Results": [
+            *losses,
+            ("evaluation", f"{values} (step {evaluation.get('step')})" if values else ""),
+            ("done", done if s.steps_done else ""),
+            ("speed", rate),
+        ],
+        "Costs": [
+            ("time", ", ".join(f"{name} {part:.0%} ({duration(s.time[name])})" for name, part in shares_of(s.time))),
+            ("waited for", ", ".join(f"worker {name} {duration(wait)}" for wait, name in s.waits)),
+            ("bytes", moved),
+            *_by_kind(s),
+        ],
+        "Plan": [
+            ("plan", f"{start['plan']} (from {start.get('plan_origin')})" if start.get("plan") else ""),
+            *(("grid", str(grid.get("text") or "")) for grid in s.grids),
+            ("shares", ", ".join(f"worker {place}: {share}" for place, share in enumerate(shares))),
+        ],
+        "What happened": [
+            ("begun", f"{datetime.fromtimestamp(s.attempts[0][0]):%Y-%m-%d %H:%M}" if s.attempts else ""),
+            ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
+            ("checkpoints", saved),
+            *(("failure", f"worker {e.get('worker')} on {e.get('host')}: {e.get('cause')}") for e in s.failures),
+            ("ended", s.ending),
+        ],
+        "Environment": [
+            ("script", shlex.join(s.script_line)),
+            ("workers", str(start.get("workers") or "")),
+            ("device", str(start.get("device") or "")),
+            ("threads each", str(start.get("threads") or "")),
+            ("hosts", ", ".join(map(str, hosts)) if isinstance(hosts, list) else str(hosts or "")),
+            ("seed", str(start.get("seed", ""))),
+            ("versions", ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())),
+        ],
+    }
     return {title: [row for row in rows if row[1]] for title, rows in tables.items()}
+
+
+def explain(folder: Path) -> str:
+    """What ``paceline explain RUN`` prints: a run's choices and their reasons. UsageError: not the folder of a run."""
+    summary = Summary(folder)
+    tables = facts(summary)
+    lines: list[str] = []
+    for title in ("Environment", "Plan", "Decisions", "Results", "Costs", "What happened"):
+        if title == "Decisions":
+            rows = [f"  {event.get('what')}\n    because {event.get('why')}" for event in summary.decisions]
+        else:
+            width = max((len(name) for name, _ in tables[title]), default=0)
+            rows = [f"  {name:{width}}  {text}" for name, text in tables[title]]
+        if rows:
+            lines += [title, *rows, ""]
+    if summary.outcome and summary.outcome.get("text"):
+        lines += [str(summary.outcome["text"]).strip(), ""]
+    return "\n".join([*lines, f"Next: {summary.command}"])

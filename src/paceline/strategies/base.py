@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,16 +17,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paceline.comm.buckets import Bucket, Buckets
-from paceline.errors import ChangingBufferError, LossError, UsageError
-from paceline.step import Agreed, stream_seed
+from paceline.comm.buckets import Allocate, Bucket, Buckets
+from paceline.comm.exact import ExactBuckets
+from paceline.errors import ChangingBufferError, LossError, UsageError, a
+from paceline.step import Agreed, Part, exact_sum, stream_seed
 from paceline.strategies.pieces import MicroBatch, Piece, join, merged
 from paceline.strategies.streams import Streams
-from paceline.strategies.watch import BatchStatistics, BufferWatch
+from paceline.strategies.watch import OTHERS, BatchStatistics, BufferWatch
 
 Ready = Callable[[Bucket], None]
 # What a forward raises that was not made for more rows than a micro-batch has.
 _USERS_OWN = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError)
+_BATCHNORM = "BatchNorm normalises each micro-batch"
 LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
 
 
@@ -48,9 +50,11 @@ class Job:
     seed: int
     clip_norm: float | None = None
     precision: str | None = None
+    exact: bool = False
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[LRScheduler] = field(default_factory=list)
     named: dict[str, nn.Parameter] = field(default_factory=dict)
+    beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
 
     def arithmetic(self) -> AbstractContextManager[Any]:
         """The context of forward and loss: autocast where the plan says `precision`."""
@@ -65,7 +69,7 @@ class Orders:
 
     `merge` is how many micro-batches a piece may hold, `test` asks for an observation of whether they may be merged
     at all, `probe` to look at the loss also where they may not, `collect` for BatchNorm's statistics per micro-batch,
-    `reverse` for the opposite order of summation.
+    `reverse` for the opposite order of summation. `cure` helps against micro-batches of a single row.
     """
 
     step: int
@@ -76,13 +80,16 @@ class Orders:
     probe: bool = False
     collect: bool = False
     reverse: bool = False
+    cure: str = ""
 
 
 @dataclass
 class Sums:
     """What one worker's share of a step adds up to. Gradients stay where the strategy keeps them, as sums/expected.
 
-    `records` has a row per micro-batch of the global batch, zero where another worker computed it.
+    `records` has a row per micro-batch of the global batch, zero where another worker computed it; `cramped` says that
+    the memory was too small for merged pieces. With `exact`, `parts` has (number, loss, count, metrics) of each
+    micro-batch, `maxima` the largest gradient of each parameter, and `redo` says that the sums do not hold it.
     """
 
     loss: float = 0.0
@@ -94,6 +101,10 @@ class Sums:
     why: str = ""
     mixes: str = ""
     records: torch.Tensor | None = None
+    cramped: bool = False
+    parts: list[Part] = field(default_factory=list)
+    maxima: torch.Tensor | None = None
+    redo: bool = False
     bad: list[str] = field(default_factory=list)
 
 
@@ -143,17 +154,24 @@ class Strategy:
 
 
 class Single(Strategy):
-    """Plain training on one device. With `bucketed`, gradients land in buckets for the layer above."""
+    """Plain training on one device. With `allocate`, gradients land in buckets of such memory for the layer above."""
 
-    def __init__(self, job: Job, bucketed: bool) -> None:
+    def __init__(self, job: Job, allocate: Allocate | None = None) -> None:
         self.job = job
         self.params = list(job.named.values())
         self.names = {id(param): name for name, param in job.model.named_parameters()}
         self.frozen = [param for param in job.model.parameters() if not param.requires_grad]
         self.streams = Streams(job.device)
-        self.statistics = BatchStatistics(job.model)
-        self.watch = BufferWatch(job.model, self.statistics.buffers())
-        self.buckets = Buckets(self.params) if bucketed else None
+        self._look_around()
+        kind = ExactBuckets if job.exact else Buckets
+        self.buckets: Buckets | None = None if allocate is None else kind(self.params, allocate=allocate)
+
+    def _look_around(self) -> None:
+        """Takes the other trainers' models into view, as many as there are by now: a loss may run one of them."""
+        self.seen = len(self.job.beside)
+        self.models = [self.job.model, *(model for model in self.job.beside if model is not self.job.model)]
+        self.statistics = BatchStatistics(self.models)
+        self.watch = BufferWatch(self.models, self.statistics.buffers())
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         held = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
@@ -171,6 +189,8 @@ class Single(Strategy):
         pass
 
     def agree(self, vector: torch.Tensor, sums: Sums) -> torch.Tensor:
+        if self.buckets is not None and sums.maxima is not None:
+            sums.redo = not self.buckets.settle(sums.maxima)
         return vector
 
     def abort(self) -> None:
@@ -182,6 +202,27 @@ class Single(Strategy):
     # -- forward and backward -----------------------------------------------------------------------------------
 
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
+        sent: list[Bucket] = []
+
+        def send(bucket: Bucket) -> None:
+            sent.append(bucket)
+            (ready or self.reduce)(bucket)
+
+        try:
+            return self._in_pieces(micro_batches, orders, send)
+        except torch.OutOfMemoryError:
+            if orders.merge == 1 or sent:  # what was sent cannot be taken back
+                raise
+        self.abort()  # a backward may have added a part of its gradients: all begins anew, one by one
+        sums = self._in_pieces(micro_batches, replace(orders, merge=1), send)
+        sums.cramped = True
+        return sums
+
+    def _in_pieces(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready) -> Sums:
+        if self.seen != len(self.job.beside):
+            self._look_around()
+        width = self.statistics.begin()
+        self.watch.mark()  # what follows may fail, and is undone to here
         for param in self.params:
             param.grad = None
         for param in self.frozen:
@@ -191,14 +232,12 @@ class Single(Strategy):
                     "make the Trainer while it is trainable, then freeze it until its time comes",
                 )
         sums = Sums()
-        width = self.statistics.begin()
         if orders.collect and width:
             sums.records = torch.zeros(orders.micro_batches, width, dtype=torch.float64, device=self.job.device)
         if self.buckets is not None:
-            self.buckets.begin(ready or self.reduce)
-        sums.strict = bool(width and micro_batches)
-        sums.why = "BatchNorm normalises each micro-batch" if sums.strict else ""
-        self.watch.mark()
+            self.buckets.begin(ready, orders.micro_batches)
+        sums.strict = bool(self.statistics.certain and micro_batches)
+        sums.why = _BATCHNORM if sums.strict else ""
         order = list(reversed(micro_batches)) if orders.reverse else list(micro_batches)
         queue = deque(merged(order, 1 if sums.strict else orders.merge))
         parts: list[_Part] = []
@@ -211,8 +250,12 @@ class Single(Strategy):
                 continue
             if self.buckets is not None and not queue:
                 self.buckets.arm()
+            mark = self.streams.mark() if orders.test and not sums.strict else ()
             part.total.mul(1.0 / orders.expected).backward()
+            if mark and self.streams.moved(mark):
+                sums.strict, sums.why = True, "the backward draws random numbers"
             if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
+                # A piece of several has moved nothing: it would not have been merged.
                 sums.records[piece.micro_batches[0].index] = self.statistics.record()
             parts.append(part.detached())
         if orders.test and len(order) > 1 and (orders.probe or not sums.strict):
@@ -220,6 +263,7 @@ class Single(Strategy):
         self._add_up(parts, sums)
         if self.buckets is not None:
             sums.unused = self.buckets.flush()
+            sums.maxima = self.buckets.maxima
         else:
             sums.unused = {number for number, param in enumerate(self.params) if param.grad is None}
         return sums
@@ -228,26 +272,36 @@ class Single(Strategy):
         """Forward and loss of one piece, under the stream of its first micro-batch."""
         self.streams.seed(stream_seed(self.job.seed, orders.step, piece.micro_batches[0].index))
         looks = not sums.strict
-        mark = self.streams.mark() if looks else ()
         if sums.records is not None:
-            self.statistics.reset()
-        part = self._loss(piece)
+            self.statistics.restore()
+        mark, calls = (self.streams.mark(), self.statistics.calls()) if looks else ((), ())
+        try:
+            part = self._loss(piece)
+        except ValueError as error:
+            if piece.rows > 1 or "more than 1 value per channel" not in str(error):
+                raise
+            raise UsageError(f"BatchNorm cannot normalise {piece.source}, a single row", orders.cure) from None
         drew = looks and self.streams.moved(mark)
+        normalised = looks and self.statistics.calls() != calls
         # Values are compared while the model is being observed, versions ever after.
         changed = self.watch.changed(values=orders.test)
         if changed is not None and orders.collect:
             self.watch.restore()
             raise ChangingBufferError(
                 f"the forward changes the {changed}, which would come out differently on each worker",
-                "make it a parameter, keep it in trainer.state, or train with one worker"
+                "put that model in eval mode for the call, or train with one worker"
+                if changed.endswith(OTHERS)
+                else "make it a parameter, keep it in trainer.state, or train with one worker"
                 if changed.startswith("buffer")
                 else "change it in the body of the loop, or train with one worker",
             )
-        if drew or changed is not None:
+        if drew or normalised or changed is not None:
             sums.strict = True
-            sums.why = "the forward draws random numbers" if drew else f"the forward changes the {changed}"
+            sums.why = _BATCHNORM if normalised else f"the forward changes the {changed}"
+            sums.why = "the forward draws random numbers" if drew else sums.why
             if len(piece.micro_batches) > 1:
                 self.watch.restore()
+                self.statistics.restore()
                 return None
         return part
 
@@ -263,7 +317,8 @@ class Single(Strategy):
         whole = join(pair)
         if whole is None:
             return
-        training = [module for module in self.job.model.modules() if module.training] if sums.strict else []
+        modules = [module for model in self.models for module in model.modules()] if sums.strict else []
+        training = [module for module in modules if module.training]
         for module in training:  # at rest, draws and BatchNorm do not hide what the loss does
             module.training = False
         try:
@@ -293,22 +348,23 @@ class Single(Strategy):
             return
         losses = torch.stack([part.total.double() for part in parts]).tolist()
         counts = [float(part.count) for part in parts]
-        sums.loss, sums.count = (
-            math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
-            math.fsum(counts),
-        )
+        sums.loss, sums.count = exact_sum(losses), math.fsum(counts)
         sums.bad = [part.piece_source for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss)]
         for part in parts:
             for name, (total, count) in part.metrics.items():
                 before = sums.metrics.get(name, (0.0, 0.0))
                 sums.metrics[name] = (before[0] + float(total), before[1] + float(count))
+        if self.job.exact:
+            for part, loss, count in zip(parts, losses, counts, strict=True):
+                metrics = {name: (float(pair[0]), float(pair[1])) for name, pair in part.metrics.items()}
+                sums.parts.append((part.index, loss, count, metrics))
 
     # -- update -------------------------------------------------------------------------------------------------
 
     def _gradients(self) -> list[torch.Tensor]:
         """All gradients, in as few tensors as there are."""
         if self.buckets is not None:
-            return [bucket.flat for bucket in self.buckets.buckets]
+            return self.buckets.sums
         return [param.grad for param in self.params if param.grad is not None]
 
     def norm(self, agreed: Agreed, orders: Orders) -> float:
@@ -338,10 +394,12 @@ class Single(Strategy):
     # -- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
+        largest = self.buckets.largest if self.buckets is not None else []
         return {
             "model": dict(self.job.model.state_dict(keep_vars=True)),
             "optimizers": [_optimizer_state(optimizer, self.names) for optimizer in self.job.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
+            "exact": dict(zip(self.job.named, largest, strict=False)),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -352,6 +410,9 @@ class Single(Strategy):
             _load_optimizer(optimizer, saved, self.names)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(dict(saved))
+        if self.job.exact and self.buckets is not None:
+            largest = state.get("exact") or {}
+            self.buckets.largest = [largest.get(name, 0.0) for name in self.job.named]
 
 
 @dataclass
@@ -362,6 +423,7 @@ class _Part:
     count: Any
     metrics: Mapping[str, tuple[Any, Any]]
     piece_source: str
+    index: int
 
     @staticmethod
     def of(result: Any, piece: Piece, trainable: bool) -> _Part:
@@ -372,7 +434,7 @@ class _Part:
             total, count = result[0], result[1]
             metrics = result[2] if len(result) == 3 else {}
         else:
-            what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+            what = f"a tuple of {len(result)}" if isinstance(result, tuple) else a(type(result).__name__)
             raise LossError(f"the loss returned {what}", LOSS_FORMS)
         if total.numel() != 1:
             raise LossError(f"the loss returned a tensor of shape {tuple(total.shape)}", LOSS_FORMS)
@@ -383,11 +445,11 @@ class _Part:
             )
         if not isinstance(metrics, Mapping) or any(not _is_pair(pair) for pair in metrics.values()):
             raise LossError(f"the loss returned metrics {metrics!r:.80}", LOSS_FORMS)
-        return _Part(total.reshape(()), count, metrics, piece.source)
+        return _Part(total.reshape(()), count, metrics, piece.source, piece.micro_batches[0].index)
 
     def detached(self) -> _Part:
         metrics = {name: (_bare(total), _bare(count)) for name, (total, count) in self.metrics.items()}
-        return _Part(self.total.detach(), _bare(self.count), metrics, self.piece_source)
+        return _Part(self.total.detach(), _bare(self.count), metrics, self.piece_source, self.index)
 
 
 def _bare(value: Any) -> Any:

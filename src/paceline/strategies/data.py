@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from paceline.comm.buckets import Bucket
 from paceline.comm.group import Group
+from paceline.step import Agreed
 from paceline.strategies.base import Job, Orders, Ready, Strategy, Sums
 from paceline.strategies.pieces import MicroBatch
 
@@ -24,6 +26,7 @@ class Data(Strategy):
         self.group = group
         self.job = job
         self.works: list[dist.Work | None] = []
+        self.summed: list[torch.Tensor] = []
 
     def form(self) -> None:
         self.inner.form()
@@ -39,20 +42,31 @@ class Data(Strategy):
                 tensor.copy_(part.view_as(tensor))
 
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
-        self.works = []
+        self.works, self.summed = [], []
         return self.inner.gradients(micro_batches, orders, self.reduce)
 
     def reduce(self, bucket: Bucket) -> None:
+        self.summed.append(bucket.flat)
         self.works.append(self.group.start_sum(bucket.flat))
 
     def agree(self, vector: torch.Tensor, sums: Sums) -> torch.Tensor:
-        if sums.records is not None:
-            self.works.append(self.group.start_sum(sums.records))
-        self.works.append(self.group.start_sum(vector))
+        small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records.reshape(-1)])
+        self.works.append(self.group.start_sum(small))
         for work in self.works:
             self.group.finish(work)
         self.works = []
+        if sums.records is not None:
+            vector, records = small[: len(vector)], small[len(vector) :]
+            sums.records = records.view_as(sums.records)
+        if sums.maxima is not None:
+            self.group.largest(sums.maxima)
         return self.inner.agree(vector, sums)
+
+    def norm(self, agreed: Agreed, orders: Orders) -> float:
+        squares = None if self.job.exact else self.group.squares(self.summed)
+        if squares is None or not math.isfinite(squares):  # the squares of a float32 overflow before its norm
+            return self.inner.norm(agreed, orders)
+        return math.sqrt(squares) * orders.expected / agreed.count
 
     def abort(self) -> None:
         self.group.abandon(self.works)

@@ -49,6 +49,9 @@ class Merging:
                 "micro-batches may be merged in execution",
                 "the forward drew no random numbers and changed no buffers, and the loss of two was the sum of theirs",
             )
+        if sums.cramped:
+            self.size, self._settled = max(1, self.size // 2), True
+            return f"{self.size} micro-batches make a piece on worker 0", "more at a time ran out of memory"
         if self._verdict == "merge" and not self._settled and not self._never and share:
             return self._measure(per_row, share)
         return None

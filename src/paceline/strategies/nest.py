@@ -11,5 +11,5 @@ from paceline.strategies.data import Data
 def nest(plan: Plan, job: Job, group: Group) -> Strategy:
     """The plan's strategies, outermost first around `Single`. `plan` is validated for `group.size` workers."""
     if group.size == 1:
-        return Single(job, bucketed=False)
-    return Data(Single(job, bucketed=True), group, job)
+        return Single(job, group.allocate if plan.exact else None)
+    return Data(Single(job, group.allocate), group, job)

@@ -42,9 +42,9 @@ class Streams:
         return tuple(marks)
 
     def moved(self, mark: tuple[Any, ...]) -> bool:
-        """Whether anything was drawn since `mark`."""
+        """Whether anything was drawn since `mark`, as far as can be told: numpy may have come in between."""
         now = self.mark()
-        return any(_differ(before, after) for before, after in zip(mark, now, strict=False))
+        return len(now) != len(mark) or any(_differ(before, after) for before, after in zip(mark, now, strict=True))
 
     def restore(self, mark: tuple[Any, ...]) -> None:
         count = len(self._generators)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,25 +11,35 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import UsageError
 
+OTHERS = " of another trainer's model"
+
+
+def _modules(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of all models, each once."""
+    return list({id(module): module for model in models for module in model.modules()}.values())
+
 
 class BatchStatistics:
     """Running statistics of BatchNorm, collected per micro-batch and merged in grid order.
 
-    A training forward of BatchNorm maps each running statistic r to a·r + b. Started from r = 0 and a batch counter
-    of 0 it leaves just b, and the counter says how often it ran (which gives a). So each micro-batch's b and counter
-    are recorded, exchanged, and applied in grid order: the same arithmetic as one worker's, whoever computed what.
+    `models` are those of all trainers of the script, the trained one first: a loss may run another one's. Every
+    micro-batch starts from the step's statistics, and what it moves them by is recorded and exchanged: the same
+    arithmetic whoever computed what.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._all = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._all = [m for m in _modules(models) if isinstance(m, _BatchNorm)]
         if any(isinstance(module, nn.SyncBatchNorm) for module in self._all):
             raise UsageError(
                 "the model has SyncBatchNorm, which normalises over whatever workers there are",
                 "use BatchNorm: it normalises each micro-batch, the same on any number of workers",
             )
+        self._own = {id(module) for module in models[0].modules()}
         self._active: list[Any] = []
+        self._others: list[Any] = []
         self._buffers: list[torch.Tensor] = []
-        self._start: list[torch.Tensor] = []
+        self._start = torch.empty(0)  # what the buffers held when the step began, as one flat float64 tensor
+        self._begun: list[torch.Tensor] = []  # its parts, one per buffer
 
     def buffers(self) -> set[int]:
         """Identities of the buffers that are looked after here."""
@@ -43,56 +53,80 @@ class BatchStatistics:
     def begin(self) -> int:
         """Starts a step; returns the length of a micro-batch's record (0: nothing to collect)."""
         self._active = [module for module in self._all if module.training and module.running_mean is not None]
-        self._buffers = [b for m in self._active for b in (m.num_batches_tracked, m.running_mean, m.running_var)]
-        self._start = [buffer.clone() for buffer in self._buffers]
-        return sum(buffer.numel() for buffer in self._buffers)
+        self._others = [module for module in self._active if id(module) not in self._own]
+        buffers = [b for m in self._active for b in (m.num_batches_tracked, m.running_mean, m.running_var)]
+        if [*map(id, buffers)] != [*map(id, self._buffers)]:  # cutting the views anew takes longer than all the rest
+            self._buffers = buffers
+            self._start = self._now() if buffers else torch.empty(0)
+            parts = self._start.split([buffer.numel() for buffer in buffers])
+            self._begun = [part.view(buffer.shape) for buffer, part in zip(buffers, parts, strict=True)]
+        elif buffers:
+            self._start.copy_(self._now())
+        return self._start.numel()
 
-    def reset(self) -> None:
-        torch._foreach_zero_(self._buffers)
+    @property
+    def certain(self) -> bool:
+        """Whether the trained model has any; of another's nobody knows before it ran."""
+        return len(self._active) > len(self._others)
 
-    def record(self) -> torch.Tensor:
-        """What the forward since `reset` left, as one flat float64 tensor."""
-        return torch.cat([buffer.reshape(-1) for buffer in self._buffers]).double()  # the counts are small
+    def calls(self) -> tuple[int, ...]:
+        """Differs from before if another trainer's BatchNorm ran in training mode."""
+        return tuple(module.num_batches_tracked._version for module in self._others)
 
     def restore(self) -> None:
-        """Brings back the state at `begin`: an aborted step leaves no trace."""
-        for buffer, start in zip(self._buffers, self._start, strict=True):
-            buffer.copy_(start)
+        """Brings back the state at `begin`: for the next micro-batch, or because a void step leaves no trace."""
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._begun)  # a copy rounds to the buffer's own dtype
+
+    def record(self) -> torch.Tensor:
+        """What the buffers have moved by since `begin`."""
+        return self._now() - self._start
+
+    def _now(self) -> torch.Tensor:
+        return torch.cat([buffer.reshape(-1) for buffer in self._buffers]).double()  # the counts are small
 
     def merge(self, records: torch.Tensor) -> None:
-        """Applies the records of all micro-batches, shape (micro-batches, record), in grid order."""
-        offset = 0
-        for number, module in enumerate(self._active):
-            tracked, mean, var = self._start[3 * number : 3 * number + 3]
-            size = mean.numel()
-            part = records[:, offset : offset + 1 + 2 * size]
-            calls = part[:, :1]
-            before = tracked + calls.cumsum(0) - calls
+        """Applies the records of all micro-batches, shape (micro-batches, record), in grid order.
+
+        A forward maps a statistic r to a·r + b. If micro-batch i alone moves it by d_i, all in turn move it by the sum
+        of d_i·(a_(i+1) a_(i+2) ...). In a cumulative average a micro-batch weighs less the more batches were before.
+        """
+        if not self._buffers:
+            return
+        sizes = torch.tensor([1 + 2 * module.running_mean.numel() for module in self._active])
+        counters = (sizes.cumsum(0) - sizes).to(records.device)  # where each module's batch counter stands
+        calls = records[:, counters]
+        momentum = torch.tensor([1.0 if m.momentum is None else m.momentum for m in self._active], dtype=torch.float64)
+        keep, weight = (1.0 - momentum.to(records.device)) ** calls, torch.ones_like(calls)
+        for column, module in enumerate(self._active):
             if module.momentum is None:  # a cumulative average over all batches
-                keep, add = before / (before + calls).clamp(min=1), calls / (before + calls).clamp(min=1)
-                keep = torch.where(before + calls == 0, 1.0, keep)
-            else:
-                keep, add = (1.0 - module.momentum) ** calls, torch.ones_like(calls)
-            value = torch.cat([mean.reshape(-1), var.reshape(-1)]).double()
-            for k, b, row in zip(keep, add, part[:, 1:], strict=True):
-                value = value * k + row * b
-            module.num_batches_tracked.copy_(tracked + calls.sum().long())
-            module.running_mean.copy_(value[:size].view_as(mean))
-            module.running_var.copy_(value[size:].view_as(var))
-            offset += 1 + 2 * size
+                before = self._start[counters[column]]
+                after = (before + calls[:, column].cumsum(0)).clamp(min=1)
+                keep[:, column] = 1.0 - calls[:, column] / after
+                weight[:, column] = (before + calls[:, column]) / after
+        kept = torch.cat([keep[1:], torch.ones_like(keep[:1])]).flip(0).cumprod(0).flip(0)
+        moved = ((kept * weight).repeat_interleave(sizes.to(records.device), dim=1) * records).sum(0)
+        moved[counters] = calls.sum(0)
+        self._start.add_(moved)
+        self.restore()
 
 
 class BufferWatch:
-    """Notices buffers that a forward changes or replaces, other than BatchNorm's, and parameters that it writes."""
+    """Notices buffers that a forward changes or replaces, other than BatchNorm's, and parameters that it writes.
 
-    def __init__(self, model: nn.Module, except_: set[int]) -> None:
+    `models` are those of all trainers of the script, the trained one first.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], except_: set[int]) -> None:
+        named = [(model, f"{{!r}}{OTHERS if number else ''}") for number, model in enumerate(models)]
         self._owners = [
-            (f"{prefix}.{name}" if prefix else name, module, name)
+            (form.format(f"{prefix}.{name}" if prefix else name), module, name)
+            for model, form in named
             for prefix, module in model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and id(buffer) not in except_
         ]
-        self._params = list(model.named_parameters())
+        self._params = [(form.format(name), param) for model, form in named for name, param in model.named_parameters()]
         self._versions: list[int] = []
         self._marks: list[tuple[torch.Tensor | None, int]] = []
         self._values: list[torch.Tensor] = []
@@ -106,17 +140,16 @@ class BufferWatch:
         if len(self._marks) != len(self._owners) or self._changed_buffer(values=False) is not None:
             self._values = [torch.empty(0) if buffer is None else buffer.clone() for _, buffer in self._now()]
         self._marks = [(buffer, -1 if buffer is None else buffer._version) for _, buffer in self._now()]
-
         self._versions = [param._version for _, param in self._params]
 
     def changed(self, values: bool) -> str | None:
         """``buffer 'name'`` or ``parameter 'name'`` that changed since `mark`, or None; with `values` by comparing."""
         buffer = self._changed_buffer(values)
         if buffer is not None:
-            return f"buffer {buffer!r}"
+            return f"buffer {buffer}"
         written = (n for (n, param), mark in zip(self._params, self._versions, strict=True) if param._version != mark)
         name = next(written, None)
-        return None if name is None else f"parameter {name!r}"
+        return None if name is None else f"parameter {name}"
 
     def _changed_buffer(self, values: bool) -> str | None:
         for number, (name, buffer) in enumerate(self._now()):
@@ -129,7 +162,9 @@ class BufferWatch:
 
     def restore(self) -> None:
         """Brings back the buffers and values of the last `mark`, if there was one."""
-        for (_, module, key), (old, _), value in zip(self._owners, self._marks, self._values, strict=False):
+        for number, (old, _) in enumerate(self._marks):
+            _, module, key = self._owners[number]
             if old is not None:
-                old.copy_(value)
+                old.copy_(self._values[number])
+                self._marks[number] = (old, old._version)  # it is as it was: no change to be noticed later
             module._buffers[key] = old

@@ -15,8 +15,12 @@ import torch
 
 import paceline.world as worlds
 from paceline.comm.group import Group
-from paceline.errors import PacelineError, UsageError, WorkersDifferError
+from paceline.comm.side import call_site
+from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError
 from paceline.world import World
+
+# What gloo and NCCL both can add.
+SUMS = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "complex128", "complex64"]
 
 
 class Team:
@@ -67,9 +71,15 @@ class Team:
                 )
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all_reduce") -> torch.Tensor:
-        """The sum of all workers' tensors (same shape and dtype everywhere), in a new tensor."""
+        """The sum of all workers' tensors (same shape and dtype everywhere), in a new tensor.
+
+        Raises UsageError for a dtype that the transport cannot add.
+        """
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if kind not in SUMS:
+            raise UsageError(f"all_reduce {name!r} cannot add {kind}", f"convert it to one of {', '.join(SUMS)}")
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        self.group.enter(f"all_reduce {name!r} of {shape} {str(tensor.dtype).removeprefix('torch.')}")
+        self.group.enter(f"all_reduce {name!r} of {shape} {kind}")
         return self.group.sum(tensor.detach().clone().contiguous())
 
     def broadcast(self, tensor: torch.Tensor, name: str = "broadcast") -> torch.Tensor:
@@ -99,7 +109,12 @@ class Team:
         self._firsts += 1
         name = f"main_first/{self._firsts}"
         if self.rank != 0:
-            self.group.wait_for_flag(name)
+            try:
+                self.group.wait_for_flag(name)
+            except RuntimeError:  # the store went with worker 0
+                raise PeerLostError(
+                    f"worker 0 failed inside main_first at {call_site()}", "see the log of worker 0"
+                ) from None
         yield
         if self.rank == 0:
             self.group.flag(name)

@@ -1,0 +1,27 @@
+"""Makes ``paceline`` known to torch.distributed.
+
+Torch calls `register` at the end of its own import, by the entry point in pyproject.toml; so this stays cheap, and the
+backend is imported with the first group. `import paceline` calls it too if torch is there already: the package may lie
+on the path without being installed, or TORCH_DEVICE_BACKEND_AUTOLOAD may be 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.comm.backend import ProcessGroup
+
+
+def register() -> None:
+    """Again is harmless."""
+    import torch.distributed as dist
+
+    if dist.is_available() and "PACELINE" not in dist.Backend._plugins:
+        dist.Backend.register_backend("paceline", _make, devices=["cpu", "cuda"])
+
+
+def _make(*details: Any) -> ProcessGroup:
+    from paceline.comm.backend import ProcessGroup
+
+    return ProcessGroup(*details)

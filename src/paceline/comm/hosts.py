@@ -1,0 +1,351 @@
+"""Collectives among workers of several hosts: inside a host through shared memory, between hosts by one leader each.
+
+A host whose workers cannot share memory counts as many hosts of one worker: the same code, over the network alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import operator
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from paceline.comm import collectives
+from paceline.comm.engine import Steps
+from paceline.comm.shared import Arena, MismatchError, Shared, host_key, map_together, raw_bytes
+from paceline.errors import PeerLostError, UsageError, first_line
+from paceline.world import gloo_interface
+
+FOREVER = timedelta(days=7)  # waiting is our own: gloo's deadline only has to be longer than any honest pause
+KEPT_BYTES = 64 << 20
+SIOCGIFADDR = 0x8915
+# The others it refuses; of bool it makes bytes that are neither true nor false.
+_ADDED_BY_GLOO = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8}
+_ADDED_BY_GLOO |= {torch.bfloat16}
+
+
+class LinkError(RuntimeError):
+    """gloo lost a peer."""
+
+
+class Gloo:
+    """A gloo group, used without ever blocking in it.
+
+    gloo's threads let go of a collective a moment after it is done. If theirs were the last reference, they would need
+    the interpreter to release its tensors: at a fork (a loader's child then hangs, with CPython 3.11) or at the
+    interpreter's end (which aborts). So the last references are kept here for a while.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, devices: Sequence[Any]) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        # To connect: all have come. gloo waits five times as long for a peer that does not connect.
+        options._timeout = store.timeout / 5  # type: ignore[attr-defined]
+        options._devices = list(devices)
+        self.group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        self.group._set_default_timeout(FOREVER)
+        self.size = size
+        self._abandoned = False
+        self._recent: deque[tuple[Any, int]] = deque()
+        self._kept = 0
+
+    def run(self, start: Callable[[], dist.Work], size: int) -> Steps:
+        """Starts a collective of about `size` bytes and waits for it."""
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise LinkError(str(error)) from error
+        self._recent.append((work, size))
+        self._kept += size
+        while len(self._recent) > 8 and (len(self._recent) > 512 or self._kept > KEPT_BYTES):
+            self._kept -= self._recent.popleft()[1]
+        ended = False
+        try:
+            yield work.is_completed
+            ended = True
+        finally:
+            if not ended:
+                self._abandon()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise LinkError(str(error)) from error
+
+    def _abandon(self) -> None:
+        """Keeps the group for ever: its threads may, in what was given up, and its end would wait for them."""
+        if not self._abandoned:
+            self._abandoned = True
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def same(self, fp: int) -> Steps:
+        """Raises MismatchError unless all have the same fingerprint: gloo ends the process over sizes that differ."""
+        everyone = torch.empty(self.size, dtype=torch.int64)
+        mine = torch.tensor([fp])
+        yield from self.run(lambda: self.group._allgather_base(everyone, mine), 8)
+        if bool((everyone != fp).any()):
+            raise MismatchError
+
+    def all_gather(self, flat: torch.Tensor) -> Any:
+        """Everybody's flat tensor of one length, as rows."""
+        everyone = torch.empty(self.size, len(flat), dtype=flat.dtype)
+        yield from self.run(lambda: self.group._allgather_base(raw_bytes(everyone), raw_bytes(flat)), everyone.nbytes)
+        return everyone
+
+
+class Hosts:
+    """The hosts of one group: who is where, what connects them, and the collectives over both.
+
+    `ranks` of one host share memory (`shared`, None for a lone worker); its first rank is the leader. `gloo` connects
+    all workers and `leaders` one per host; both are None where there is one host.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str) -> None:
+        self.rank, self.size = rank, size
+        key = host_key() if size > 1 else ""
+        about = f"{os.getpid()} {_cores():x} {address or '-'} {key}"
+        pids, cores, addresses, keys = _exchange(store, rank, size, about)
+        self.address = _seen_from_others(address, addresses)
+        hosts = [[r for r in range(size) if keys[r] == k] for k in dict.fromkeys(k for k in keys if k)]
+        self.shared: Shared | None = None
+        mine = next((host for host in hosts if rank in host and len(host) > 1), None)
+        if mine is not None:
+            size_here, otherwise = Shared.size(len(mine)), "what they exchange goes over gloo"
+            memory = map_together(store, f"memory/{mine[0]}", mine, rank, size_here, otherwise)
+            if memory is not None:
+                together = functools.reduce(operator.or_, (int(cores[r], 16) for r in mine))
+                self.shared = Shared(memory, mine, rank, [int(pids[r]) for r in mine], together.bit_count())
+        # Whether it worked is said by everybody: all must see the same hosts.
+        store.set(f"shares/{rank}", "1" if self.shared is not None else "0")
+        sharing = {r for host in hosts if len(host) > 1 for r in host if store.get(f"shares/{r}") == b"1"}
+        joint = [host for host in hosts if host[0] in sharing]
+        self.hosts = sorted(joint + [[r] for r in range(size) if r not in sharing])
+        self.here = next(number for number, host in enumerate(self.hosts) if rank in host)
+        self.gloo: Gloo | None = None
+        self.leaders: Gloo | None = None
+        self._store, self._arenas = store, 0
+        if len(self.hosts) > 1:
+            self._connect(store)
+
+    def _connect(self, store: dist.Store) -> None:
+        """Raises UsageError where an interface is not there, PeerLostError where a peer cannot be reached over it."""
+        devices = _devices(store, self.rank, self.size, self.address)
+        try:
+            self.gloo = self.leaders = Gloo(dist.PrefixStore("all", store), self.rank, self.size, devices)
+            if len(self.hosts) < self.size and self.leads:
+                self.leaders = Gloo(dist.PrefixStore("leaders", store), self.here, len(self.hosts), devices)
+        except RuntimeError as error:
+            over = f"the interface {gloo_interface()}" if gloo_interface() else f"its address {self.address or '?'}"
+            raise PeerLostError(
+                f"worker {self.rank} could not connect to workers of other hosts from {over} ({first_line(error)})",
+                "let the hosts reach each other on all ports, and set GLOO_SOCKET_IFNAME on each host to the "
+                f"interface that the others can reach; here are {', '.join(name for _, name in socket.if_nameindex())}",
+            ) from error
+
+    @property
+    def leads(self) -> bool:
+        return self.hosts[self.here][0] == self.rank
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The host of a rank, and its place among that host's workers."""
+        host = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
+        return host, self.hosts[host].index(rank)
+
+    def arena(self, size: int) -> list[torch.Tensor] | None:
+        """Fresh shared memory for `size` bytes of each worker of this host, as flat bytes by place; None: there is
+        none. Collective among the workers of this host.
+        """
+        if self.shared is None:
+            return None
+        self._arenas += 1
+        ranks, step = self.shared.ranks, -(-size // 4096) * 4096
+        name, otherwise = f"arena/{ranks[0]}/{self._arenas}", "gradients are copied to be summed"
+        memory = map_together(self._store, name, ranks, self.rank, step * len(ranks), otherwise)
+        if memory is None:
+            return None
+        whole = torch.frombuffer(memory, dtype=torch.uint8).view(len(ranks), step)
+        return [row[:size] for row in whole.unbind(0)]
+
+    # -- collectives --------------------------------------------------------------------------------------------
+
+    def barrier(self, fp: int) -> Steps:
+        if self.shared is not None:
+            yield from collectives.barrier(self.shared, fp)
+        if self.leaders is not None:
+            if self.leads:
+                yield from self.leaders.same(fp)
+            if self.shared is not None:
+                yield from collectives.barrier(self.shared, fp)
+
+    def all_reduce(self, flat: torch.Tensor, op: Any, reduction: Any, fp: int, arena: Arena | None = None) -> Steps:
+        """`arena`: this host's workers' tensors in shared memory, of which `flat` is this worker's."""
+        shared, asked = self.shared, fp
+        fp ^= arena is not None  # within a host all go the same way; another host may have no memory to share
+        if self.leaders is None and shared is not None:
+            if arena is not None:
+                yield from collectives.all_reduce_in_place(shared, arena, reduction, fp)
+            else:
+                yield from collectives.all_reduce(shared, flat, reduction, fp)
+            return
+        if shared is not None:
+            if arena is not None:
+                yield from collectives.all_reduce_in_place(shared, arena, reduction, fp, into=[0])
+            else:
+                yield from collectives.reduce(shared, flat, 0, reduction, fp)
+        if self.leads and self.leaders is not None:
+            leaders = self.leaders
+            options = c10d.AllreduceOptions()
+            options.reduceOp = op
+            yield from leaders.same(asked)
+            if flat.dtype in _ADDED_BY_GLOO:
+                yield from leaders.run(lambda: leaders.group.allreduce([flat], options), flat.nbytes)
+            else:
+                rows = yield from leaders.all_gather(flat)
+                flat.copy_(functools.reduce(reduction, rows.unbind(0)))
+        if shared is not None:
+            yield from collectives.broadcast(shared, flat, 0, fp)
+
+    def broadcast(self, flat: torch.Tensor, root: int, fp: int) -> Steps:
+        host, place = self.place(root)
+        if self.shared is not None and host == self.here:
+            yield from collectives.broadcast(self.shared, flat, place, fp)
+        if self.leads and self.leaders is not None:
+            net = self.leaders
+            options = c10d.BroadcastOptions()
+            options.rootRank = host
+            yield from net.same(fp)
+            yield from net.run(lambda: net.group.broadcast([raw_bytes(flat)], options), flat.nbytes)
+        if self.shared is not None and host != self.here:
+            yield from collectives.broadcast(self.shared, flat, 0, fp)
+
+    def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor, fp: int) -> Steps:
+        """`outs` has a tensor like `flat` per rank; with none, this worker only gives."""
+        if self.leaders is None:
+            assert self.shared is not None
+            yield from collectives.all_gather(self.shared, outs, flat, fp)
+            return
+        widest = max(map(len, self.hosts))
+        block = torch.empty(widest, len(flat), dtype=flat.dtype)
+        whole = torch.empty(len(self.hosts), widest, len(flat), dtype=flat.dtype)
+        if self.shared is not None:
+            yield from collectives.all_gather(self.shared, block[: self.shared.count].unbind(0), flat, fp)
+        else:
+            block[0].copy_(flat)
+        if self.leads:
+            yield from self.leaders.same(fp)
+            rows = yield from self.leaders.all_gather(block.view(-1))
+            whole.copy_(rows.view_as(whole))
+        if self.shared is not None:
+            yield from collectives.broadcast(self.shared, whole.view(-1), 0, fp)
+        for rank, out in enumerate(outs):
+            host, place = self.place(rank)
+            out.copy_(whole[host, place])
+
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, reduction: Any, fp: int
+    ) -> Steps:
+        if self.leaders is None:
+            assert self.shared is not None
+            yield from collectives.reduce_scatter(self.shared, out, parts, reduction, fp)
+            return
+        whole = torch.cat(list(parts))
+        yield from self.all_reduce(whole, op, reduction, fp)
+        out.copy_(whole[self.rank * len(out) : (self.rank + 1) * len(out)])
+
+    def all_to_all(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], fp: int) -> Steps:
+        """Flat bytes; lengths may differ. Between hosts every pair exchanges its own."""
+        if self.gloo is None:
+            assert self.shared is not None
+            yield from collectives.all_to_all(self.shared, outs, ins, fp)
+            return
+        net = self.gloo
+        given, taken = torch.cat(list(ins)), torch.empty(sum(map(len, outs)), dtype=torch.uint8)
+        sizes = [len(out) for out in outs], [len(part) for part in ins]
+        yield from net.same(fp)
+        yield from net.run(
+            lambda: net.group.alltoall_base(taken, given, *sizes, c10d.AllToAllOptions()), given.nbytes + taken.nbytes
+        )
+        for out, part in zip(outs, taken.split(sizes[0]), strict=True):
+            out.copy_(part)
+
+    def close(self) -> None:
+        if self.shared is not None:
+            self.shared.close()
+
+
+def _cores() -> int:
+    """The cores that this worker may use, as the bits of a number."""
+    return sum(1 << core for core in os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def _exchange(store: dist.Store, rank: int, size: int, mine: str) -> list[list[str]]:
+    """The first three words and the rest of what everybody says, in columns."""
+    store.set(f"host/{rank}", mine)
+    said = [store.get(f"host/{other}").decode().split(" ", 3) for other in range(size)]
+    return [list(column) for column in zip(*said, strict=True)]
+
+
+def _devices(store: dist.Store, rank: int, size: int, address: str) -> list[Any]:
+    """What gloo listens on. Everybody hears whether all could open theirs, or the rest would wait for ever."""
+    gloo, made, error = dist.ProcessGroupGloo, [], ""
+    try:
+        if names := gloo_interface():
+            made = [gloo.create_device(interface=name) for name in names.split(",")]
+        else:
+            made = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+    except RuntimeError as reason:
+        error = f"GLOO_SOCKET_IFNAME={gloo_interface()}" if gloo_interface() else first_line(reason)
+        error += f"\n{', '.join(name for _, name in socket.if_nameindex())}"
+    store.set(f"device/{rank}", error)
+    for other in range(size):
+        if error := store.get(f"device/{other}").decode():
+            what, _, there = error.partition("\n")
+            raise UsageError(
+                f"worker {other} finds no network interface to reach other hosts by ({what})",
+                f"set GLOO_SOCKET_IFNAME on its host to the one that the others can reach; there are {there}",
+            )
+    return made
+
+
+def _seen_from_others(address: str, everybody: Sequence[str]) -> str:
+    """A host's file often gives its own name an address of the loopback, which leads nobody here: then the address on
+    the way to a worker elsewhere counts.
+    """
+    if address and ip_address(address.partition("%")[0]).is_loopback:
+        elsewhere = [a for a in everybody if a != "-" and not ip_address(a.partition("%")[0]).is_loopback]
+        return address_towards(elsewhere[0], 1) if elsewhere else address
+    return address
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to `host`: which interface its peers can reach it by. Empty if unknown."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # a datagram socket sends nothing to connect
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has an IPv4 address. Empty if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""

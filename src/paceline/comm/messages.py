@@ -1,0 +1,175 @@
+"""Messages between two workers: through a lane of shared memory, or over gloo where the group spans hosts.
+
+Tags are matched as they come: a message that nobody has asked for yet is put aside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.comm.engine import Steps
+from paceline.comm.hosts import Hosts, LinkError
+from paceline.comm.shared import Condition, Lane
+
+
+@dataclass
+class _Wanted:
+    """A message that a receiver waits for."""
+
+    data: torch.Tensor
+    source: int = -1
+    done: bool = False
+    error: str = ""
+
+    def give(self, data: torch.Tensor) -> None:
+        if len(data) == len(self.data):
+            self.data.copy_(data)
+        else:
+            self.error = _misfit(len(data), len(self.data))
+        self.done = True
+
+
+@dataclass
+class _Inbox:
+    """What comes from one worker: who waits for which tag, and what came before it was asked for."""
+
+    lane: Lane
+    source: int
+    wanted: dict[int, deque[_Wanted]] = field(default_factory=dict)
+    aside: dict[int, deque[torch.Tensor]] = field(default_factory=dict)
+    taking: Iterator[Condition] | None = None
+    until: Condition | None = None
+
+    def pump(self) -> None:
+        """Takes in what has come, as far as it has."""
+        while self.taking is not None or self.lane.waiting() is not None:
+            if self.taking is None:
+                self.taking, self.until = self._take(), None
+            try:
+                while self.until is None or self.until():
+                    self.until = next(self.taking)
+                return
+            except StopIteration:
+                self.taking = None
+
+    def _take(self) -> Iterator[Condition]:
+        head = self.lane.waiting()
+        assert head is not None
+        size, tag = head
+        wanted = self._next(tag)
+        if wanted is not None and len(wanted.data) == size:
+            yield from self.lane.take(wanted.data)
+            wanted.done = True
+            return
+        data = torch.empty(size, dtype=torch.uint8)
+        yield from self.lane.take(data)
+        wanted = wanted or self._next(tag)  # one may have asked meanwhile
+        if wanted is None:
+            self.aside.setdefault(tag, deque()).append(data)
+        else:
+            wanted.give(data)
+
+    def _next(self, tag: int) -> _Wanted | None:
+        """The first that waits for this tag and was not served by another inbox; it is ours now."""
+        queue = self.wanted.get(tag, deque())
+        while queue:
+            wanted = queue.popleft()
+            if wanted.source < 0:
+                wanted.source = self.source
+                return wanted
+        return None
+
+
+class Mailbox:
+    """The messages of one group."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._inboxes: dict[int, _Inbox] = {}
+        if hosts.gloo is None and hosts.shared is not None:
+            shared = hosts.shared
+            places = list(enumerate(shared.ranks))  # this worker's too: a batch may send to itself
+            self._outboxes = {rank: shared.lane(shared.me, place) for place, rank in places}
+            self._inboxes = {rank: _Inbox(shared.lane(place, shared.me), rank) for place, rank in places}
+
+    def send(self, data: torch.Tensor, rank: int, tag: int) -> Steps:
+        if self._hosts.gloo is not None:
+            net = self._hosts.gloo.group
+            head = torch.tensor([len(data)]).view(torch.uint8)  # gloo ends the receiver's process over another size
+            for part in (head, data):
+                yield from _in_thread(partial(net.send, [part], rank, tag))
+            return
+        for until in self._outboxes[rank].send(data, tag):
+            yield lambda until=until: self._pumped() and until()  # type: ignore[misc]
+
+    def _pumped(self) -> bool:
+        """Whoever waits to send takes in meanwhile: two that send to each other first do not wait for ever."""
+        for inbox in self._inboxes.values():
+            inbox.pump()
+        return True
+
+    def receive(self, data: torch.Tensor, sources: list[int], tag: int) -> Generator[Condition, None, int]:
+        """Fills `data` with the next message of this tag; returns the rank that it came from."""
+        if self._hosts.gloo is not None:
+            net = self._hosts.gloo.group
+            head = torch.empty(8, dtype=torch.uint8)
+            work = yield from _in_thread(
+                lambda: net.recv([head], sources[0], tag) if len(sources) == 1 else net.recv_anysource([head], tag)
+            )
+            source, size = int(work._source_rank()), int(head.view(torch.int64))
+            came = data if size == len(data) else torch.empty(size, dtype=torch.uint8)
+            yield from _in_thread(lambda: net.recv([came], source, tag))
+            if came is not data:
+                raise RuntimeError(_misfit(size, len(data)))
+            return source
+        wanted = _Wanted(data)
+        for source in sources:
+            if queue := self._inboxes[source].aside.get(tag):
+                wanted.source = source
+                wanted.give(queue.popleft())
+                break
+        else:
+            for source in sources:
+                self._inboxes[source].wanted.setdefault(tag, deque()).append(wanted)
+
+        def served() -> bool:
+            for source in sources:
+                self._inboxes[source].pump()
+            return wanted.done
+
+        yield served
+        if wanted.error:
+            raise RuntimeError(wanted.error)
+        return wanted.source
+
+
+def _misfit(came: int, asked: int) -> str:
+    return f"a message of {came} bytes came for {asked}"
+
+
+def _in_thread(start: Callable[[], Any]) -> Generator[Condition, None, Any]:
+    """gloo's messages are only complete for somebody who waits for them: a thread, which may be left behind. Returns
+    the work. To start one fails too, once its peer is lost.
+    """
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            work = start()
+            work.wait()
+            outcome.append(work)
+        except RuntimeError as error:
+            outcome.append(error)
+
+    threading.Thread(target=run, name="paceline-message", daemon=True).start()
+    yield lambda: bool(outcome)
+    if isinstance(outcome[0], RuntimeError):
+        raise LinkError(str(outcome[0])) from outcome[0]
+    return outcome[0]

@@ -1,0 +1,107 @@
+"""Where the workers of a team find each other: a store that worker 0 serves. Who does not get there is told why."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.comm.side import LATE, workers
+from paceline.errors import LaunchError, PeerLostError, first_line
+from paceline.world import World
+
+PAUSE = 0.05  # seconds between two attempts
+
+
+def open_store(world: World) -> dist.Store:
+    """The store of this team, once every worker has come to it."""
+    assert world.store is not None
+    host, port = world.store
+    serves = world.rank == 0 and world.store_is_ours
+    if not serves:
+        _reach(world)
+    fd: dict[str, Any] = {} if world.store_fd is None else {"master_listen_fd": world.store_fd}
+    timeout = timedelta(seconds=world.join_timeout)
+    try:
+        store = _in_time(
+            lambda: dist.TCPStore(host, port, None, serves, timeout=timeout, wait_for_workers=False, **fd),
+            world.join_timeout,
+        )
+    except RuntimeError as error:
+        what = "open" if serves else "use"
+        raise LaunchError(
+            f"worker {world.rank} could not {what} the store at {host}:{port} ({first_line(error)})",
+            "if something else uses that port, export MASTER_PORT with a free one to every worker",
+        ) from error
+    mine = dist.PrefixStore(f"paceline/{world.job}" if world.job else "paceline", store)
+    _wait_for_all(mine, world)
+    return mine
+
+
+def _in_time(make: Callable[[], dist.Store], seconds: float) -> dist.Store:
+    """Torch waits for ever for an answer of what takes its connection and is no store: in a thread left behind then."""
+    outcome: list[dist.Store | RuntimeError] = []
+
+    def run() -> None:
+        try:
+            outcome.append(make())
+        except RuntimeError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="paceline-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    found = outcome[0] if outcome else RuntimeError("what listens there is no store")
+    if isinstance(found, RuntimeError):
+        raise found
+    return found
+
+
+def _reach(world: World) -> None:
+    """Waits until worker 0's port answers. Torch would say the same over pages, and without a cure."""
+    assert world.store is not None
+    host, port = world.store
+    deadline = time.monotonic() + world.join_timeout
+    while True:
+        try:
+            left = deadline - time.monotonic()
+            socket.create_connection((host, port), timeout=max(left, PAUSE)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    f"worker {world.rank} could not reach worker 0 at {host}:{port} within {world.join_timeout} s "
+                    f"({error.strerror or error})",
+                    "see worker 0's log; if it runs, MASTER_ADDR must be its host's address and that port open",
+                ) from None
+        time.sleep(PAUSE)
+
+
+def _wait_for_all(store: dist.Store, world: World) -> None:
+    store.set(f"joined/{world.rank}", "1")
+    names = [f"joined/{rank}" for rank in range(world.size)]
+    began, pause, said = time.monotonic(), 0.001, False
+    try:
+        while not store.check(names):
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE)
+            waited = time.monotonic() - began
+            if waited > world.join_timeout or (waited > LATE and not said):
+                said = True
+                missing = workers([rank for rank, name in enumerate(names) if not store.check([name])])
+                if waited > world.join_timeout:
+                    raise PeerLostError(
+                        f"worker {world.rank} waited {world.join_timeout} s for {missing}, which did not come",
+                        "see their logs: every worker must be started, with the same number of workers",
+                    )
+                print(f"paceline: worker {world.rank} has waited {waited:.0f} s for {missing}", file=sys.stderr)
+    except RuntimeError as error:  # the store went
+        raise PeerLostError(
+            f"worker {world.rank} lost worker 0 before all had come", "see the log of worker 0"
+        ) from error

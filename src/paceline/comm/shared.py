@@ -1,0 +1,233 @@
+"""Memory that the workers of one host share: arrivals, staging blocks, lanes between pairs, and arenas for gradients.
+
+The memory is a file without a name (memfd), which the others open through the maker's /proc entry. So nothing is left
+behind by any kind of end, the size of /dev/shm does not matter, and only processes of the same user can open it.
+Arrivals are numbers in the mapping, written after the data that they announce: x86 keeps that order for every reader.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import select
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.side import workers
+
+Condition = Callable[[], bool]
+BLOCK = 1 << 20  # bytes of a staging block; each worker has two
+LANE = 1 << 17  # bytes of a slot in a lane; each ordered pair has two
+LINE = 8  # int64 of a cache line: no two workers write into the same one
+_PRINT = 30  # bits of a fingerprint beside the number of an arrival
+
+
+class MismatchError(Exception):
+    """A peer arrived with another collective than this worker's."""
+
+
+def host_key() -> str:
+    """Equal for two processes that can share memory and reach each other's /proc, and are on one network.
+
+    Empty where memory cannot be shared: another processor than x86-64 would need fences that Python cannot express.
+    """
+    if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
+        return ""
+    parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.getuid())]
+    return " ".join(parts + [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "user")])
+
+
+def map_together(
+    store: dist.Store, name: str, ranks: Sequence[int], rank: int, size: int, otherwise: str
+) -> mmap.mmap | None:
+    """Maps `size` new bytes, zeros, in all processes of `ranks`; None on all of them if one of them cannot.
+
+    The first of `ranks` makes the file. `name` is fresh in `store`. Raises nothing for want of memory: the first of
+    `ranks` warns why, and of what happens `otherwise`.
+    """
+    leader = rank == ranks[0]
+    fd, said = -1, ""
+    try:
+        if leader:
+            fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
+            os.posix_fallocate(fd, 0, size)  # what is missing is missing now, and not as a bus error later
+            said = f"/proc/{os.getpid()}/fd/{fd}"
+    except OSError as error:
+        said = f"!{error.strerror}"
+    try:
+        if leader:
+            store.set(f"{name}/file", said)
+        said = store.get(f"{name}/file").decode()
+        mapped = None
+        if not said.startswith("!"):
+            try:
+                fd = fd if leader else os.open(said, os.O_RDWR | os.O_CLOEXEC)
+                mapped = mmap.mmap(fd, size)
+            except OSError as error:
+                said = f"!{error.strerror}"
+        store.set(f"{name}/{rank}", said)
+        everybody = [store.get(f"{name}/{other}").decode() for other in ranks]  # also: all have opened it
+        if reason := next((answer[1:] for answer in everybody if answer.startswith("!")), None):
+            if leader:
+                megabytes = f"{size / (1 << 20):.0f} MB"
+                warnings.warn(
+                    f"{workers(ranks)} cannot share {megabytes} of memory ({reason}): {otherwise}", stacklevel=2
+                )
+            return None
+        return mapped
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory: what is only moved may be of a dtype that gloo or NCCL has no name for."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+@dataclass
+class Arena:
+    """Tensors of one length in shared memory, by place. Where `measure` is set, a sum in place leaves in `squares` the
+    sum of squares of the stretch that this worker summed: it is read while it is in the cache.
+    """
+
+    parts: list[torch.Tensor]
+    measure: bool = False
+    squares: float | None = None
+
+
+class Shared:
+    """The shared memory of `ranks`, workers of one host in one group; `me` is this worker's place among them. Its
+    workers may use so many `cores` altogether.
+
+    Arrivals are counted from 1. Each worker may be at most one arrival ahead of another, because it waits for all
+    before it goes on: two staging blocks each are enough, taken in turn.
+    """
+
+    def __init__(self, memory: mmap.mmap, ranks: Sequence[int], rank: int, pids: Sequence[int], cores: int) -> None:
+        count = len(ranks)
+        self.ranks, self.me, self.count = list(ranks), list(ranks).index(rank), count
+        self.others = [place for place in range(count) if place != self.me]
+        self.crowded = count > cores
+        self._memory = memory
+        head = _head(count)
+        self._flags = memoryview(memory)[:head].cast("q")
+        bytes_ = torch.frombuffer(memory, dtype=torch.uint8)
+        blocks = bytes_[head : head + 2 * count * BLOCK].view(2, count, BLOCK)
+        self._blocks = [list(half.unbind(0)) for half in blocks.unbind(0)]
+        self._slots = bytes_[head + 2 * count * BLOCK :].view(count, count, 2, LANE)
+        self._turn = 0
+        self._arrived = 0
+        self._pidfds = {place: os.pidfd_open(pids[place]) for place in self.others}
+
+    @staticmethod
+    def size(count: int) -> int:
+        return _head(count) + 2 * count * BLOCK + 2 * count * count * LANE
+
+    # -- arrivals -----------------------------------------------------------------------------------------------
+
+    def arrive(self, fingerprint: int) -> Condition:
+        """Says that this worker's part is in place, and returns when everybody's is: as a condition to wait for.
+
+        The condition raises MismatchError if somebody arrived with another fingerprint.
+        """
+        self._arrived += 1
+        value = self._arrived << _PRINT | fingerprint & (1 << _PRINT) - 1
+        flags, least = self._flags, self._arrived << _PRINT
+        flags[self.me * LINE] = value
+        missing = list(self.others)
+
+        def all_here() -> bool:
+            while missing:
+                theirs = flags[missing[-1] * LINE]
+                if theirs < least:
+                    return False
+                if theirs != value and theirs >> _PRINT == value >> _PRINT:
+                    raise MismatchError
+                missing.pop()
+            return True
+
+        return all_here
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come to this worker's last arrival."""
+        return [self.ranks[p] for p in self.others if self._flags[p * LINE] >> _PRINT < self._arrived]
+
+    def dead(self) -> list[int]:
+        """The ranks whose processes have ended."""
+        poll = select.poll()
+        for fd in self._pidfds.values():
+            poll.register(fd, select.POLLIN)
+        ended = {fd for fd, _ in poll.poll(0)}
+        return [self.ranks[place] for place, fd in self._pidfds.items() if fd in ended]
+
+    def blocks(self) -> list[torch.Tensor]:
+        """The staging blocks whose turn it is, one per worker in place order, as bytes."""
+        self._turn ^= 1
+        return self._blocks[self._turn]
+
+    # -- lanes --------------------------------------------------------------------------------------------------
+
+    def lane(self, source: int, target: int) -> Lane:
+        """The one-way channel between two places."""
+        at = (self.count + source * self.count + target) * LINE
+        return Lane(self._flags, at, list(self._slots[source, target].unbind(0)))
+
+    def close(self) -> None:
+        """Lets go of the mapping. Tensors that lie in it keep it alive."""
+        for fd in self._pidfds.values():
+            os.close(fd)
+        self._pidfds.clear()
+
+
+def _head(count: int) -> int:
+    """Bytes of the flags: one line per worker, one per ordered pair, in whole pages."""
+    return -(-(count + count * count) * LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Lane:
+    """A one-way channel of messages: two slots in turn; its flags are sent, taken, the message's size and tag."""
+
+    def __init__(self, flags: Any, at: int, slots: list[torch.Tensor]) -> None:
+        self._flags, self._at, self._slots = flags, at, slots
+
+    def send(self, data: torch.Tensor, tag: int) -> Iterator[Condition]:
+        """Puts a message of flat bytes in, piece by piece, as space comes."""
+        flags, at = self._flags, self._at
+        yield lambda: bool(flags[at] == flags[at + 1])  # the message before was taken: its size and tag stand here
+        flags[at + 2], flags[at + 3] = data.numel(), tag
+        for start in range(0, max(len(data), 1), LANE):
+            sent = flags[at]
+            if start:
+                yield partial(_within, flags, at + 1, sent - 1)
+            piece = data[start : start + LANE]
+            self._slots[sent & 1][: len(piece)].copy_(piece)
+            flags[at] = sent + 1
+
+    def waiting(self) -> tuple[int, int] | None:
+        """Size and tag of the message that is coming in, if one is and its first piece has not been taken."""
+        flags, at = self._flags, self._at
+        return (flags[at + 2], flags[at + 3]) if flags[at] > flags[at + 1] else None
+
+    def take(self, data: torch.Tensor) -> Iterator[Condition]:
+        """Takes the waiting message out, into flat bytes of its size."""
+        flags, at = self._flags, self._at
+        for start in range(0, max(len(data), 1), LANE):
+            taken = flags[at + 1]
+            yield partial(_within, flags, at, taken + 1)
+            piece = data[start : start + LANE]
+            piece.copy_(self._slots[taken & 1][: len(piece)])
+            flags[at + 1] = taken + 1
+
+
+def _within(flags: Any, at: int, least: int) -> bool:
+    return bool(flags[at] >= least)

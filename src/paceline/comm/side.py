@@ -1,0 +1,183 @@
+"""The side channel: where every worker is, told over the store, which works when the data channel is stuck.
+
+A worker that waits long says what for, and looks what the others wait for; so a mismatch, an end or a failure becomes
+an error with call sites and not a hang.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import CollectiveMismatchError, PacelineError, PeerLostError, first_line
+
+T = TypeVar("T")
+PATIENCE = 1.0  # seconds of waiting before a worker tells the others where it is, and looks where they are
+LATE = 30.0  # seconds of waiting before it says once on the console who has not arrived
+EXPLAIN = 5.0  # seconds to find the reason after a collective failed
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_OURS = (_PACKAGE, _TORCH, "<frozen")
+
+
+def call_site() -> str:
+    """``file:line`` of the nearest frame that is the user's: neither ours nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OURS) and "contextlib" not in name:
+            break
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+class Side:
+    """Where worker `rank` of `size` is, and where the others said they are."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store, self.rank, self.size = store, rank, size
+        self.here: dict[str, Any] = {"sequence": 0, "name": "the start", "site": "", "state": "in"}
+        self._said_late = False
+        self._survey: Future[list[dict[str, Any] | None]] | None = None
+
+    def say(self, state: str, where: tuple[str, str]) -> None:
+        """Changes this worker's state; `where` (name, site) it was last."""
+        self.here = {**self.here, "state": state, "name": where[0], "site": where[1]}
+
+    def publish(self) -> None:
+        self._store.set(f"at/{self.rank}", json.dumps(self.here))
+
+    def others(self) -> list[dict[str, Any] | None]:
+        """Where each worker said it is; None for those that have not said anything."""
+        return [
+            json.loads(self._store.get(f"at/{rank}")) if self._store.check([f"at/{rank}"]) else None
+            for rank in range(self.size)
+        ]
+
+    def _meet(self) -> list[dict[str, Any] | None]:
+        self.publish()
+        return self.others()
+
+    def _ask(self) -> list[dict[str, Any] | None]:
+        places = self._meet()
+        if self._trouble(places) is not None:
+            time.sleep(1.5 * PATIENCE)  # until everybody who waits has said where
+            places = self.others()
+        return places
+
+    def look(self, waited: float, missing: Sequence[int], wait: float = 0.0) -> None:
+        """After a long wait: raises the reason if the others' places show one. `missing` are known not to be here.
+
+        The store is asked beside; if it does not answer within `wait` seconds, a later look has the answer.
+        """
+        self._survey = self._survey or beside(self._ask)
+        try:
+            places = self._survey.result(wait)
+            self._survey = None
+        except TimeoutError:
+            return
+        except RuntimeError:  # the store went with worker 0
+            raise PeerLostError(
+                f"worker {self.rank} lost worker 0 while waiting in {self.here['name']}", "see the log of worker 0"
+            ) from None
+        error = self._trouble(places)
+        if error is not None:
+            raise error
+        if waited > LATE and not self._said_late:
+            self._said_late = True
+            sequence = self.here["sequence"]
+            late = missing or [r for r, place in enumerate(places) if place is None or place["sequence"] < sequence]
+            print(
+                f"paceline: worker {self.rank} has waited {waited:.0f} s in {self.here['name']} "
+                f"({self.here['site']}) for {workers(late)}",
+                file=sys.stderr,
+            )
+
+    def _trouble(self, places: Sequence[dict[str, Any] | None]) -> PacelineError | None:
+        """The error if somebody is in another collective of the same number, or ended, or failed."""
+        for place in places:
+            if place is None:
+                continue
+            elsewhere = place["sequence"] == self.here["sequence"] and place["name"] != self.here["name"]
+            if elsewhere or place["state"] == "ended":
+                return self._mismatch(places)
+        for rank, place in enumerate(places):
+            if place is not None and place["state"] == "failed":
+                return PeerLostError(
+                    f"worker {self.rank} waited in {self.here['name']} for worker {rank}, which failed",
+                    f"see the log of worker {rank}",
+                )
+        return None
+
+    def _mismatch(self, places: Sequence[dict[str, Any] | None]) -> CollectiveMismatchError:
+        parts: dict[tuple[str, str], list[int]] = {}
+        sequence = self.here["sequence"]
+        for rank, place in enumerate(places):
+            if place is None or (place["state"] != "ended" and place["sequence"] != sequence):
+                continue
+            what = "ended after " if place["state"] == "ended" else ""
+            where = f"{place['name']} at {place['site']}" if place["site"] else place["name"]
+            parts.setdefault((what, where), []).append(rank)
+        said = ", ".join(
+            f"{workers(ranks)} {what or ('are in ' if len(ranks) > 1 else 'is in ')}{where}"
+            for (what, where), ranks in parts.items()
+        )
+        return CollectiveMismatchError(
+            f"workers do not meet: {said}",
+            "every worker must call the same ones in the same order: remove the condition around the call "
+            "(files are written once anyway)",
+        )
+
+    def reason(self, error: Exception, everybody: bool, known: Callable[[], bool]) -> PacelineError:
+        """Why a collective failed: a mismatch if the places show one, else a lost peer.
+
+        With `everybody` all workers have noticed and will say where they are: waits for them, to name them all. Gives
+        up when the reason is `known` otherwise.
+        """
+        deadline = time.monotonic() + EXPLAIN
+        asked, found = beside(self._meet), None
+        while time.monotonic() < deadline and not known():
+            if asked.done():
+                if asked.exception() is not None:  # the store went with worker 0
+                    break
+                places = asked.result()
+                said = sum(p is not None and p["sequence"] >= self.here["sequence"] for p in places)
+                found = self._trouble(places)
+                if found is not None and (not everybody or said == self.size):
+                    break
+                asked = beside(self._meet)
+            time.sleep(0.01)
+        return found or PeerLostError(
+            f"worker {self.rank} lost a peer in {self.here['name']} ({first_line(error)})",
+            "the reason stands in the log of the worker that ended first",
+        )
+
+
+def beside(call: Callable[[], T]) -> Future[T]:
+    """What asks the store may block as long as the network does: a thread that may be left behind does it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except RuntimeError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="paceline-side", daemon=True).start()
+    return future
+
+
+def workers(ranks: Sequence[int]) -> str:
+    """``worker 3``, ``workers 0, 2``; an empty list is ``nobody``."""
+    if not ranks:
+        return "nobody"
+    return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,152 @@
+"""Hosts on this machine: each a network namespace with an own address, all on one switch, and no names known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+_numbers = itertools.count()
+# What a host is inside: its own name, and a hosts file that knows nobody.
+INSIDE = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
+PORT = 29500
+
+
+def ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+@dataclass
+class Host:
+    """`address` on the switch, through the device eth0."""
+
+    space: str
+    address: str
+    known: Path
+
+    def command(self, *command: str | Path) -> list[str]:
+        """The command that runs `command` on this host."""
+        nowhere = f"nowhere-{self.address.rpartition('.')[2]}"
+        enter = ["nsenter", f"--net=/run/netns/{self.space}", "unshare", "--uts", "--mount", "sh", "-c", INSIDE, "sh"]
+        return [*enter, str(self.known), nowhere, *map(str, command)]
+
+    def sent(self) -> int:
+        """Bytes that left through eth0 so far."""
+        (device,) = json.loads(ip("-n", self.space, "-s", "-j", "link", "show", "dev", "eth0"))
+        return int(device["stats64"]["tx"]["bytes"])
+
+    def cut(self) -> None:
+        """Pulls the cable."""
+        ip("-n", self.space, "link", "set", "eth0", "down")
+
+    def mend(self) -> None:
+        ip("-n", self.space, "link", "set", "eth0", "up")
+
+
+@dataclass
+class Worker:
+    rank: int
+    process: subprocess.Popen[str]
+    code: int = 0
+    stdout: str = ""
+    stderr: str = ""
+
+
+@dataclass
+class Network:
+    """Hosts with the addresses 10.77.0.1, 10.77.0.2, ..., and the workers on them."""
+
+    hosts: list[Host]
+    folder: Path
+    workers: list[Worker] = field(default_factory=list)
+
+    def start(
+        self,
+        counts: Sequence[int],
+        *command: str | Path,
+        everywhere: Mapping[str, str] | None = None,
+        by_host: Sequence[Mapping[str, str]] = (),
+    ) -> list[Worker]:
+        """Starts `counts` workers on the hosts with torchrun's variables; `by_host` are further ones of each host."""
+        self.workers, size = [], sum(counts)
+        for number, (host, count) in enumerate(zip(self.hosts, counts, strict=True)):
+            for local in range(count):
+                rank = len(self.workers)
+                env = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
+                env |= {"MASTER_ADDR": self.hosts[0].address, "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
+                env |= {"CUDA_VISIBLE_DEVICES": "", **(everywhere or {}), **(by_host[number] if by_host else {})}
+                process = subprocess.Popen(
+                    host.command(sys.executable, *command),
+                    cwd=self.folder,
+                    env={**os.environ, **{name: str(value) for name, value in env.items()}},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                self.workers.append(Worker(rank, process))
+        return self.workers
+
+    def end(self, timeout: float = 240) -> list[Worker]:
+        """Waits for the workers."""
+        for worker in self.workers:
+            worker.stdout, worker.stderr = worker.process.communicate(timeout=timeout)
+            worker.code = worker.process.returncode
+        return self.workers
+
+    def run(self, counts: Sequence[int], *command: str | Path, **more: Mapping[str, str]) -> list[Worker]:
+        """Starts workers that all must end well."""
+        self.start(counts, *command, **more)
+        for worker in self.end():
+            assert worker.code == 0, f"worker {worker.rank} ended with {worker.code}\n{worker.stdout}\n{worker.stderr}"
+        return self.workers
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+            worker.process.communicate()
+
+
+@contextmanager
+def network(count: int, folder: Path) -> Iterator[Network]:
+    """`count` hosts. Everything is in namespaces of our own, named after this process, and goes with them."""
+    known = folder / "hosts"
+    known.write_text("127.0.0.1 localhost\n")
+    prefix = f"paceline-{os.getpid()}-{next(_numbers)}"
+    with ExitStack() as stack:
+
+        def space(name: str) -> str:
+            ip("netns", "add", f"{prefix}-{name}")
+            stack.callback(ip, "netns", "del", f"{prefix}-{name}")
+            ip("-n", f"{prefix}-{name}", "link", "set", "lo", "up")
+            return f"{prefix}-{name}"
+
+        switch = space("switch")
+        ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", switch, "link", "set", "br0", "up")
+        hosts = []
+        for number in range(1, count + 1):
+            host = Host(space(str(number)), f"10.77.0.{number}", known)
+            ip("-n", switch, "link", "add", f"v{number}", "type", "veth", "peer", "name", "eth0", "netns", host.space)
+            ip("-n", switch, "link", "set", f"v{number}", "master", "br0", "up")
+            ip("-n", host.space, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            ip("-n", host.space, "link", "set", "eth0", "up")
+            hosts.append(host)
+        made = Network(hosts, folder)
+        stack.callback(made.close)
+        yield made
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[[int], Network]]:
+    """Makes hosts for a test."""
+    with ExitStack() as stack:
+        yield lambda count: stack.enter_context(network(count, tmp_path))

@@ -1,0 +1,218 @@
+"""Several hosts: workers in network namespaces of this machine, which share neither memory nor names."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from agents import until
+from cases import CASES
+from launching import SCRIPTS, paceline
+from networks import Network
+from networks import hosts as hosts
+from oracle import apart, train
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.root
+Hosts = Callable[[int], Network]
+TEAMS = {(2, 2): "[[0, 1], [2, 3]]", (2, 1, 3): "[[0, 1], [2], [3, 4, 5]]"}
+JOIN = "import paceline\nteam = paceline.join()\n"
+ADD = JOIN + "import torch\nprint(team.all_reduce(torch.tensor([team.rank + 1]), name='places').item())\n"
+
+
+@pytest.mark.parametrize("counts", [pytest.param((2, 2), marks=pytest.mark.slow), (2, 1, 3)], ids=str)
+def test_every_collective_gives_what_plain_arithmetic_gives(hosts: Hosts, counts: tuple[int, ...]) -> None:
+    for worker in hosts(len(counts)).run(counts, SCRIPTS / "everything.py"):
+        assert worker.stdout == f"hosts {TEAMS[counts]}\n"
+
+
+@pytest.mark.parametrize("counts", [(2, 2), pytest.param((2, 1, 3), marks=pytest.mark.slow)], ids=str)
+def test_weights_and_reports_are_those_of_one_process(hosts: Hosts, counts: tuple[int, ...], tmp_path: Path) -> None:
+    hosts(len(counts)).run(counts, SCRIPTS / "contract.py", tmp_path / "out", *CASES)
+    tensors, figures = load_file(tmp_path / "out.safetensors"), json.loads((tmp_path / "out.json").read_text())
+    torch.set_num_threads(1)
+    for name, case in CASES.items():
+        alone = train(case)
+        mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+        assert apart(mine, alone.weights) <= 1e-12, name
+        assert figures[name]["loss"] == pytest.approx(alone.figures["loss"], rel=1e-10)
+        assert figures[name]["samples"] == alone.figures["samples"]
+        assert figures[name]["evaluation"] == pytest.approx(alone.evaluation, rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", TEAMS, ids=str)
+def test_exact_has_the_bits_of_one_worker(hosts: Hosts, counts: tuple[int, ...], tmp_path: Path) -> None:
+    cases = ["mlp", "dropout", "batchnorm", "partly", "tokens"]
+    hosts(len(counts)).run(counts, SCRIPTS / "contract.py", tmp_path / "out", *cases, "exact")
+    paceline("run", "--workers", "1", SCRIPTS / "contract.py", tmp_path / "one", *cases, "exact", cwd=tmp_path)
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+
+
+# What one all-reduce costs on the wire is the difference between runs of many and of few.
+SUMS = """
+import sys, torch, torch.distributed as dist
+from paceline.comm.autoload import register
+register()
+dist.init_process_group("paceline")
+data = torch.ones(8 << 20)
+for _ in range(int(sys.argv[1])):
+    dist.all_reduce(data)
+dist.destroy_process_group()
+"""
+
+
+def test_a_sum_crosses_the_wire_once_per_host(hosts: Hosts, tmp_path: Path) -> None:
+    """32 MB among two hosts: each sends half of it twice, however many workers it has."""
+    (tmp_path / "sums.py").write_text(SUMS)
+    here = hosts(2)
+    sent = []
+    for count in ("1", "5"):
+        before = [host.sent() for host in here.hosts]
+        here.run((2, 2), "sums.py", count)
+        sent.append([host.sent() - was for host, was in zip(here.hosts, before, strict=True)])
+    for few, many in zip(*sent, strict=True):
+        assert (many - few) / 4 == pytest.approx(32 << 20, rel=0.1)
+
+
+# -- which way ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", ["eth0", "eth0,eth0"])
+def test_the_interface_may_be_chosen(hosts: Hosts, tmp_path: Path, names: str) -> None:
+    (tmp_path / "train.py").write_text(ADD)
+    for worker in hosts(2).run((1, 2), "train.py", everywhere={"GLOO_SOCKET_IFNAME": names}):
+        assert worker.stdout == "6\n"
+
+
+def test_a_first_host_whose_name_is_the_loopback_to_itself(hosts: Hosts, tmp_path: Path) -> None:
+    """As Debian writes it: worker 0 is found by the others under a name that on its own host means 127.0.1.1."""
+    (tmp_path / "train.py").write_text(ADD)
+    here = hosts(2)
+    for number, address in enumerate(("127.0.1.1", here.hosts[0].address)):
+        here.hosts[number].known = tmp_path / f"hosts-{number}"
+        here.hosts[number].known.write_text(f"127.0.0.1 localhost\n{address} first\n")
+    for worker in here.run((2, 1), "train.py", everywhere={"MASTER_ADDR": "first"}):
+        assert worker.stdout == "6\n"
+
+
+def test_an_interface_that_is_not_there_is_said_by_every_worker(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ADD)
+    here = hosts(2)
+    here.start((2, 1), "train.py", by_host=[{}, {"GLOO_SOCKET_IFNAME": "ib0"}])
+    for worker in here.end():
+        assert worker.code == 1
+        assert (
+            "UsageError: worker 2 finds no network interface to reach other hosts by (GLOO_SOCKET_IFNAME=ib0); "
+            "set GLOO_SOCKET_IFNAME on its host to the one that the others can reach; there are lo, eth0\n"
+        ) in worker.stderr
+
+
+def test_an_interface_that_leads_nowhere(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ADD)
+    here = hosts(2)
+    here.start((1, 1), "train.py", everywhere={"GLOO_SOCKET_IFNAME": "lo", "PACELINE_JOIN_TIMEOUT": "5"})
+    for worker in here.end():
+        assert worker.code == 1
+        said = (
+            f"PeerLostError: worker {worker.rank} could not connect to workers of other hosts from the interface lo ("
+        )
+        assert said in worker.stderr
+        assert (
+            "; let the hosts reach each other on all ports, and set GLOO_SOCKET_IFNAME on each host to the interface "
+            "that the others can reach; here are lo, eth0\n"
+        ) in worker.stderr
+
+
+# -- who does not come --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("address", "reason"), [("10.99.0.1", "Network is unreachable"), ("first", "")])
+def test_an_address_that_leads_nowhere(hosts: Hosts, tmp_path: Path, address: str, reason: str) -> None:
+    """Worker 0 itself serves on all its addresses, and hears that nobody came. Why no name is known may differ."""
+    (tmp_path / "train.py").write_text(JOIN)
+    here = hosts(2)
+    places = [{}, {"MASTER_ADDR": address}]
+    here.start((1, 1), "train.py", everywhere={"PACELINE_JOIN_TIMEOUT": "4"}, by_host=places)
+    first, second = here.end()
+    assert (first.code, second.code) == (1, 1)
+    assert (
+        "PeerLostError: worker 0 waited 4 s for worker 1, which did not come; "
+        "see their logs: every worker must be started, with the same number of workers\n"
+    ) in first.stderr
+    assert f"PeerLostError: worker 1 could not reach worker 0 at {address}:29500 within 4 s ({reason}" in second.stderr
+    cure = "see worker 0's log; if it runs, MASTER_ADDR must be its host's address and that port open"
+    assert second.stderr.endswith(f"); {cure}\n")
+
+
+DYING = """
+import os, time, torch
+import torch.distributed as dist
+data = torch.ones(1000)
+for step in range(1000):
+    if step == 5:
+        open("there-%d" % team.rank, "w").close()
+        while {late} and not os.path.exists("gone"):
+            time.sleep(0.01)
+    {operation}
+    time.sleep(0.01)
+"""
+SUM = "team.all_reduce(data, name='much')"
+MESSAGE = "[dist.send(data, other) for other in range(3)] if team.rank == 3 else dist.recv(data, 3)"
+
+
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True], ids=["meanwhile", "before"])
+@pytest.mark.parametrize("operation", [SUM, MESSAGE], ids=["sum", "message"])
+def test_a_worker_that_dies_on_another_host(hosts: Hosts, tmp_path: Path, operation: str, late: bool) -> None:
+    """Meanwhile, or before the others begin what they cannot end: gloo then refuses to start it."""
+    (tmp_path / "train.py").write_text(JOIN + DYING.format(operation=operation, late=late))
+    here = hosts(3)
+    workers = here.start((2, 1, 1), "train.py")
+    until(lambda: all((tmp_path / f"there-{worker.rank}").exists() for worker in workers))
+    os.kill(workers[3].process.pid, signal.SIGKILL)
+    workers[3].process.wait()
+    (tmp_path / "gone").touch()
+    *rest, killed = here.end()
+    assert killed.code == -signal.SIGKILL
+    for worker in rest:
+        assert worker.code == 1
+        assert f"PeerLostError: worker {worker.rank} " in worker.stderr
+
+
+OCCUPANT = """
+import socket, time
+silent = socket.socket()
+silent.bind(("0.0.0.0", 29500))
+silent.listen()
+print("here", flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_port_that_is_taken(hosts: Hosts, tmp_path: Path) -> None:
+    """By something that takes connections and says nothing."""
+    (tmp_path / "train.py").write_text(JOIN)
+    here = hosts(1)
+    command = here.hosts[0].command(sys.executable, "-c", OCCUPANT)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as occupant:
+        try:
+            assert occupant.stdout is not None
+            assert occupant.stdout.readline() == "here\n"
+            here.start((2,), "train.py", everywhere={"PACELINE_JOIN_TIMEOUT": "4"})
+            first, second = here.end()
+        finally:
+            occupant.kill()
+    assert (first.code, second.code) == (1, 1)
+    assert "LaunchError: worker 0 could not open the store at 10.77.0.1:29500 (" in first.stderr
+    cure = "if something else uses that port, export MASTER_PORT with a free one to every worker\n"
+    assert first.stderr.endswith(f"; {cure}")
+    assert (
+        f"LaunchError: worker 1 could not use the store at 10.77.0.1:29500 (what listens there is no store); {cure}"
+    ) in second.stderr

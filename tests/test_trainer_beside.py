@@ -1,0 +1,214 @@
+"""What a Trainer does beside training: evaluate, log, keep state, save and export; alone in its process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from alone import happened, trainer
+from by_hand import built
+from cases import mlp, rows
+from public import Stream
+from torch import nn
+
+from paceline.errors import MetricError, UsageError
+from paceline.phases import State
+
+pytestmark = pytest.mark.usefixtures("run")
+
+# -- evaluation -------------------------------------------------------------------------------------------------
+
+
+def accuracy(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
+    return {"right": ((output.argmax(1) == batch[1]).sum(), len(output))}
+
+
+def test_evaluation_is_exact_at_rest_and_restores_each_modules_mode():
+    model = nn.Sequential(nn.BatchNorm1d(10), nn.Dropout(0.5), mlp()).double()
+    model[0].eval()
+    mine = trainer(model)
+    seen: list[bool] = []
+
+    def metric(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
+        seen.append(model.training or model[1].training or torch.is_grad_enabled())
+        return accuracy(output, batch)
+
+    x, y = rows(2, 45, 10).tensors
+    results = [mine.evaluate(rows(2, 45, 10), metric)]
+    for _ in mine.steps(rows(1, 45, 10), count=1):
+        results.append(mine.evaluate(rows(2, 45, 10), metric))
+    assert seen
+    assert not any(seen)
+    assert [module.training for module in (model, *model)] == [True, False, True, True]
+    with torch.no_grad():
+        model.eval()
+        assert results[1] == {"right": int((model(x).argmax(1) == y).sum()) / 45, "n": 45}
+
+
+def test_a_metric_that_fails_leaves_the_model_in_training():
+    mine = trainer(nn.Sequential(mlp(), nn.Dropout(0.5)))
+    for bad, message in (
+        (lambda output, batch: output.sum(), "the metric returned tensor("),
+        (lambda output, batch: {"sum": output.sum()}, "the metric returned {'sum': tensor("),
+        (lambda output, batch: {"sum": (1, 2, 3)}, "the metric returned {'sum': (1, 2, 3)}; "),
+    ):
+        with pytest.raises(MetricError) as caught:
+            mine.evaluate(rows(2, 45, 10), bad)
+        assert str(caught.value).startswith(message)
+        assert str(caught.value).endswith("; return {name: (sum, count)}")
+        assert mine.model.training
+        assert mine.model[1].training
+
+
+def test_names_that_differ_between_rows_are_refused():
+    def metric(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
+        return accuracy(output, batch) | ({"odd": (1, 1)} if len(output) < 2 else {})
+
+    with pytest.raises(MetricError) as caught:
+        trainer().evaluate(rows(2, 45, 10), metric)
+    assert str(caught.value) == (
+        "the metric returned ['odd', 'right'] for some rows and ['right'] for others; return the same names "
+        "everywhere, with count 0 where there is nothing to count"
+    )
+
+
+def test_another_model_is_evaluated_in_its_place():
+    mine, other = trainer(), nn.Sequential(built(mlp, seed=9), nn.Dropout(0.5))
+    x, y = rows(2, 45, 10).tensors
+    found = mine.evaluate(rows(2, 45, 10), accuracy, model=other)
+    assert found["right"] == int((other[0](x).argmax(1) == y).sum()) / 45
+    assert other.training
+
+
+def test_iterable_data_and_noise_are_evaluated_the_same_each_time():
+    mine = trainer()
+    list(mine.steps(rows(1, 45, 10), loader={"num_workers": 2}))  # options that are not for an iterable dataset
+    ordered = mine.evaluate(rows(11, 45, 10), accuracy)
+    assert mine.evaluate(Stream(noisy=False), accuracy) == ordered
+    noisy = mine.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))})
+    assert mine.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))}) == noisy
+
+
+# -- log, state, save, export -----------------------------------------------------------------------------------
+
+
+def test_log_keeps_figures_at_their_step(run):
+    mine = trainer()
+    mine.log(started=True)
+    for _ in mine.steps(rows(1, 45, 10), count=2):
+        mine.log(**mine.evaluate(rows(2, 9, 10), accuracy), note="text", value=torch.tensor(2.5))
+    events = happened(run, "log")
+    assert [(event["step"], event["trainer"]) for event in events] == [(0, 0), (1, 0), (2, 0)]
+    assert events[0]["values"] == {"started": True}
+    assert {**events[1]["values"], "right": 0} == {"right": 0, "n": 9, "note": "text", "value": 2.5}
+    assert [event["results"]["n"] for event in happened(run, "evaluate")] == [9, 9]
+
+
+def test_main_and_steps_done_alone():
+    mine = trainer()
+    assert mine.main
+    assert mine.steps_done == 0
+    assert mine.complete  # there is no loop yet that would have to end
+
+
+def test_state_takes_back_what_was_saved():
+    first = State()
+    average = torch.optim.swa_utils.AveragedModel(mlp())
+    first["best"], first["history"], first["average"], first["late"] = 0.5, [1, {"a": torch.ones(2)}], average, 7
+    with torch.no_grad():
+        average.module[0].weight.fill_(3.0)
+    again = State()
+    again.restore(first.saved())
+    assert again["best"] == 0.5
+    again["best"] = 0.0  # the script's first value: the checkpoint's wins
+    assert again["best"] == 0.5
+    again["best"] = 0.9
+    assert again["best"] == 0.9
+    assert again.setdefault("late", 0) == 7
+    assert again.setdefault("new", 1) == 1
+    fresh = torch.optim.swa_utils.AveragedModel(mlp())
+    assert "average" not in again
+    again["average"] = fresh
+    assert again["average"] is fresh
+    assert torch.equal(fresh.module[0].weight, average.module[0].weight)
+    assert set(again.saved()) == {"best", "history", "average", "late", "new"}
+
+
+def test_first_values_given_at_once_give_way_to_the_checkpoint_too():
+    first = State()
+    first["best"], first["average"] = 0.5, torch.optim.swa_utils.AveragedModel(mlp())
+    for give in (State.update, State.__ior__):
+        again, fresh = State(), torch.optim.swa_utils.AveragedModel(mlp())
+        again.restore(first.saved())
+        give(again, {"best": 0.0, "average": fresh, "new": 1})
+        assert again == {"best": 0.5, "average": fresh, "new": 1}
+        assert torch.equal(fresh.module[0].weight, first["average"].module[0].weight)
+        again.update(best=0.7)
+        assert again["best"] == 0.7
+
+
+def test_once_training_goes_on_an_assignment_is_one():
+    """Also the first: a script may only ever say state["n"] = state.get("n", 0) + 1."""
+    first = State()
+    first["n"], first["average"] = 3, torch.optim.swa_utils.AveragedModel(mlp())
+    again = State()
+    again.restore(first.saved())
+    again.begin()
+    again["n"] = again.get("n", 0) + 1
+    assert again["n"] == 4
+    again["average"] = torch.optim.swa_utils.AveragedModel(mlp())  # an object is still filled
+    assert torch.equal(again["average"].module[0].weight, first["average"].module[0].weight)
+
+
+def test_state_that_was_not_put_back_yet_is_saved_again():
+    first = State()
+    first["average"] = torch.optim.swa_utils.AveragedModel(mlp())
+    again = State()
+    again.restore(first.saved())
+    assert again.saved().keys() == {"average"}
+    assert again.saved()["average"][0] == "object"
+
+
+def test_what_a_checkpoint_cannot_keep_is_named_as_the_user_wrote_it():
+    mine = trainer()
+    mine.state["best"] = {"model": [mlp]}
+    with pytest.raises(UsageError) as caught:
+        mine.save()
+    assert str(caught.value) == (
+        "trainer.state['best']['model'][0] is a function and cannot be kept in a checkpoint; "
+        "keep numbers, text, tensors, or an object with state_dict()"
+    )
+    mine.state["best"] = torch.optim.swa_utils.AveragedModel(mlp())
+    mine.state["best"].register_buffer("odd", torch.ones(2).to_sparse())
+    with pytest.raises(UsageError) as caught:
+        mine.save()
+    assert str(caught.value) == (
+        "trainer.state['best']['odd'] is a sparse or quantized tensor and cannot be kept in a checkpoint; "
+        "keep a dense tensor with values, as to_dense() gives"
+    )
+
+
+def test_export_holds_the_weights_under_their_names(tmp_path):
+    from safetensors.torch import load_file
+
+    mine = trainer()
+    for report in mine.steps(rows(1, 45, 10), count=2):
+        mine.export(tmp_path / f"{report.step}.safetensors")
+    found = load_file(tmp_path / "2.safetensors")
+    assert found.keys() == mine.model.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in mine.model.state_dict().items())
+    assert not torch.equal(load_file(tmp_path / "1.safetensors")["0.weight"], found["0.weight"])
+
+
+def test_a_checkpoint_is_taken_after_the_body(run):
+    """save() asks for it; it is taken when the loop asks for the next step."""
+    mine = trainer()
+    for report in mine.steps(rows(1, 45, 10), count=3):
+        if report.step == 2:
+            mine.save()
+            assert happened(run, "checkpoint") == []
+            mine.state["after"] = "the call"
+    assert [event["step"] for event in happened(run, "checkpoint")] == [2, 3]
+    mine.save()  # outside of a loop it is taken at once
+    assert len(happened(run, "checkpoint")) == 3
