@@ -59,7 +59,7 @@ lint: $(TOOLS) ## ruff: rules and format
 types: $(TOOLS) ## mypy, strict
 	@$(BIN)/mypy
 
-bench: $(TOOLS) ## step time beside hand-written DDP, fully_shard over both transports, sums beside gloo and Open MPI, and what starting costs
+bench: $(TOOLS) ## step time, sharded step, sums and start beside their peers
 	@$(BIN)/python benchmarks/step_time.py
 	@$(BIN)/python benchmarks/sharded.py
 	@$(BIN)/python benchmarks/all_reduce.py

@@ -82,8 +82,8 @@ def main() -> None:
     taken = give(SIDES, lambda backend, address: start(backend, address, steps), options.rounds, each)
     medians(f"fully_shard, {MODEL}", taken.seconds)
     found = {"seconds": taken.seconds, **compare(taken.seconds, *SIDES), "losses apart": apart(taken.losses)}
-    print(f"  losses: {taken.losses[SIDES[0]][0][0]:.4f} at first, {taken.losses[SIDES[0]][0][-1]:.4f} at last, "
-          f"{found['losses apart']:.1e} apart at most")  # fmt: skip
+    losses = taken.losses[SIDES[0]][0]
+    print(f"  losses: {losses[0]:.4f} at first, {losses[-1]:.4f} at last, {found['losses apart']:.1e} apart at most")
     assert found["losses apart"] <= AGREE, "both backends must give the same training"
     if options.record:
         record(options.record, workers=WORKERS, threads=1, results={MODEL: found})

@@ -14,11 +14,11 @@ import sys
 import warnings
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from journals import GRID, step, write_run
 from rich.console import Console
 
 from paceline.errors import UsageError
@@ -27,63 +27,8 @@ from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.observe.summary import Summary, explain
 
-GRID = "global batch 256 = 8 micro-batches of 32 rows; one epoch = 391 steps"
-
-
-def step(number: int, **fields: Any) -> dict[str, Any]:
-    """A record of ten steps."""
-    record = {
-        "trainer": 0,
-        "step": number,
-        "epoch": 0,
-        "loss": 2.5,
-        "samples": 2560,
-        "steps": 10,
-        "seconds": 0.5,
-        "time": {"data": 0.025, "compute": 0.411, "reduce": 0.05, "update": 0.014, "other": 0.0},
-        "waited_for": {1: 0.02},
-        "bytes": 10_000_000,
-    }
-    return {**record, **fields}
-
-
-def write_run(folder: Path, script: str = "train.py") -> None:
-    """Two attempts: the first was killed after step 60, the second resumed from step 50 and finished."""
-    journal = Journal(folder)
-    start = {
-        "workers": 2,
-        "hosts": 1,
-        "plan": "data=2",
-        "plan_origin": "--plan",
-        "script": script,
-        "argv": [script, "--size", "big one"],
-        "versions": {"python": "3.11.7", "torch": "2.13.0"},
-        "seed": 7,
-        "threads": 1,
-        "device": "cpu",
-    }
-    journal.write("compare", workers=1, samples_per_second=2560.0)
-    journal.write("start", **start, resumed_from=None)
-    journal.write("grid", trainer=0, phase=0, steps=100, shares=[5, 3], text=GRID)
-    journal.write("decision", what="micro-batches are merged", why="the forward drew no random numbers")
-    for done in range(10, 70, 10):
-        journal.write("step", **step(done, loss=10.0 - done / 10))
-    journal.write("evaluate", trainer=0, step=60, results={"accuracy": 0.1, "n": 500})
-    journal.write("start", **start, resumed_from=50)
-    journal.write("grid", trainer=0, phase=0, steps=100, shares=[5, 3], text=GRID)
-    journal.write("decision", what="micro-batches are merged", why="the forward drew no random numbers")
-    for done in range(60, 110, 10):
-        journal.write("step", **step(done, loss=8.0 - done / 20, metrics={"error": 1 / done}))
-        journal.write("evaluate", trainer=0, step=done, results={"accuracy": done / 200, "n": 500})
-        journal.write("log", step=done, values={"accuracy": done / 200, "sample": f"text of step {done}"})
-    journal.write("checkpoint", step=100, path="checkpoints/step-000000000100", seconds=0.25, bytes=1000)
-    journal.write("finished", step=100)
-    journal.close()
-
 
 # ---- the journal
-
-
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "run")
     journal.write(
@@ -538,18 +483,6 @@ def test_a_run_that_hardly_began_has_a_report(tmp_path: Path, steps: int) -> Non
     assert len(titles) == 1 + steps
 
 
-def test_what_kinds_of_collectives_cost_and_the_small_ones_together(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    kinds = {"gradients": [200, 5_000_000, 2.0], "a checkpoint": [5, 100, 1e4], "export()": [1, 0, 0.0], "x": [2, 9, 0]}
-    Journal(tmp_path).write("collectives", kinds=kinds)
-    lines = [line for line in explain(tmp_path).splitlines() if "stood still" in line]
-    assert [" ".join(line.split()) for line in lines] == [
-        "gradients 200 collectives, 5 MB, worker 0 stood still 2.0 s",
-        "a checkpoint 5 collectives, 100 B, worker 0 stood still 2 h 46 min",
-        "all others 3 collectives, 9 B, worker 0 stood still 0.0 s",
-    ]
-
-
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for done in range(1, 5001):
@@ -564,48 +497,3 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         Summary(tmp_path)
     assert str(caught.value) == f"{tmp_path} is no run folder: it has no journal.jsonl; name one that --run-dir made"
-
-
-# ---- the explanation
-
-
-def test_explain_a_finished_run(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    text = explain(tmp_path)
-    for line in (
-        "  script        train.py --size 'big one'",
-        "  threads each  1",
-        "  plan    data=2 (from --plan)",
-        f"  grid    {GRID}",
-        "  micro-batches are merged\n    because the forward drew no random numbers",
-        "  waited for  worker 1 0.2 s",
-        "  bytes       1 MB a step, 100 MB in all, sent by worker 0",
-        "  attempts     2, the last went on from step 50",
-        "  checkpoints  1 in 0.2 s, the last checkpoints/step-000000000100",
-        "  ended        finished at step 100",
-    ):
-        assert line in text
-    assert text.endswith(f"\n\nNext: paceline export {tmp_path} model.safetensors")
-
-
-def test_explain_a_failed_run(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    journal = Journal(tmp_path)
-    journal.write("start", workers=3, plan="data=3", plan_origin="default", script="a b.py", argv=["a b.py", "-x"])
-    journal.write("stopped", step=0, why="a worker failed")
-    journal.write("failed", worker=2, host="ada", cause="ValueError: no", code=1, text="worker 2 failed\n  line 3")
-    text = explain(tmp_path)
-    assert "  failure   worker 2 on ada: ValueError: no\n  ended     failed at step 0: worker 2" in text
-    assert text.endswith(
-        f"\n\nworker 2 failed\n  line 3\n\nNext: paceline run --workers 3 --run-dir {tmp_path} 'a b.py' -x"
-    )
-
-
-def test_decisions_say_whose_they_are_where_there_are_several_trainers(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    for attempt in range(2):  # the second attempt repeats those of the first
-        journal.write("start", script="train.py", attempt=attempt)
-        for trainer in (0, 1):
-            journal.write("decision", trainer=trainer, what="one by one", why=f"reason {trainer}")
-    text = explain(tmp_path)
-    assert "  trainer 0: one by one\n    because reason 0\n  trainer 1: one by one\n    because reason 1\n" in text

@@ -204,7 +204,7 @@ class Transaction:
     """A step is applied whole or not at all: idle, computing, prepared, updating, idle.
 
     A worker is *prepared* when all its reductions have arrived; only then may weights change. Before that the step
-    can be aborted, which leaves everything as it was at its start. `done` counts applied steps, `applied` is the
+    can be aborted, which leaves everything as it was at its start. `done` counts applied steps, `applied_in` is the
     generation of the last one and `generation` that of the present one. A worker without state is *empty*: a newcomer,
     or one that takes the state of another over.
     """
@@ -277,7 +277,6 @@ class Resolution:
     """
 
     step: int
-    applied: int
     forward: frozenset[tuple[int, int]]
     sources: dict[int, int]
 
@@ -298,12 +297,11 @@ def resolve(team: Sequence[Sequence[Status]]) -> Resolution:
     forward: set[tuple[int, int]] = set()
     sources: dict[int, int] = {}
     for number, replica in enumerate(team):
-        behind = {place for place, status in enumerate(replica) if status.done != step}
-        if all(replica[place].done == step - 1 and replica[place].sums == applied for place in behind):
-            forward |= {(number, place) for place in behind}
+        if all(_reaches(status, step, applied) for status in replica):
+            forward |= {(number, place) for place, status in enumerate(replica) if status.done != step}
         else:
             sources[number] = ahead[len(sources) % len(ahead)]
-    return Resolution(step, applied, frozenset(forward), sources)
+    return Resolution(step, frozenset(forward), sources)
 
 
 def _stand(replica: Sequence[Status]) -> tuple[int, int] | None:
@@ -313,5 +311,9 @@ def _stand(replica: Sequence[Status]) -> tuple[int, int] | None:
     if any(status.done is None for status in replica):
         return None
     step, applied = max((status.done or 0, status.applied) for status in replica)
-    fits = (s.done == step or (s.done == step - 1 and s.sums == applied) for s in replica)
-    return (step, applied) if all(fits) else None
+    return (step, applied) if all(_reaches(status, step, applied) for status in replica) else None
+
+
+def _reaches(status: Status, step: int, applied: int) -> bool:
+    """Whether a worker has done `step` steps, or can by rolling forward from the sums of generation `applied`."""
+    return status.done == step or (status.done == step - 1 and status.sums == applied)

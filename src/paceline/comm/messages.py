@@ -5,7 +5,6 @@ Tags are matched as they come: a message that nobody has asked for yet is put as
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 from paceline.comm.engine import Steps
 from paceline.comm.hosts import Hosts, LinkError
 from paceline.comm.shared import Condition, Lane
+from paceline.comm.side import beside
 
 
 @dataclass
@@ -158,18 +158,15 @@ def _in_thread(start: Callable[[], Any]) -> Generator[Condition, None, Any]:
     """gloo's messages are only complete for somebody who waits for them: a thread, which may be left behind. Returns
     the work. To start one fails too, once its peer is lost.
     """
-    outcome: list[Any] = []
 
-    def run() -> None:
-        try:
-            work = start()
-            work.wait()
-            outcome.append(work)
-        except RuntimeError as error:
-            outcome.append(error)
+    def run() -> Any:
+        work = start()
+        work.wait()
+        return work
 
-    threading.Thread(target=run, name="paceline-message", daemon=True).start()
-    yield lambda: bool(outcome)
-    if isinstance(outcome[0], RuntimeError):
-        raise LinkError(str(outcome[0])) from outcome[0]
-    return outcome[0]
+    ended = beside(run)
+    yield ended.done
+    try:
+        return ended.result()
+    except RuntimeError as error:
+        raise LinkError(str(error)) from error

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.side import LATE, workers
+from paceline.comm.side import LATE, beside, workers
 from paceline.errors import LaunchError, PeerLostError, first_line
 from paceline.world import World
 
@@ -29,38 +27,19 @@ def open_store(world: World) -> dist.Store:
     fd: dict[str, Any] = {} if world.store_fd is None else {"master_listen_fd": world.store_fd}
     timeout = timedelta(seconds=world.join_timeout)
     try:
-        store = _in_time(
-            lambda: dist.TCPStore(host, port, None, serves, timeout=timeout, wait_for_workers=False, **fd),
-            world.join_timeout,
-        )
-    except RuntimeError as error:
+        # Torch waits for ever for an answer of what takes its connection and is no store.
+        made = beside(lambda: dist.TCPStore(host, port, None, serves, timeout=timeout, wait_for_workers=False, **fd))
+        store = made.result(world.join_timeout)
+    except (RuntimeError, TimeoutError) as error:
         what = "open" if serves else "use"
+        why = "what listens there is no store" if isinstance(error, TimeoutError) else first_line(error)
         raise LaunchError(
-            f"worker {world.rank} could not {what} the store at {host}:{port} ({first_line(error)})",
+            f"worker {world.rank} could not {what} the store at {host}:{port} ({why})",
             "if something else uses that port, export MASTER_PORT with a free one to every worker",
         ) from error
     mine = dist.PrefixStore(f"paceline/{world.job}" if world.job else "paceline", store)
     _wait_for_all(mine, world)
     return mine
-
-
-def _in_time(make: Callable[[], dist.Store], seconds: float) -> dist.Store:
-    """Torch waits for ever for an answer of what takes its connection and is no store: in a thread left behind then."""
-    outcome: list[dist.Store | RuntimeError] = []
-
-    def run() -> None:
-        try:
-            outcome.append(make())
-        except RuntimeError as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="paceline-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    found = outcome[0] if outcome else RuntimeError("what listens there is no store")
-    if isinstance(found, RuntimeError):
-        raise found
-    return found
 
 
 def _reach(world: World) -> None:

@@ -6,6 +6,7 @@ an error with call sites and not a hang.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -143,23 +144,29 @@ class Side:
         With `everybody` all workers have noticed and will say where they are: waits for them, to name them all. Gives
         up when the reason is `known` otherwise.
         """
-        deadline = time.monotonic() + EXPLAIN
-        asked, found = beside(self._meet), None
-        while time.monotonic() < deadline and not known():
-            if asked.done():
-                if asked.exception() is not None:  # the store went with worker 0
-                    break
-                places = asked.result()
-                said = sum(p is not None and p["sequence"] >= self.here["sequence"] for p in places)
-                found = self._trouble(places)
-                if found is not None and (not everybody or said == self.size):
-                    break
-                asked = beside(self._meet)
-            time.sleep(0.01)
+        search = beside(lambda: self._search(everybody, known))
+        deadline, found = time.monotonic() + EXPLAIN, None
+        while not known() and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                found = search.result(0.01)
+                break
         return found or PeerLostError(
             f"worker {self.rank} lost a peer in {self.here['name']} ({first_line(error)})",
             "the reason stands in the log of the worker that ended first",
         )
+
+    def _search(self, everybody: bool, known: Callable[[], bool]) -> PacelineError | None:
+        """Asks until there is a reason that will not grow. Blocks as long as the store does."""
+        deadline, found = time.monotonic() + EXPLAIN, None
+        with contextlib.suppress(RuntimeError):  # the store went with worker 0
+            while time.monotonic() < deadline and not known():
+                places = self._meet()
+                said = sum(p is not None and p["sequence"] >= self.here["sequence"] for p in places)
+                found = self._trouble(places)
+                if found is not None and (not everybody or said == self.size):
+                    break
+                time.sleep(0.05)
+        return found
 
 
 def beside(call: Callable[[], T]) -> Future[T]:
