@@ -22,7 +22,8 @@ import json, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from paceline.errors import PacelineError
-from paceline.launch.local import LaunchOptions, launch
+from paceline.launch.local import launch
+from paceline.launch.options import LaunchOptions
 assert "torch" not in sys.modules
 try:
     code = launch(LaunchOptions(**json.loads(sys.argv[1])))

@@ -62,8 +62,8 @@ def test_the_environment_of_a_worker(launcher: Launcher) -> None:
     for rank, environment in enumerate(environments):
         assert environment.pop("PACELINE_EVENTS_FD").isdigit()
         assert environment.pop("OMP_NUM_THREADS") == str(max(1, len(os.sched_getaffinity(0)) // 3))
-        assert ("PACELINE_STORE_FD" in environment) == (rank == 0)
-        environment.pop("PACELINE_STORE_FD", None)
+        assert environment.pop("PACELINE_STORE_FD").isdigit()
+        assert environment.pop("PACELINE_ORDERS_FD").isdigit()
         assert environment == {
             "PACELINE_RANK": str(rank),
             "PACELINE_WORLD_SIZE": "3",

@@ -521,7 +521,8 @@ def test_the_agent_itself_leaves_nothing_open(launcher: Launcher) -> None:
     )
     code = """
 import os, signal
-from paceline.launch.local import LaunchOptions, launch
+from paceline.launch.local import launch
+from paceline.launch.options import LaunchOptions
 handler = signal.getsignal(signal.SIGINT)
 counts = []
 for number in range(3):

@@ -52,8 +52,8 @@ def merging(model: nn.Module, loss: Any, data: Any, **more: Any) -> Trainer:
     mine = trainer(Sizes(model), loss, global_batch=32, plan="micro=4", **more)
     for report in mine.steps(data, epochs=3):
         if report.step == 1:  # how many are merged is otherwise a matter of measured time
-            if mine._merging._verdict == "merge":
-                mine._merging.size, mine._merging._settled = 4, True
+            if mine._stepper.merging._verdict == "merge":
+                mine._stepper.merging.size, mine._stepper.merging._settled = 4, True
             mine.model.sizes.clear()
     return mine
 
@@ -169,7 +169,7 @@ def test_a_model_that_begins_to_draw_ends_merging_for_good(draws_at, run):
     for report, step in zip(mine.steps(rows(13, 160, 10), count=9), steps, strict=True):
         plain.step(step)
         if report.step == 1:
-            mine._merging.size, mine._merging._settled = 4, True
+            mine._stepper.merging.size, mine._stepper.merging._settled = 4, True
         elif report.step == draws_at + 1:  # 16 micro-batches, one by one: of the merged pieces only the first was tried
             assert mine.model.sizes == [8] + [2] * 16
         elif draws_at + 1 < report.step <= draws_at + 2:

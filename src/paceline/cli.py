@@ -11,10 +11,13 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.launch.check import check
-from paceline.launch.local import LaunchOptions, launch
+from paceline.launch.local import launch
+from paceline.launch.options import LaunchOptions
 from paceline.observe.report import write_report
 from paceline.observe.summary import explain
 from paceline.plan import describe
+
+RESTARTS = "how often workers lost to one cause are started again (default 10); 0: any loss ends the run"
 
 
 def _run(**options: Any) -> int:
@@ -61,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     option("--save-every", metavar="60s|N", help="interval of checkpoints, seconds or steps (default 60s)")
     option("--steps", dest="max_steps", type=int, metavar="N", help="end cleanly after N optimizer steps in all")
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
+    option("--max-restarts", type=int, default=10, metavar="N", help=RESTARTS)
+    option("--min-workers", type=int, default=1, metavar="N", help="end the run when fewer are left (default 1)")
     option("--debug", type=int, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--quiet", action="store_true", help="print only how the run ended, where it did not finish")
     option("script", help="the training script")

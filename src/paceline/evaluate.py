@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.data.loader import Feed, Source
+from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError
 from paceline.step import Grid, stream_seed
 from paceline.strategies.base import Job
@@ -48,9 +48,9 @@ def evaluate(team: Team, job: Job, model: nn.Module, source: Source, metric: Met
     # The training's loader options serve here too, but a dataset of another kind may not take them.
     source = replace(source, options=None) if source.rows is None else replace(source, order=in_order)
     grid = Grid(8 * micro * team.size, micro)
-    feed = Feed(
-        source, grid, (1.0,) * team.size, team.rank, (0, None if source.rows is None else grid.batches(source.rows), 1)
-    )
+    place = Place(team.rank, (1.0,) * team.size)
+    span = (0, None if source.rows is None else grid.batches(source.rows), 1)
+    feed = Feed(source, grid, span, lambda: place)
     streams = Streams(job.device)
     rows, base = 0, 0
     sums: dict[int, dict[str, tuple[float, float]]] = {}

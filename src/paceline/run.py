@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,8 @@ from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.phases import Phase, State
+from paceline.team.operations import Simple
+from paceline.team.orders import Generation
 from paceline.team.team import Team, join
 from paceline.world import parse_save_every
 
@@ -44,6 +47,9 @@ class Member(Protocol):
 
     def snapshot(self) -> dict[str, Any]: ...
     def flush(self) -> None: ...
+    def restore(self, newcomer: bool) -> None: ...
+    def reform(self) -> None: ...
+    def follow(self) -> None: ...
     @property
     def steps_done(self) -> int: ...
     @property
@@ -66,14 +72,13 @@ class Run:
         world = team.world
         world.tell("join", trainer=True)
         self.folder = Path(world.run_dir) if world.run_dir else None
-        self.main = team.rank == 0
         self.members: list[Member] = []
         self.models: list[torch.nn.Module] = []  # the members', for whoever must know what a loss may run
         self.notice: int | None = None
         self.loops: list[Phase] = []  # those being gone through, the first to begin first
         self.calls: Counter[int] = Counter()  # of steps(), by trainer: the numbers of their phases
         self._round: set[int] = set()  # trainers that made a step() outside of loops, each once
-        self._save_due = self._stop_due = False
+        self._save_due = self._stop_due = self._enter_due = False
         self.stepping = False  # trainer.step() is being used
         self.took_step = False
         self.results: list[Any] = []
@@ -87,21 +92,59 @@ class Run:
         self.reverse = bool(self._check.get("reverse"))  # micro-batches are summed in the opposite order
         self.save_asked = self._left = False
         self._plan = ""
+        self._opened = self.main
         alone = self.main and world.launcher != "paceline"  # without an agent, which holds the lock for its workers
         self._lock = hold_lock(self.folder) if self.folder is not None and alone else None
         self.journal = Journal(self.folder if self.main else None)
         self.progress = Progress() if self.main and world.events_fd is None else None
-        self.resumed = self._find()
+        self.resumed = None if world.newcomer else self._find()
         self.tree: dict[str, Any] = {}
+        self._streams: list[Any] = []  # the user's own, by rank, as they were saved; one where all had the same
+        self.passing = self.resumed is not None  # what was done before is not done again
         if self.resumed is not None:
             self.tree = unflatten(self.resumed.manifest["tree"], self.resumed.tensors())
             self.results = list(self.tree["results"])
             self._saved_steps = self.resumed.step
+            self._streams = self.resumed.manifest["streams"]
             self._say_changes(self.resumed.manifest)
         self._may_handle = threading.current_thread() is threading.main_thread()
         for number in (signal.SIGUSR1, signal.SIGTERM) if self._may_handle else ():
             signal.signal(number, self._notice)
         team.closing.append(self.close)
+        team.operations.holder = self
+
+    @property
+    def main(self) -> bool:
+        """Whether this worker speaks and writes for the team."""
+        return self.team.rank == 0 and not self.team.operations.waiting
+
+    # -- a team that changes ------------------------------------------------------------------------------------
+
+    def hand_over(self) -> Any:
+        trainers = [member.snapshot() for member in self.members]
+        own = {"streams": _user_streams(), "saved": self._saved_steps}
+        return {"trainers": trainers, "results": self.results, **own}
+
+    def take_over(self, tree: Any, newcomer: bool) -> None:
+        self.tree, self._saved_steps = tree, tree["saved"]
+        if newcomer:
+            self.passing, self.results, self._streams = True, list(tree["results"]), [tree["streams"]]
+        for member in self.members:
+            member.restore(newcomer)
+
+    def formed(self, generation: Generation) -> None:
+        for member in self.members:
+            member.reform()
+        if self.main and not self._opened:  # those before it are gone
+            self._opened, self.journal = True, Journal(self.folder)
+            for member in self.members:
+                member.follow()
+        self.journal.write("formed", number=generation.number, workers=list(generation.members), step=self.step)
+
+    def need_team(self) -> None:
+        """A newcomer waits here: where its script first asks for something that the team knows."""
+        if self.team.operations.waiting:
+            self.team.operations.admit()
 
     # -- beginning ----------------------------------------------------------------------------------------------
 
@@ -233,10 +276,10 @@ class Run:
 
         Of several trainers that take single steps in turn, a checkpoint must find all of them after the same turn.
         """
-        if self.resumed is not None and not self.took_step:
-            saved = self.resumed.manifest["streams"]  # one where all workers had the same
-            if len(saved) == 1 or self.team.rank < len(saved):
-                _load_user_streams(saved[min(self.team.rank, len(saved) - 1)])
+        self.need_team()
+        saved = self._streams
+        if self.passing and not self.took_step and (len(saved) == 1 or self.team.rank < len(saved)):
+            _load_user_streams(saved[min(self.team.rank, len(saved) - 1)])
         for member in self.members:
             member.state.begin()
         if not self.loops:
@@ -246,10 +289,11 @@ class Run:
             if not loop:
                 self._round.add(trainer)
 
-    def agreed(self, save: bool, stop: bool) -> None:
+    def agreed(self, save: bool, stop: bool, enter: bool) -> None:
         """Wishes that all workers know of since a step: they wait until the outermost loop asks for its next one."""
         self._save_due |= save
         self._stop_due |= stop
+        self._enter_due |= enter
 
     def between(self) -> None:
         """When the outermost loop asks for the next step: what was agreed, after its body did its part."""
@@ -260,18 +304,22 @@ class Run:
             self.leave(0, f"--steps {self.team.world.max_steps}")
         if self.save_asked or save:
             self.save(must=self.save_asked)
+        if self._enter_due:
+            self._enter_due = False
+            self.team.operations.enter_next()
 
     # -- results of collectives outside of the loops ------------------------------------------------------------
 
     def outside(self, compute: Callable[[], Any]) -> Any:
         """The result of a collective; in a resumed run, before its first step, the one that was recorded."""
+        self.need_team()
         if self.loops or self.stepping:
-            return compute()
-        passing = self.resumed is not None and not self.took_step
+            return self.team.operations.run(Simple(compute))
+        passing = self.passing and not self.took_step
         if passing and self._replayed < len(self.results):
             self._replayed += 1
             return self.results[self._replayed - 1]
-        result = compute()
+        result = self.team.operations.run(Simple(compute))
         if not passing:  # a finished run that goes through its script's end records nothing
             self.results.append(result)
         return result
@@ -302,27 +350,32 @@ class Run:
         self.save_asked = False
         if self.folder is None or (self.step == self._saved_steps and not must):
             return
-        began = time.monotonic()
-        for member in self.members:
-            member.flush()
-        self.team.group.enter("a checkpoint")
-        streams = self.team.group.gather_json(_user_streams())
-        trouble = None
-        if self.main:
-            try:
-                path = self._write(self.folder, streams)
-                figures = {"seconds": time.monotonic() - began, "bytes": sum(f.stat().st_size for f in path.iterdir())}
-                self.journal.write("checkpoint", step=self.step, path=path.relative_to(self.folder), **figures)
-            except CheckpointError as error:
-                trouble = [error.what, error.cure]
+        trouble = self.team.operations.run(Simple(partial(self._checkpoint, self.folder)))
         self._saved_at = time.monotonic()
-        trouble = self.team.group.gather_json(trouble)[0]
         if trouble is None:
             self._saved_steps = self.step
         elif must:
             raise CheckpointError(*trouble)
         else:
             self.say(f"training goes on without it: {'; '.join(trouble)}")
+
+    def _checkpoint(self, folder: Path) -> Any:
+        """What went wrong in writing one, and what to do, the same on all workers."""
+        began = time.monotonic()
+        for member in self.members:
+            member.flush()
+        self.team.group.enter("a checkpoint")
+        streams = self.team.group.gather_json(_user_streams())
+        self.team.operations.reached("saving")
+        trouble = None
+        if self.main:
+            try:
+                path = self._write(folder, streams)
+                figures = {"seconds": time.monotonic() - began, "bytes": sum(f.stat().st_size for f in path.iterdir())}
+                self.journal.write("checkpoint", step=self.step, path=path.relative_to(folder), **figures)
+            except CheckpointError as error:
+                trouble = [error.what, error.cure]
+        return self.team.group.gather_json(trouble)[0]
 
     def _write(self, folder: Path, streams: list[Any]) -> Path:
         tree = {"trainers": [member.snapshot() for member in self.members], "results": self.results}

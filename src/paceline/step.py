@@ -91,9 +91,10 @@ def deal(micro_batches: int, weights: Sequence[float]) -> list[range]:
 class Agreed:
     """What all workers know after a step's small vector was summed: the same on each of them, bit for bit.
 
-    `count` and `loss` are sums over the global batch; `tested` and `strict` are votes on merging micro-batches;
-    `stop` and `save` are wishes; `metrics` maps names to (sum, count); `seconds` are each worker's seconds of loading,
-    forward and backward; `unused` are the numbers of the parameters that got no gradient on any worker.
+    `count` and `loss` are sums over the global batch; `tested` and `strict` are votes on merging micro-batches; `stop`,
+    `save` and `enter` (the planned generation) are wishes; `metrics` maps names to (sum, count); `seconds` are each
+    worker's seconds of loading, forward and backward; `unused` are the numbers of the parameters that got no gradient
+    on any worker.
     """
 
     count: float
@@ -102,13 +103,14 @@ class Agreed:
     strict: int
     stop: int
     save: int
+    enter: int
     metrics: dict[str, tuple[float, float]]
     seconds: tuple[float, ...]
     unused: tuple[int, ...]
 
 
 Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
-_FIELDS = ("count", "loss", "tested", "strict", "stop", "save")
+_FIELDS = ("count", "loss", "tested", "strict", "stop", "save", "enter")
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class VectorLayout:
         ends = [len(_FIELDS), 2 * len(self.metrics), self.workers, self.params]
         cuts = [sum(ends[:part]) for part in range(len(ends) + 1)]
         head, pairs, seconds, used = (vector[a:b] for a, b in pairwise(cuts))
-        count, loss, tested, strict, stop, save = head
+        count, loss, tested, strict, stop, save, enter = head
         return Agreed(
             count=count,
             loss=loss,
@@ -151,6 +153,7 @@ class VectorLayout:
             strict=round(strict),
             stop=round(stop),
             save=round(save),
+            enter=round(enter),
             metrics={name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.metrics)},
             seconds=tuple(seconds),
             unused=tuple(number for number, workers in enumerate(used) if workers == 0),

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.export import write_model
 from paceline.data.loader import Feed, Source
-from paceline.errors import MetricError, NonFiniteLossError, UsageError
+from paceline.errors import UsageError
 from paceline.evaluate import evaluate
 from paceline.given import (
     Schedule,
@@ -33,12 +34,14 @@ from paceline.observe.ledger import Ledger
 from paceline.phases import Phase, State, grid_text
 from paceline.plan import Plan
 from paceline.run import Run
-from paceline.step import Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
-from paceline.strategies.base import Job, Orders, Sums, default_forward
+from paceline.step import Agreed, Grid, deal, stream_seed
+from paceline.stepping import Rows, Stepper
+from paceline.strategies.base import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import nest
-from paceline.strategies.pieces import MicroBatch, cut, rows_of, to_device
+from paceline.strategies.pieces import MicroBatch, cut, rows_of
 from paceline.strategies.streams import Streams
+from paceline.team.operations import Simple
 
 
 @dataclass(frozen=True)
@@ -57,18 +60,6 @@ class StepReport:
     seconds: float
     lr: float
     grad_norm: float
-
-
-@dataclass
-class _Rows:
-    """One worker's part of a global batch: its micro-batches, and the size of the whole."""
-
-    micro_batches: list[MicroBatch]
-    count: int
-    rows: int
-    epoch: int = 0
-    seconds: float = 0.0
-    cure: str = "bring one row more, or choose a micro= that leaves no single row"
 
 
 class Trainer:
@@ -104,7 +95,7 @@ class Trainer:
         self._seed = seed
         self._device = device_of(run.team.world.local_rank)
         said, origin = choose_plan(run.team.world.plan, run.team.world.plan_origin, plan)
-        self.plan = Plan.parse(said).validate(self._group.size)
+        self.plan = Plan.parse(said).validate(run.team.world.size)
         if self.plan.exact:
             settle_arithmetic(self._group, self._device)
         run.begin(str(self.plan), origin, seed, self._device)
@@ -118,27 +109,25 @@ class Trainer:
         job = Job(self.model, form, loss, self._device, seed, clip_norm, precision, named=named, beside=run.models)
         job.exact = self.plan.exact
         self._job = job
-        self._top = nest(self.plan, job, self._group)
+        self._top = nest(self.plan, job, self._group, run.team.world.orders_fd is not None)
         optimizers = optimizers_of(optimizer(list(named.items())))
         self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         self._top.form()
         for name in fused(optimizers, self._device):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
-        self._transaction = Transaction()
+        merging = Merging(self._device, never=run.reverse or self.plan.exact)
+        self._stepper = Stepper(run, self._number, job, self._top, self.plan, self._streams, merging)
         self._ledger = Ledger()
-        self._layout: VectorLayout | None = None
-        self._expected = 0.0
-        self._merging = Merging(self._device, never=run.reverse or self.plan.exact)
         self._phases: list[Phase] = []
         self._stopped = False
-        self._waiting_since = time.perf_counter()
         self._last: StepReport | None = None
         self._loader: dict[str, Any] = {}
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         self.state = State()
         run.members.append(self)
         run.models.append(self.model)
-        self._restore()
+        if run.tree:
+            self.restore(newcomer=True)
 
     def _build(self, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
         if not isinstance(model, nn.Module):
@@ -152,7 +141,7 @@ class Trainer:
     @property
     def steps_done(self) -> int:
         """Optimizer steps done in the whole training, resumed ones included."""
-        return self._transaction.done
+        return self._stepper.done
 
     @property
     def main(self) -> bool:
@@ -196,6 +185,7 @@ class Trainer:
 
     def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> Phase:
         """The next phase, or the one that the checkpoint holds of this number. Prints its grid."""
+        self._run.need_team()
         grid = self._grid
         assert grid is not None
         number = self._run.calls[self._number]
@@ -213,9 +203,7 @@ class Trainer:
         if phase.aim(epochs, total, last=number == len(self._phases) - 1):
             self._stopped = False
         if not phase.complete:
-            world = self._run.team.world
-            weights = world.shares or (1.0,) * world.size
-            share = deal(len(grid.cut(grid.global_batch)), weights)
+            share = deal(len(grid.cut(grid.global_batch)), self._run.team.place().weights)
             text = grid_text(grid, [len(part) for part in share], rows, total)
             self._run.show(
                 "grid",
@@ -238,7 +226,6 @@ class Trainer:
         if phase.complete or self._stopped:
             return
         run.begin_training(self._number, loop=True)
-        world = run.team.world
         source = phase.source(source)
         if source.rows is None and phase.done:
             run.say(
@@ -246,22 +233,13 @@ class Trainer:
             )
         cure = grid.against_single_rows(phase.rows or grid.global_batch)
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
-        feed = Feed(source, grid, world.shares or (1.0,) * world.size, world.rank, span)
-        batches = iter(feed)
-        self._waiting_since = time.perf_counter()
+        feed = Feed(source, grid, span, run.team.place)
+        self._stepper.waiting_since = time.perf_counter()
         with run.loop(phase):
-            while True:
-                began = time.perf_counter()
-                item = next(batches, None)
-                if item is None:
-                    break
-                epoch, rows, micro_batches = item
-                loading = time.perf_counter() - began
-                count = len(grid.cut(rows))
-                whole = _Rows(micro_batches, count, rows, epoch, loading, cure)
-                report = self._transact(whole, f"step {self.steps_done + 1}")
-                phase.done, phase.begun = phase.done + 1, epoch + 1 - phase.first_epoch
-                feed.measured(loading, report.seconds)
+            while feed.has(phase.done):
+                report = self._advance(partial(self._deal, feed, phase, cure), f"step {self.steps_done + 1}")
+                phase.done, phase.begun = phase.done + 1, report.epoch + 1 - phase.first_epoch
+                feed.measured(report.seconds)
                 if feed.decided:
                     why, feed.decided = feed.decided, None
                     run.decide(self._number, "rows are loaded ahead of need by a process of their own", why)
@@ -285,15 +263,22 @@ class Trainer:
         run = self._run
         run.begin_training(self._number, loop=False)
         first, run.stepping = not run.stepping, True
+        number = self.steps_done + 1
+        # Later ones by and by: rows may part from one another late, or meet. A single row may be the same by chance.
+        looks = first or (batch is not None and rows_of(batch) > 1 and number & (number - 1) == 0)
+        if first:
+            run.team.world.tell("phase")
+        when = "their first step()" if first else f"step {number}"
+        return self._advance(partial(self._brought, batch, when if looks else ""), f"the gradients of step {number}")
+
+    def _brought(self, batch: Any, looks: str) -> Rows:
+        """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice."""
         rows = 0 if batch is None else rows_of(batch)
         grid = Grid(max(rows, 1), self._grid.micro if self._grid else (self.plan.micro or max(rows, 1)))
         cuts = grid.cut(rows)
         self._group.enter(f"step {self.steps_done + 1} by step()", kind="step()")
-        number = self.steps_done + 1
-        # Later ones by and by: rows may part from one another late, or meet. A single row may be the same by chance.
-        looks = first or (rows > 1 and number & (number - 1) == 0)
         brought = self._group.gather_json([len(cuts), rows, digest_of(batch) if looks and rows else ""])
-        refuse_twins([entry[2] for entry in brought], "their first step()" if first else f"step {number}")
+        refuse_twins([entry[2] for entry in brought], looks)
         offset = sum(entry[0] for entry in brought[: self._group.rank])
         micro_batches = [
             MicroBatch(
@@ -301,156 +286,41 @@ class Trainer:
             )
             for i, part in enumerate(cuts)
         ]
-        whole = _Rows(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
+        whole = Rows(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
         if whole.rows == 0:
             raise UsageError("no worker brought a row to step()", "bring at least one row")
-        if first:
-            run.team.world.tell("phase")
-        return self._transact(whole, f"the gradients of step {self.steps_done + 1}")
+        return whole
 
-    def _transact(self, whole: _Rows, name: str) -> StepReport:
-        """One step, applied whole or not at all."""
-        began = time.perf_counter()
-        for micro_batch in whole.micro_batches:
-            micro_batch.batch = to_device(micro_batch.batch, self._device)
-        run, number = self._run, self._transaction.begin()
-        other = max(0.0, began - self._waiting_since - whole.seconds)
-        applied = False
-        try:
-            with self._streams.lent():
-                self._group.enter(name, check=False, kind="gradients")
-                orders = self._orders(number, whole)
-                sums, agreed, computed = self._compute(whole, orders, began)
-                norm = self._refuse(sums, agreed, orders)
-            self._transaction.prepared()
-            reduced = time.perf_counter()
-            lr = float(self._job.optimizers[0].param_groups[0]["lr"])
-            self._transaction.updating()
-            self._top.update(sums, agreed, orders, norm)
-            step, applied = self._transaction.applied(), True
-        finally:
-            if not applied and self._transaction.moment is not Moment.UPDATING:
-                self._top.abort()
-                self._transaction.abort()
-        self._expected = agreed.count
-        per_row = (computed - began) / max(1, sum(m.rows for m in whole.micro_batches))
-        decision = self._merging.learn(sums, agreed, per_row, len(whole.micro_batches))
-        if decision:
-            run.decide(self._number, *decision)
-        run.agreed(save=agreed.save > 0, stop=agreed.stop > 0)
-        self._name_unused(agreed.unused)
-        ended = time.perf_counter()
-        spent = {"data": whole.seconds, "compute": computed - began, "reduce": reduced - computed}
-        spent |= {"update": ended - reduced, "other": other}
-        self._waiting_since = ended
+    def _deal(self, feed: Feed, phase: Phase, cure: str) -> Rows:
+        """This worker's part of the loop's next global batch."""
+        epoch, rows, micro_batches = feed.at(phase.done)
+        return Rows(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure)
+
+    def _advance(self, deal: Callable[[], Rows], name: str) -> StepReport:
+        run = self._run
+        one = self._stepper.step(deal, name)
+        agreed = one.agreed
         metrics = {key: total / count if count else math.nan for key, (total, count) in agreed.metrics.items()}
-        loss = agreed.loss / agreed.count
-        report = StepReport(step, whole.epoch, loss, metrics, whole.rows, ended - began + whole.seconds, lr, norm)
+        loss, seconds = agreed.loss / agreed.count, sum(one.spent.values()) - one.spent["other"]
+        report = StepReport(self.steps_done, one.whole.epoch, loss, metrics, one.whole.rows, seconds, one.lr, one.norm)
         run.took_step, run.team.step = True, run.step
-        self._record(report, spent, agreed)
+        self._record(report, one.spent, agreed)
         return report
 
-    def _compute(self, whole: _Rows, orders: Orders, began: float) -> tuple[Sums, Agreed, float]:
-        """The sums of the global batch; with the moment when this worker's own part was done."""
-        while True:
-            sums = self._top.gradients(whole.micro_batches, orders)
-            computed = time.perf_counter()
-            agreed = self._agree(sums, whole, computed - began + whole.seconds)
-            if not sums.redo:
-                return sums, agreed, computed
-            self._top.abort()
-
-    def _orders(self, number: int, whole: _Rows) -> Orders:
-        return Orders(
-            step=number,
-            expected=self._expected or float(whole.rows),
-            micro_batches=whole.count,
-            merge=self._merging.size,
-            test=self._merging.undecided and not self.plan.exact,
-            collect=self._group.size > 1 or self.plan.exact,
-            probe=self._run.probing,
-            reverse=self._run.reverse,
-            cure=whole.cure,
-        )
-
-    def _agree(self, sums: Sums, whole: _Rows, seconds: float) -> Agreed:
-        """Sums of all workers; on the first step they first agree on the names of the metrics."""
-        if self._layout is None:
-            names = self._group.gather_json(sorted(sums.metrics) if whole.micro_batches else None)
-            known = [(rank, name) for rank, name in enumerate(names) if name is not None]
-            for rank, other in known:
-                if other != known[0][1]:
-                    raise MetricError(
-                        f"the loss returned metrics {known[0][1]} on worker {known[0][0]} and {other} on worker {rank}",
-                        "return the same names everywhere, with count 0 where there is nothing to count",
-                    )
-            self._layout = VectorLayout(tuple(known[0][1]), self._group.size, len(self._job.named))
-        layout = self._layout
-        if whole.micro_batches and tuple(sorted(sums.metrics)) != layout.metrics:
-            raise MetricError(
-                f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}",
-                "return the same names every time, with count 0 where there is nothing to count",
-            )
-        fields = {
-            "count": sums.count,
-            "loss": sums.loss,
-            "tested": sums.tested,
-            "strict": sums.strict,
-            "stop": self._run.notice is not None,
-            "save": self._run.wants_save(),
-        }
-        packed = layout.pack(self._group.rank, seconds, sums.metrics, sums.unused, fields)
-        rows = layout.rows(sums.parts, whole.count) if self.plan.exact else []
-        vector = self._top.agree(torch.tensor(packed + rows, dtype=torch.float64), sums).tolist()
-        agreed = layout.unpack(vector[: len(packed)])
-        return layout.exactly(agreed, vector[len(packed) :]) if rows else agreed
-
-    def _refuse(self, sums: Sums, agreed: Agreed, orders: Orders) -> float:
-        """Refuses a step that cannot be applied: its loss or gradient is not finite, or there is nothing to take the
-        mean over. Returns the norm of the mean gradient.
-        """
-        step = self._transaction.done + 1
-        if not math.isfinite(agreed.loss):
-            where = self._group.gather_json(sums.bad)
-            named = "; ".join(f"worker {rank}: {', '.join(rows)}" for rank, rows in enumerate(where) if rows)
-            raise NonFiniteLossError(
-                f"the loss of step {step} is not finite ({named})",
-                "the step was not applied; look at these rows, lower the learning rate or set clip_norm=",
-            )
-        if agreed.count <= 0:
-            raise UsageError(
-                f"the loss of step {step} counts {agreed.count:g} rows or tokens in the whole global batch",
-                "return a positive count for at least one row of each global batch",
-            )
-        norm = self._top.norm(agreed, orders)
-        if not math.isfinite(norm):
-            raise NonFiniteLossError(
-                f"the gradient of step {step} is not finite, though its loss is ({agreed.loss / agreed.count:.6g})",
-                "the step was not applied; look for a square root, a division or a logarithm at 0",
-            )
-        return norm
-
-    def _name_unused(self, unused: tuple[int, ...]) -> None:
-        if unused:
-            names = list(self._job.named)
-            shown = ", ".join(names[number] for number in unused[:5]) + (", ..." if len(unused) > 5 else "")
-            self._run.say(
-                f"{len(unused)} of {len(names)} parameters got no gradient and were left as they are: {shown}; "
-                "freeze them with requires_grad_(False) if that is meant",
-                once=True,
-            )
-
     def _record(self, report: StepReport, spent: dict[str, float], agreed: Agreed) -> None:
-        self._ledger.add(report.samples, spent, agreed.seconds)
+        members = self._run.team.operations.members
+        self._ledger.add(report.step, report.samples, spent, dict(zip(members, agreed.seconds, strict=False)))
         self._last = report
         if self._ledger.due():
             self.flush()
-        self._run.checking(self.model, self._merging.mixes)
+        self._run.checking(self.model, self._stepper.merging.mixes)
 
     def flush(self) -> None:
         """A record of the steps since the last one, for the journal and the progress line."""
         report = self._last
-        if self._run.main and self._ledger.steps and report is not None:
+        if not self._run.main:
+            self._ledger.forget()
+        elif self._ledger and report is not None:
             figures = self._ledger.take(self._group.sent)
             own = {name: getattr(report, name) for name in ("step", "epoch", "loss", "metrics", "lr", "grad_norm")}
             self._run.show("step", trainer=self._number, **own, **figures)
@@ -490,21 +360,26 @@ class Trainer:
 
         Collective: called by all workers or none. Raises UsageError without a run folder.
         """
-        self._group.enter("save()")
+        self._together("save()")
         self._run.ask_save()
         if not self._run.loops:
             self._run.save(must=True)
 
     def export(self, path: str | Path) -> None:
         """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""
-        self._group.enter("export()")
+        self._together("export()")
         if self._run.main:
             write_model(self.model.state_dict(), Path(path))
 
     def stop(self) -> None:
         """Ends the training when the loop asks for its next step; the run then counts as finished. Collective."""
-        self._group.enter("stop()")
+        self._together("stop()")
         self._stopped = True
+
+    def _together(self, name: str) -> None:
+        """All workers come to this, or none."""
+        self._run.need_team()
+        self._run.team.operations.run(Simple(partial(self._group.enter, name)))
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -516,22 +391,34 @@ class Trainer:
             "schedulers": strategy["schedulers"],
             "exact": strategy["exact"],
             "steps": self.steps_done,
-            "expected": self._expected,
+            "expected": self._stepper.expected,
             "grid": [self._grid.global_batch, self._grid.micro] if self._grid else None,
             "phases": [phase.saved() for phase in self._phases],
             "stopped": self._stopped,
             "state": self.state.saved(),
         }
 
-    def _restore(self) -> None:
-        """Takes this trainer's part of the checkpoint that the run resumes from."""
-        saved = self._run.tree.get("trainers", [])[self._number : self._number + 1]
+    def reform(self) -> None:
+        """The team has changed: memory comes from the new group, and the step's vector has as many workers as it."""
+        self._top.rehouse()
+        self._stepper.layout = None
+
+    def follow(self) -> None:
+        """This worker writes the journal from now on: it goes on after what is there."""
+        self._ledger.go_on_after(self._run.journal.last_step(self._number))
+
+    def restore(self, newcomer: bool) -> None:
+        """Takes this trainer's part of the checkpoint that the run resumes from, or of what another worker handed over.
+        One that is no newcomer is where it is in its script, with the user's values that belong there.
+        """
+        saved = self._run.tree["trainers"][self._number : self._number + 1]
         if not saved:
             return
         (mine,) = saved
         self._top.load(mine)
-        self._transaction.done = mine["steps"]
-        self._expected = mine["expected"]
+        self._stepper.done, self._stepper.expected = mine["steps"], mine["expected"]
+        if not newcomer:
+            return
         self._phases = [Phase(**phase) for phase in mine["phases"]]
         self._stopped = mine["stopped"]
         self.state.restore(mine["state"])

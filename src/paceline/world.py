@@ -24,7 +24,9 @@ class World:
     world of one); where `store_fd` is set, this worker serves the store on that inherited listening socket. `job` tells
     this start of workers from others that may come to the same store. `join_timeout` is in seconds.
     `events_fd` is a pipe to the agent, one JSON object a line. `shares` are the workers' weights in dealing
-    micro-batches. `save_every` is seconds (``60s``) or steps (``100``); `max_steps` ends the run early.
+    micro-batches. `orders_fd` is a socket on which the agent tells of new generations of the team; a `newcomer` waits
+    for one that it belongs to. `chaos` are faults on purpose. `save_every` is seconds (``60s``) or steps (``100``);
+    `max_steps` ends the run early.
     """
 
     rank: int = 0
@@ -44,6 +46,9 @@ class World:
     save_every: str = "60s"
     max_steps: int | None = None
     check: str | None = None
+    orders_fd: int | None = None
+    newcomer: bool = False
+    chaos: str = ""
 
     @property
     def plan_origin(self) -> str:
@@ -153,7 +158,7 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
     local_size = _tasks_here(env) if launcher == "srun" else 0
     store, job = _address(env, launcher, rank) if size > 1 else (None, "")
     fd = env.get("PACELINE_STORE_FD")
-    events = env.get("PACELINE_EVENTS_FD")
+    events, orders = env.get("PACELINE_EVENTS_FD"), env.get("PACELINE_ORDERS_FD")
     shares = env.get("PACELINE_SHARES")
     return World(
         rank=rank,
@@ -173,6 +178,9 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         save_every=env.get("PACELINE_SAVE_EVERY") or "60s",
         max_steps=_number(env, "PACELINE_MAX_STEPS", 0) or None,
         check=env.get("PACELINE_CHECK") or None,
+        orders_fd=int(orders) if orders else None,
+        newcomer=bool(env.get("PACELINE_NEWCOMER")),
+        chaos=env.get("PACELINE_CHAOS", ""),
     )
 
 

@@ -68,11 +68,18 @@ def _are_cuda(tensors: Any) -> bool:
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """One group of workers. What torch calls, it calls on this."""
+    """One group of workers. What torch calls, it calls on this. Until all have come it can be `given_up`."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.channel = Channel(store, rank, size, timeout)
+        self.channel = Channel(store, rank, size, timeout, given_up)
         self._rank, self._size, self._store = rank, size, store
         self._name = self._description = ""
         self._nccl: Any = None

@@ -66,8 +66,8 @@ class Buckets:
         self.buckets: list[Bucket] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self.params)
         self._home: list[Bucket] = [Bucket(-1, torch.empty(0), [])] * len(self.params)
-        for members in self._group(first_bytes, bytes_):
-            self._make(members)
+        self._groups = self._group(first_bytes, bytes_)
+        self.rehouse()
         self._ready: Callable[[Bucket], None] | None = None
         self._armed = False
         self._next = 0
@@ -75,6 +75,12 @@ class Buckets:
         self._counted: set[int] = set()
         for number, param in enumerate(self.params):
             param.register_post_accumulate_grad_hook(self._hook(number))
+
+    def rehouse(self) -> None:
+        """Fresh memory for all buckets, as `allocate` gives it now. What they held is lost."""
+        self.buckets.clear()
+        for members in self._groups:
+            self._make(members)
 
     def _group(self, first_bytes: int, bytes_: int) -> list[list[int]]:
         groups: list[list[int]] = []
@@ -169,6 +175,9 @@ class Buckets:
         """After all sums have arrived; False: the step is to be redone. For exact sums only."""
         return True
 
-    def abandon(self) -> None:
-        """Ends a step whose backward failed; nothing more is handed on."""
+    def abandon(self, again: bool = False) -> None:
+        """Ends a step whose backward failed, or which is begun `again`; nothing more is handed on."""
         self._ready = None
+
+    def applied(self) -> None:
+        """The step's sums have been used."""

@@ -36,7 +36,9 @@ class Channel:
     collective speaks for itself. `ledger` has per kind of collective its number, bytes and seconds waited.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, given_up: Callable[[], bool]
+    ) -> None:
         self.rank, self.size = rank, size
         self.timeout = timeout.total_seconds()
         self.broken: Exception | None = None
@@ -47,7 +49,7 @@ class Channel:
         # DDP's join hands a Work to compiled code and drops it: without its Python half it could not be waited for.
         self._kept: deque[Operation] = deque(maxlen=_KEPT)
         self.side = Side(store, rank, size)
-        self.hosts = Hosts(store, rank, size, _own_address(store))
+        self.hosts = Hosts(store, rank, size, _own_address(store), lambda: self.broken is not None or given_up())
         self.mailbox = Mailbox(self.hosts)
         shared = self.hosts.shared
         self.crowded = shared is None or shared.crowded

@@ -38,6 +38,7 @@ class ExactBuckets(Buckets):
         self.maxima = torch.zeros(len(params), dtype=torch.float64)
         super().__init__(params, allocate=allocate)
         self.largest = [0.0] * len(params)
+        self._before: list[float] | None = None  # `largest` when the step began
 
     def _make(self, members: list[int]) -> None:
         first = self.params[members[0]]
@@ -60,6 +61,7 @@ class ExactBuckets(Buckets):
 
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
         super().begin(ready, micro_batches)
+        self._before = self._before or list(self.largest)
         self._spare = WHOLE - micro_batches.bit_length() - 1
         self.maxima.zero_()
 
@@ -93,6 +95,18 @@ class ExactBuckets(Buckets):
             for wire in self._wires[number]:
                 wire.zero_()
         return super().flush()
+
+    def rehouse(self) -> None:
+        self._sums.clear()
+        super().rehouse()
+
+    def abandon(self, again: bool = False) -> None:
+        super().abandon(again)
+        if self._before is not None and not again:
+            self.largest, self._before = self._before, None
+
+    def applied(self) -> None:
+        self._before = None
 
     def settle(self, maxima: torch.Tensor) -> bool:
         """After the sums have arrived: `maxima` are everybody's, the largest gradient of each parameter in this step.

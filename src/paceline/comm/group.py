@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,45 +15,70 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.autoload import register
 from paceline.comm.backend import ProcessGroup
 from paceline.comm.engine import Operation
-from paceline.comm.rendezvous import open_store
+from paceline.comm.rendezvous import PAUSE, Rendezvous, never
 from paceline.comm.shared import raw_bytes
-from paceline.comm.side import call_site
-from paceline.errors import PeerLostError
+from paceline.comm.side import beside, call_site
+from paceline.errors import LaunchError, PeerLostError
 from paceline.world import World
 
 NAME = 80  # characters of a collective's name that are shown
 
 
 class Group:
-    """The collectives of a team of `size` workers. In a world of one every operation is the identity."""
+    """The collectives of a team of `size` workers. In a world of one every operation is the identity.
+
+    `ledger` has per kind of collective: how many, bytes that this worker handed over (as payload), seconds it stood
+    still.
+    """
 
     def __init__(self, world: World) -> None:
-        self.rank, self.size = world.rank, world.size
+        self.rank, self.size = 0, 1
+        self.ledger: dict[str, list[float]] = {}
         self._declared = ("the start", "", "the start")
+        self._rendezvous = Rendezvous()
         self._store: dist.Store | None = None
-        if self.size == 1:
-            return
-        self._store = open_store(world)
-        # Its functions take the group of the moment of its import for a default, and would keep ours alive beyond
-        # destroy_process_group: gloo's threads then meet a dying interpreter, which aborts one exit in some.
-        importlib.import_module("torch.distributed.nn.functional")
-        register()
-        # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
-        dist.init_process_group(
-            "paceline", store=self._store, rank=self.rank, world_size=self.size, timeout=timedelta(days=7)
-        )
-        group = dist.group.WORLD
-        assert isinstance(group, ProcessGroup)
-        self._group = group
-        self.channel, self._side = group.channel, group.channel.side
+        self._group: Any = None
+        if world.size > 1 and not world.newcomer:
+            self._take(world, *self._connect(world, never))
 
-    @property
-    def ledger(self) -> dict[str, list[float]]:
-        """Per kind of collective: how many, bytes that this worker handed over (as payload), seconds it stood still."""
-        return self.channel.ledger if self.size > 1 else {}
+    def _connect(self, world: World, given_up: Callable[[], bool]) -> tuple[dist.Store, ProcessGroup]:
+        store = self._rendezvous.open(world, given_up)
+        # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
+        return store, ProcessGroup(store, world.rank, world.size, timedelta(days=7), given_up)
+
+    def _take(self, world: World, store: dist.Store | None, group: ProcessGroup | None) -> None:
+        self.rank, self.size, self._store, self._group = world.rank, world.size, store, group
+        if group is not None:
+            self.channel, self._side = group.channel, group.channel.side
+            self.channel.ledger = self.ledger
+
+    def form(self, world: World, given_up: Callable[[], bool]) -> None:
+        """Leaves the workers of before and connects with those of `world`. Collective among the latter.
+
+        Raises PeerLostError if it is `given_up` before all have come; then this worker is alone until the next time.
+        """
+        if self._group is not None:
+            self._group.abort()
+        self._take(replace(world, rank=0, size=1), None, None)
+        if world.size == 1:
+            return None
+        made = beside(lambda: self._connect(world, given_up))
+        while True:
+            try:
+                return self._take(world, *made.result(PAUSE))
+            except TimeoutError:  # gloo, too, can be left behind
+                if given_up():
+                    raise PeerLostError("a generation was given up", "wait for the next") from None
+            except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
+                raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
+
+    def interrupt(self, error: Exception) -> None:
+        """Ends every collective with `error`, until the next team has formed. From any thread."""
+        group = self._group
+        if group is not None:
+            group.channel.interrupt(error)
 
     @property
     def sent(self) -> int:
@@ -143,6 +168,26 @@ class Group:
             self._wait(self._group.broadcast, [raw_bytes(tensor)], options)
         return tensor
 
+    def broadcast_bytes(self, data: torch.Tensor | None, source: int) -> torch.Tensor:
+        """The flat bytes of `source`, on all workers. Part of the entered collective."""
+        length = torch.tensor([0 if data is None else len(data)])
+        self.broadcast(length, source)
+        if data is None:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        return self.broadcast(data, source)
+
+    def send_bytes(self, data: torch.Tensor, rank: int) -> None:
+        """Flat bytes to one other worker, which calls `receive_bytes`."""
+        for part in (torch.tensor([len(data)]), data):
+            self._group.send([part], rank).wait()
+
+    def receive_bytes(self, rank: int) -> torch.Tensor:
+        length = torch.zeros(1, dtype=torch.int64)
+        self._group.recv([length], rank).wait()
+        data = torch.empty(int(length), dtype=torch.uint8)
+        self._group.recv([data], rank).wait()
+        return data
+
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every worker's flat tensor of one dtype, lengths may differ. Part of the entered collective."""
         if self.size == 1:
@@ -193,10 +238,12 @@ class Group:
             return
         self._side.say("ended", self._declared[:2])
         places: list[dict[str, Any] | None] = [None]
-        with contextlib.suppress(RuntimeError):  # the store went with worker 0: nobody is left to wait for
+        try:
             self._side.publish()
             while not all(place is not None and place["state"] in ("ended", "met") for place in places):
                 time.sleep(0.02)
+                if self.channel.broken is not None:
+                    raise self.channel.broken
                 places = self._side.others()
                 for rank, place in enumerate(places):
                     if place is not None and place["state"] == "failed":
@@ -205,6 +252,10 @@ class Group:
                         )
             self._side.say("met", self._declared[:2])  # what follows, such as a last checkpoint, all do together
             self._side.publish()
+        except RuntimeError:  # the store went with the first worker
+            raise PeerLostError(
+                f"worker {self.rank} had ended, but worker 0 failed", "see the log of worker 0"
+            ) from None
 
     def close(self, failed: bool) -> None:
         """Releases the group. In a good end the store, which lives in worker 0, goes last."""
@@ -215,7 +266,9 @@ class Group:
             self._side.say("failed" if failed else "ended", self._declared[:2])
             self._side.publish()
             store.set(f"closed/{self.rank}", "1")
-            while self.rank == 0 and not failed and not store.check([f"closed/{r}" for r in range(self.size)]):
+            others = [f"closed/{rank}" for rank in range(self.size)]
+            while self.rank == 0 and not (failed or self.channel.broken or store.check(others)):
                 time.sleep(0.02)
         if not failed:
-            dist.destroy_process_group()  # ends gloo's threads
+            self._group.shutdown()
+            self._group = None  # ends gloo's threads

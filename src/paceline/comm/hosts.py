@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from paceline.comm import collectives
 from paceline.comm.engine import Steps
 from paceline.comm.shared import Arena, MismatchError, Shared, host_key, map_together, raw_bytes
+from paceline.comm.side import Ask, asker
 from paceline.errors import PeerLostError, UsageError, first_line
 from paceline.world import gloo_interface
 
@@ -110,24 +111,25 @@ class Hosts:
     all workers and `leaders` one per host; both are None where there is one host.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, address: str) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str, given_up: Callable[[], bool]) -> None:
         self.rank, self.size = rank, size
+        self._ask = asker(store, given_up)
         key = host_key() if size > 1 else ""
         about = f"{os.getpid()} {_cores():x} {address or '-'} {key}"
-        pids, cores, addresses, keys = _exchange(store, rank, size, about)
+        pids, cores, addresses, keys = _exchange(self._ask, store, rank, size, about)
         self.address = _seen_from_others(address, addresses)
         hosts = [[r for r in range(size) if keys[r] == k] for k in dict.fromkeys(k for k in keys if k)]
         self.shared: Shared | None = None
         mine = next((host for host in hosts if rank in host and len(host) > 1), None)
         if mine is not None:
             size_here, otherwise = Shared.size(len(mine)), "what they exchange goes over gloo"
-            memory = map_together(store, f"memory/{mine[0]}", mine, rank, size_here, otherwise)
+            memory = map_together(self._ask, store, f"memory/{mine[0]}", mine, rank, size_here, otherwise)
             if memory is not None:
                 together = functools.reduce(operator.or_, (int(cores[r], 16) for r in mine))
                 self.shared = Shared(memory, mine, rank, [int(pids[r]) for r in mine], together.bit_count())
         # Whether it worked is said by everybody: all must see the same hosts.
         store.set(f"shares/{rank}", "1" if self.shared is not None else "0")
-        sharing = {r for host in hosts if len(host) > 1 for r in host if store.get(f"shares/{r}") == b"1"}
+        sharing = {r for host in hosts if len(host) > 1 for r in host if self._ask(f"shares/{r}") == "1"}
         joint = [host for host in hosts if host[0] in sharing]
         self.hosts = sorted(joint + [[r] for r in range(size) if r not in sharing])
         self.here = next(number for number, host in enumerate(self.hosts) if rank in host)
@@ -139,7 +141,7 @@ class Hosts:
 
     def _connect(self, store: dist.Store) -> None:
         """Raises UsageError where an interface is not there, PeerLostError where a peer cannot be reached over it."""
-        devices = _devices(store, self.rank, self.size, self.address)
+        devices = _devices(self._ask, store, self.rank, self.size, self.address)
         try:
             self.gloo = self.leaders = Gloo(dist.PrefixStore("all", store), self.rank, self.size, devices)
             if len(self.hosts) < self.size and self.leads:
@@ -170,7 +172,7 @@ class Hosts:
         self._arenas += 1
         ranks, step = self.shared.ranks, -(-size // 4096) * 4096
         name, otherwise = f"arena/{ranks[0]}/{self._arenas}", "gradients are copied to be summed"
-        memory = map_together(self._store, name, ranks, self.rank, step * len(ranks), otherwise)
+        memory = map_together(self._ask, self._store, name, ranks, self.rank, step * len(ranks), otherwise)
         if memory is None:
             return None
         whole = torch.frombuffer(memory, dtype=torch.uint8).view(len(ranks), step)
@@ -288,14 +290,14 @@ def _cores() -> int:
     return sum(1 << core for core in os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def _exchange(store: dist.Store, rank: int, size: int, mine: str) -> list[list[str]]:
+def _exchange(ask: Ask, store: dist.Store, rank: int, size: int, mine: str) -> list[list[str]]:
     """The first three words and the rest of what everybody says, in columns."""
     store.set(f"host/{rank}", mine)
-    said = [store.get(f"host/{other}").decode().split(" ", 3) for other in range(size)]
+    said = [ask(f"host/{other}").split(" ", 3) for other in range(size)]
     return [list(column) for column in zip(*said, strict=True)]
 
 
-def _devices(store: dist.Store, rank: int, size: int, address: str) -> list[Any]:
+def _devices(ask: Ask, store: dist.Store, rank: int, size: int, address: str) -> list[Any]:
     """What gloo listens on. Everybody hears whether all could open theirs, or the rest would wait for ever."""
     gloo, made, error = dist.ProcessGroupGloo, [], ""
     try:
@@ -308,7 +310,7 @@ def _devices(store: dist.Store, rank: int, size: int, address: str) -> list[Any]
         error += f"\n{', '.join(name for _, name in socket.if_nameindex())}"
     store.set(f"device/{rank}", error)
     for other in range(size):
-        if error := store.get(f"device/{other}").decode():
+        if error := ask(f"device/{other}"):
             what, _, there = error.partition("\n")
             raise UsageError(
                 f"worker {other} finds no network interface to reach other hosts by ({what})",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,32 +18,49 @@ from paceline.world import World
 PAUSE = 0.05  # seconds between two attempts
 
 
-def open_store(world: World) -> dist.Store:
-    """The store of this team, once every worker has come to it."""
-    assert world.store is not None
-    host, port = world.store
-    serves = world.rank == 0 and world.store_is_ours
-    if not serves:
-        _reach(world)
-    fd: dict[str, Any] = {} if world.store_fd is None else {"master_listen_fd": world.store_fd}
-    timeout = timedelta(seconds=world.join_timeout)
-    try:
-        # Torch waits for ever for an answer of what takes its connection and is no store.
-        made = beside(lambda: dist.TCPStore(host, port, None, serves, timeout=timeout, wait_for_workers=False, **fd))
-        store = made.result(world.join_timeout)
-    except (RuntimeError, TimeoutError) as error:
-        what = "open" if serves else "use"
-        why = "what listens there is no store" if isinstance(error, TimeoutError) else first_line(error)
-        raise LaunchError(
-            f"worker {world.rank} could not {what} the store at {host}:{port} ({why})",
-            "if something else uses that port, export MASTER_PORT with a free one to every worker",
-        ) from error
-    mine = dist.PrefixStore(f"paceline/{world.job}" if world.job else "paceline", store)
-    _wait_for_all(mine, world)
-    return mine
+def never() -> bool:
+    return False
 
 
-def _reach(world: World) -> None:
+class Rendezvous:
+    """Opens the stores of the teams that this worker belongs to, one after another, and serves those of which it is the
+    first: at one address, on the socket that its launcher bound.
+    """
+
+    def __init__(self) -> None:
+        self._served: dist.Store | None = None
+
+    def open(self, world: World, given_up: Callable[[], bool] = never) -> dist.Store:
+        """The store of the team of `world`, once every worker has come to it."""
+        assert world.store is not None
+        host, port = world.store
+        serves = world.rank == 0 and world.store_is_ours
+
+        def make(served: bool, **options: Any) -> dist.Store:
+            options |= {"timeout": timedelta(seconds=world.join_timeout), "wait_for_workers": False}
+            # Torch waits for ever for an answer of what takes its connection and is no store.
+            return beside(lambda: dist.TCPStore(host, port, None, served, **options)).result(world.join_timeout)
+
+        try:
+            if serves and self._served is None:
+                self._served = make(True, **({} if world.store_fd is None else {"master_listen_fd": world.store_fd}))
+            elif not serves:
+                _reach(world, given_up)
+            # A client for each team: what was given up may still hold the one before.
+            store = make(False)
+        except (RuntimeError, TimeoutError) as error:
+            what = "open" if serves else "use"
+            why = "what listens there is no store" if isinstance(error, TimeoutError) else first_line(error)
+            raise LaunchError(
+                f"worker {world.rank} could not {what} the store at {host}:{port} ({why})",
+                "if something else uses that port, export MASTER_PORT with a free one to every worker",
+            ) from error
+        mine = dist.PrefixStore(f"paceline/{world.job}" if world.job else "paceline", store)
+        _wait_for_all(mine, world, given_up)
+        return mine
+
+
+def _reach(world: World, given_up: Callable[[], bool]) -> None:
     """Waits until worker 0's port answers. Torch would say the same over pages, and without a cure."""
     assert world.store is not None
     host, port = world.store
@@ -53,7 +71,7 @@ def _reach(world: World) -> None:
             socket.create_connection((host, port), timeout=max(left, PAUSE)).close()
             return
         except OSError as error:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or given_up():
                 raise PeerLostError(
                     f"worker {world.rank} could not reach worker 0 at {host}:{port} within {world.join_timeout} s "
                     f"({error.strerror or error})",
@@ -62,7 +80,7 @@ def _reach(world: World) -> None:
         time.sleep(PAUSE)
 
 
-def _wait_for_all(store: dist.Store, world: World) -> None:
+def _wait_for_all(store: dist.Store, world: World, given_up: Callable[[], bool]) -> None:
     store.set(f"joined/{world.rank}", "1")
     names = [f"joined/{rank}" for rank in range(world.size)]
     began, pause, said = time.monotonic(), 0.001, False
@@ -71,12 +89,13 @@ def _wait_for_all(store: dist.Store, world: World) -> None:
             time.sleep(pause)
             pause = min(2 * pause, PAUSE)
             waited = time.monotonic() - began
-            if waited > world.join_timeout or (waited > LATE and not said):
+            over = waited > world.join_timeout or given_up()
+            if over or (waited > LATE and not said):
                 said = True
                 missing = workers([rank for rank, name in enumerate(names) if not store.check([name])])
-                if waited > world.join_timeout:
+                if over:
                     raise PeerLostError(
-                        f"worker {world.rank} waited {world.join_timeout} s for {missing}, which did not come",
+                        f"worker {world.rank} waited {waited:.0f} s for {missing}, which did not come",
                         "see their logs: every worker must be started, with the same number of workers",
                     )
                 print(f"paceline: worker {world.rank} has waited {waited:.0f} s for {missing}", file=sys.stderr)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.side import workers
+from paceline.comm.side import Ask, workers
 
 Condition = Callable[[], bool]
 BLOCK = 1 << 20  # bytes of a staging block; each worker has two
@@ -47,12 +47,12 @@ def host_key() -> str:
 
 
 def map_together(
-    store: dist.Store, name: str, ranks: Sequence[int], rank: int, size: int, otherwise: str
+    ask: Ask, store: dist.Store, name: str, ranks: Sequence[int], rank: int, size: int, otherwise: str
 ) -> mmap.mmap | None:
     """Maps `size` new bytes, zeros, in all processes of `ranks`; None on all of them if one of them cannot.
 
     The first of `ranks` makes the file. `name` is fresh in `store`. Raises nothing for want of memory: the first of
-    `ranks` warns why, and of what happens `otherwise`.
+    `ranks` warns why, and of what happens `otherwise`. `ask` waits for what somebody sets in `store`.
     """
     leader = rank == ranks[0]
     fd, said = -1, ""
@@ -66,7 +66,7 @@ def map_together(
     try:
         if leader:
             store.set(f"{name}/file", said)
-        said = store.get(f"{name}/file").decode()
+        said = ask(f"{name}/file")
         mapped = None
         if not said.startswith("!"):
             try:
@@ -75,7 +75,7 @@ def map_together(
             except OSError as error:
                 said = f"!{error.strerror}"
         store.set(f"{name}/{rank}", said)
-        everybody = [store.get(f"{name}/{other}").decode() for other in ranks]  # also: all have opened it
+        everybody = [ask(f"{name}/{other}") for other in ranks]  # also: all have opened it
         if reason := next((answer[1:] for answer in everybody if answer.startswith("!")), None):
             if leader:
                 megabytes = f"{size / (1 << 20):.0f} MB"

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from paceline.errors import CollectiveMismatchError, PacelineError, PeerLostError, first_line
 
 T = TypeVar("T")
+Ask = Callable[[str], str]
 PATIENCE = 1.0  # seconds of waiting before a worker tells the others where it is, and looks where they are
 LATE = 30.0  # seconds of waiting before it says once on the console who has not arrived
 EXPLAIN = 5.0  # seconds to find the reason after a collective failed
@@ -169,6 +170,21 @@ class Side:
         return found
 
 
+def asker(store: dist.Store, given_up: Callable[[], bool]) -> Ask:
+    """Waits for what somebody sets in `store`, without blocking in compiled code, which could not be `given_up`."""
+
+    def ask(key: str) -> str:
+        pause, deadline = 5e-5, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
+        while not store.check([key]):
+            if given_up() or time.monotonic() > deadline:
+                raise PeerLostError(f"a worker did not come ({key})", "see the logs of the others")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+        return store.get(key).decode()
+
+    return ask
+
+
 def beside(call: Callable[[], T]) -> Future[T]:
     """What asks the store may block as long as the network does: a thread that may be left behind does it."""
     future: Future[T] = Future()
@@ -176,7 +192,7 @@ def beside(call: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(call())
-        except RuntimeError as error:
+        except (RuntimeError, PacelineError) as error:
             future.set_exception(error)
 
     threading.Thread(target=run, name="paceline-side", daemon=True).start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -166,33 +167,45 @@ class _Start:
             self.then(worker)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a worker is in the present team: its rank, and everybody's weights in dealing micro-batches. `generation`
+    tells one dealing from another.
+    """
+
+    rank: int
+    weights: Sequence[float]
+    generation: int = 0
+
+
+Batch = tuple[int, int, list[MicroBatch]]  # epoch, rows of the global batch, this worker's micro-batches
+
+
 class Feed:
     """This worker's micro-batches, global batch after global batch, from batch `start` of the phase on.
 
-    `batches` ends the feed (None: when an iterable's epochs end); `weights` deal the micro-batches. While the user
-    leaves `num_workers` open, loading that holds training up for more than `SLOW` seconds and a tenth of a step moves
-    to a process of its own, ahead of need; `decided` then says so.
+    `batches` ends the feed (None: when an iterable's epochs end); `place` is asked how to deal. While the user leaves
+    `num_workers` open, loading that holds training up for more than `SLOW` seconds and a tenth of a step moves to a
+    process of its own, ahead of need; `decided` then says so.
     """
 
     SLOW = 0.005
     TRIES = 5
 
     def __init__(
-        self,
-        source: Source,
-        grid: Grid,
-        weights: Sequence[float],
-        rank: int,
-        span: tuple[int, int | None, int],
+        self, source: Source, grid: Grid, span: tuple[int, int | None, int], place: Callable[[], Place]
     ) -> None:
-        self.source, self.grid, self.weights, self.rank = source, grid, weights, rank
+        self.source, self.grid, self.place = source, grid, place
         self.start, self.batches, self.epochs = span
         self.decided: str | None = None
         self.options = dict(source.options or {})
         self._open = "num_workers" not in self.options and source.rows is not None
         self._tries: list[float] = []
+        self._loading = 0.0
+        self._dealt: Place | None = None
         self._next = self.start
         self._iterator: Iterator[Any] = iter(())
+        self._stream = _Stream(self) if source.rows is None else None
 
     def grid_of(self, step: int) -> tuple[int, int, list[range]]:
         """Epoch, first position and micro-batches (as position ranges) of a phase's global batch."""
@@ -201,55 +214,79 @@ class Feed:
         rows = self.grid.batch_rows(batch, self.source.rows)
         return self.source.first_epoch + epoch, rows.start, self.grid.cut(len(rows))
 
-    def slots(self, start: int) -> Iterator[Slot]:
-        """The micro-batches of this worker, from global batch `start` on."""
+    def slots(self, start: int, place: Place) -> Iterator[Slot]:
+        """The micro-batches of a worker, from global batch `start` on."""
         step = start
         while self.batches is None or step < self.batches:
             epoch, first, cuts = self.grid_of(step)
-            for index in deal(len(cuts), self.weights)[self.rank]:
+            for index in deal(len(cuts), place.weights)[place.rank]:
                 yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop)
             step += 1
 
-    def __iter__(self) -> Iterator[tuple[int, int, list[MicroBatch]]]:
-        """Yields (epoch, rows of the global batch, this worker's micro-batches) per global batch."""
-        if self.source.rows is None:
-            yield from _stream(self)
-            return
-        self._iterator = self._loader(self.start)
-        streams = Streams(torch.device("cpu"))
+    def has(self, step: int) -> bool:
+        """Whether there is a global batch of this number. At the end, what loads ahead is let go."""
+        more = self.batches is None or step < self.batches
+        if more and self._stream is not None:
+            more = self._stream.reach(step)
+        if not more:
+            self.close()
+        return more
+
+    def at(self, step: int) -> Batch:
+        """This worker's part of a global batch, in the present team: of the next one, or of the last one again."""
+        began = time.perf_counter()
+        place = self.place()
+        if self._stream is not None:
+            batch = self._stream.deal(step, place)
+        else:
+            if (place, step) != (self._dealt, self._next):
+                self._dealt, self._next = place, step
+                self._iterator = self._loader(step)
+            epoch, _, cuts = self.grid_of(step)
+            share = len(deal(len(cuts), place.weights)[place.rank])
+            with Streams(torch.device("cpu")).lent():
+                taken = [next(self._iterator) for _ in range(share)]
+            self._next = step + 1
+            mine = [MicroBatch(slot.index, slot.stop - slot.start, rows, self._where(slot)) for slot, rows in taken]
+            batch = epoch, sum(map(len, cuts)), mine
+        self._loading = time.perf_counter() - began
+        return batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        step = self.start
         try:
-            for step in range(self.start, sys.maxsize if self.batches is None else self.batches):
-                self._next = step + 1
-                epoch, _, cuts = self.grid_of(step)
-                share = len(deal(len(cuts), self.weights)[self.rank])
-                with streams.lent():
-                    taken = [next(self._iterator) for _ in range(share)]
-                yield (
-                    epoch,
-                    sum(map(len, cuts)),
-                    [MicroBatch(slot.index, slot.stop - slot.start, batch, self._where(slot)) for slot, batch in taken],
-                )
-        finally:  # at once, not when the cycle through slots() is collected: in a later loader's child, perhaps
-            self._iterator = iter(())
+            while self.has(step):
+                yield self.at(step)
+                step += 1
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """At once, not when the cycle through slots() is collected: in a later loader's child, perhaps."""
+        self._iterator, self._dealt = iter(()), None
+        if self._stream is not None:
+            self._stream.samples = iter(())
 
     def _where(self, slot: Slot) -> str:
         return f"micro-batch {slot.index} (rows {slot.start}-{slot.stop - 1} of epoch {slot.epoch})"
 
     def _loader(self, start: int) -> Iterator[Any]:
+        assert self._dealt is not None
         options = {"num_workers": 0, **self.options}
         if options["num_workers"]:
             options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
-            share = max(1, len(deal(len(self.grid.cut(self.grid.global_batch)), self.weights)[self.rank]))
+            share = max(1, len(deal(len(self.grid.cut(self.grid.global_batch)), self._dealt.weights)[self._dealt.rank]))
             options.setdefault("prefetch_factor", max(2, -(-2 * share // options["num_workers"])))
         # DataLoader draws a seed: not from the user's stream.
         options.setdefault("generator", torch.Generator())
-        sampler = ([slot] for slot in self.source.filled(self.slots(start)))
+        sampler = ([slot] for slot in self.source.filled(self.slots(start, self._dealt)))
         return iter(DataLoader(_Rows(self.source), batch_sampler=sampler, collate_fn=_first, **options))  # type: ignore[arg-type]
 
-    def measured(self, loading: float, step: float) -> None:
-        """Takes the measure of a step; moves loading ahead of need when it holds training up."""
+    def measured(self, step: float) -> None:
+        """Takes the measure of a step of so many seconds; moves loading ahead of need when it holds training up."""
         if not self._open:
             return
+        loading = self._loading
         self._tries.append(loading if loading > self.SLOW and loading > 0.1 * step else 0.0)
         if len(self._tries) < self.TRIES:
             return
@@ -296,38 +333,52 @@ class _Numbered(IterableDataset[Any]):
                 )
 
 
-def _stream(feed: Feed) -> Iterator[tuple[int, int, list[MicroBatch]]]:
+class _Stream:
     """Deals an iterable dataset by row number. Every worker reads all rows and collates its own."""
-    source, size = feed.source, feed.grid.global_batch
-    streams = Streams(torch.device("cpu"))
-    options = dict(feed.options)
-    if options.get("num_workers", 0) > 1:
-        raise UsageError(
-            f"an iterable dataset cannot be read by {options['num_workers']} loader processes",
-            "use num_workers=1, or a dataset with __len__ and __getitem__",
-        )
-    options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
-    if not options.get("num_workers"):
-        options.pop("worker_init_fn")
-    options.setdefault("generator", torch.Generator())
-    samples = iter(DataLoader(_Numbered(source, feed.epochs), batch_size=None, collate_fn=_same, **options))
-    step, held = 0, next(samples, None)
-    while held is not None and (feed.batches is None or step < feed.batches):
-        epoch, rows = held[0], [held[1]]
-        held = next(samples, None)
-        while held is not None and held[0] == epoch and len(rows) < size:
-            rows.append(held[1])
-            held = next(samples, None)
-        if step >= feed.start:
-            cuts = feed.grid.cut(len(rows))
-            share = []
-            for index in deal(len(cuts), feed.weights)[feed.rank]:
-                with streams.lent():
-                    streams.seed(stream_seed(source.seed, _COLLATE + epoch, step * size + cuts[index].start))
-                    batch = source.collate(list(islice(rows, cuts[index].start, cuts[index].stop)))
-                share.append(MicroBatch(index, len(cuts[index]), batch, f"micro-batch {index} of epoch {epoch}"))
-            yield epoch, len(rows), share
-        step += 1
+
+    def __init__(self, feed: Feed) -> None:
+        source = self._source = feed.source
+        self._grid, self._step = feed.grid, -1
+        options = dict(feed.options)
+        if options.get("num_workers", 0) > 1:
+            raise UsageError(
+                f"an iterable dataset cannot be read by {options['num_workers']} loader processes",
+                "use num_workers=1, or a dataset with __len__ and __getitem__",
+            )
+        options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
+        if not options.get("num_workers"):
+            options.pop("worker_init_fn")
+        options.setdefault("generator", torch.Generator())
+        loader = DataLoader(_Numbered(source, feed.epochs), batch_size=None, collate_fn=_same, **options)
+        self.samples: Iterator[Any] = iter(loader)
+        self._held: Any = None  # the first sample of the next global batch
+        self._epoch, self._rows = 0, list[Any]()
+
+    def reach(self, step: int) -> bool:
+        """Reads on to a global batch; whether there is one of this number."""
+        while self._step < step:
+            held = next(self.samples, None) if self._step < 0 else self._held
+            if held is None:
+                return False
+            self._epoch, self._rows = held[0], [held[1]]
+            held = next(self.samples, None)
+            while held is not None and held[0] == self._epoch and len(self._rows) < self._grid.global_batch:
+                self._rows.append(held[1])
+                held = next(self.samples, None)
+            self._held = held
+            self._step += 1
+        return True
+
+    def deal(self, step: int, place: Place) -> Batch:
+        cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
+        streams, share = Streams(torch.device("cpu")), []
+        for index in deal(len(cuts), place.weights)[place.rank]:
+            with streams.lent():
+                position = step * self._grid.global_batch + cuts[index].start
+                streams.seed(stream_seed(self._source.seed, _COLLATE + epoch, position))
+                batch = self._source.collate(self._rows[cuts[index].start : cuts[index].stop])
+            share.append(MicroBatch(index, len(cuts[index]), batch, f"micro-batch {index} of epoch {epoch}"))
+        return epoch, len(self._rows), share
 
 
 def _same(item: Any) -> Any:

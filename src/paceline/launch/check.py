@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.launch.local import LaunchOptions, launch
+from paceline.launch.local import launch
+from paceline.launch.options import LaunchOptions
 
 FLOOR = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
 LIMIT = {"float64": 1e-9, "float32": 1e-3}  # beyond this it is not rounding

@@ -43,11 +43,12 @@ class _Feed:
 class Output:
     """Takes what the workers write. All of it goes to ``worker-K.log`` as it comes.
 
-    Shown are worker 0's lines, and each distinct warning of any worker once, with the workers that raised it.
-    From a traceback on, worker 0's standard error is held back: if it dies of it, the failure block tells;
+    Shown are the lines of worker 0, or of whoever leads the team after it, and each distinct warning of any worker
+    once, with the workers that raised it.
+    From a traceback on, its standard error is held back: if it dies of it, the failure block tells;
     else it is shown after all.
 
-    `show` prints one line on the console. `raw`: a file descriptor that worker 0's standard output is copied
+    `show` prints one line on the console. `raw`: a file descriptor that its standard output is copied
     to byte by byte instead (where that is a file or a pipe and not the terminal).
     """
 
@@ -59,6 +60,11 @@ class Output:
         self._held: list[str] | None = None
         self._release = 0.0
         self._failing = self._log_lost = False
+        self.shown = 0  # the worker whose lines are shown
+
+    def lead(self, rank: int) -> None:
+        """From now on this worker's lines are shown."""
+        self.shown = rank
 
     def take(self, rank: int, stream: str, data: bytes) -> None:
         """`data` arrived on ``stdout`` or ``stderr`` of a worker; lines may be cut anywhere."""
@@ -69,7 +75,7 @@ class Output:
             if not self._log_lost:
                 self._log_lost = True
                 self._show(f"the workers' logs are incomplete ({error.strerror}); free space on that disk")
-        if rank == 0 and stream == "stdout" and self._raw is not None and self._raw >= 0:
+        if rank == self.shown and stream == "stdout" and self._raw is not None and self._raw >= 0:
             try:
                 _write_all(self._raw, data)
             except OSError:  # the reader is gone: no reason to end the training
@@ -87,11 +93,11 @@ class Output:
         text = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
         feed.tail.append(text)
         if stream == "stdout":
-            if rank == 0 and self._raw is None:
+            if rank == self.shown and self._raw is None:
                 self._show(text)
             return
         feed.errors.append(text)
-        if rank == 0 and self._held is not None:
+        if rank == self.shown and self._held is not None:
             self._held.append(text)
             return
         source, feed.source_follows = feed.source_follows and text.startswith("  "), False
@@ -100,9 +106,9 @@ class Output:
         if found := WARNING.match(text):
             feed.source_follows = True
             self._warn(rank, f"{found['category']}: {found['text']} ({found['where']})")
-        elif rank == 0 and text.endswith(TRACEBACK):
+        elif rank == self.shown and text.endswith(TRACEBACK):
             self._held, self._release = [text], time.monotonic() + HOLD
-        elif rank == 0:
+        elif rank == self.shown:
             self._show(text)
 
     def _warn(self, rank: int, text: str) -> None:
@@ -129,7 +135,7 @@ class Output:
 
     def failing(self, rank: int) -> None:
         """The worker is about to die of its exception, or has."""
-        self._failing |= rank == 0
+        self._failing |= rank == self.shown
 
     def tail(self, rank: int) -> list[str]:
         """The last lines of a worker's log, of this start."""

@@ -76,6 +76,11 @@ class Journal:
                 then = "the training goes on, its report will have gaps; free space on that disk"
                 warnings.warn(f"{what}: {then}", stacklevel=2)
 
+    def last_step(self, trainer: int) -> int:
+        """The last step of a trainer that was written here."""
+        steps = effective_steps(read_journal(self._path.parent)) if self._fd is not None else []
+        return max((event["step"] for event in steps if event.get("trainer") == trainer), default=0)
+
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)

@@ -3,52 +3,71 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 EVERY = 0.25  # seconds between records; a step that takes longer is a record of its own
+KEPT = 4096  # steps
 PARTS = ("data", "compute", "reduce", "update", "other")
 
 
 class Ledger:
-    """Adds steps up; `take` gives the sums since the last record, in the journal's fields."""
+    """Adds steps up; `take` gives the sums since the last record, in the journal's fields.
+
+    Every worker keeps one: whoever writes the journal may be lost, and the next one goes on where it ended.
+    """
 
     def __init__(self) -> None:
         self._sent, self._last = 0, 0.0
-        self._clear()
+        self._steps: list[_Step] = []
 
-    def _clear(self) -> None:
-        self.steps = self.samples = 0
-        self.seconds = 0.0
-        self.time = dict.fromkeys(PARTS, 0.0)
-        self.waited_for: dict[int, float] = {}
+    def __len__(self) -> int:
+        return len(self._steps)
 
-    def add(self, samples: int, spent: dict[str, float], workers: tuple[float, ...]) -> None:
-        """Adds one step: `spent` seconds by part on this worker; `workers` are everybody's seconds of computing.
-
-        The slowest worker is the one that was waited for, as long as the second slowest had to wait for it.
-        """
-        self.steps += 1
-        self.samples += samples
-        self.seconds += sum(spent.values())
-        for part, seconds in spent.items():
-            self.time[part] += seconds
-        if len(workers) > 1:
-            first, second = sorted(range(len(workers)), key=lambda worker: -workers[worker])[:2]
-            self.waited_for[first] = self.waited_for.get(first, 0.0) + workers[first] - workers[second]
+    def add(self, step: int, samples: int, spent: dict[str, float], workers: Mapping[int, float]) -> None:
+        """Adds one step: `spent` seconds by part on this worker; `workers` are everybody's seconds of computing."""
+        self._steps.append(_Step(step, samples, spent, workers))
 
     def due(self) -> bool:
         return time.monotonic() - self._last >= EVERY
 
+    def forget(self) -> None:
+        """Somebody else writes the journal, and is at most so many steps behind."""
+        self._last = time.monotonic()
+        del self._steps[:-KEPT]
+
+    def go_on_after(self, step: int) -> None:
+        """What others have written is not written again."""
+        self._steps = [one for one in self._steps if one.step > step]
+
     def take(self, sent: int) -> dict[str, Any]:
-        """The sums since the last record; `sent` is the total of bytes handed to collectives so far."""
+        """The sums since the last record; `sent` is the total of bytes handed to collectives so far.
+
+        The slowest worker is the one that was waited for, as long as the second slowest had to wait for it.
+        """
+        spent = {part: sum(one.spent.get(part, 0.0) for one in self._steps) for part in PARTS}
+        waited_for: dict[int, float] = {}
+        for one in self._steps:
+            if len(one.workers) > 1:
+                first, second = sorted(one.workers, key=lambda worker: -one.workers[worker])[:2]
+                waited_for[first] = waited_for.get(first, 0.0) + one.workers[first] - one.workers[second]
         record = {
-            "samples": self.samples,
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "time": self.time,
-            "waited_for": self.waited_for,
+            "samples": sum(one.samples for one in self._steps),
+            "steps": len(self._steps),
+            "seconds": sum(spent.values()),
+            "time": spent,
+            "waited_for": waited_for,
             "bytes": sent - self._sent,
         }
         self._sent, self._last = sent, time.monotonic()
-        self._clear()
+        self._steps.clear()
         return record
+
+
+@dataclass(frozen=True)
+class _Step:
+    step: int
+    samples: int
+    spent: dict[str, float]
+    workers: Mapping[int, float]

@@ -69,7 +69,8 @@ class Orders:
 
     `merge` is how many micro-batches a piece may hold, `test` asks for an observation of whether they may be merged
     at all, `probe` to look at the loss also where they may not, `collect` for BatchNorm's statistics per micro-batch,
-    `reverse` for the opposite order of summation. `cure` helps against micro-batches of a single row.
+    `reverse` for the opposite order of summation. `cure` helps against micro-batches of a single row. `reached` is told
+    of moments in it.
     """
 
     step: int
@@ -81,6 +82,7 @@ class Orders:
     collect: bool = False
     reverse: bool = False
     cure: str = ""
+    reached: Callable[[str], None] = lambda moment: None
 
 
 @dataclass
@@ -141,9 +143,13 @@ class Strategy:
         """Changes the weights; `norm` is that of the mean gradient, for clipping."""
         self.inner.update(sums, agreed, orders, norm)
 
-    def abort(self) -> None:
-        """Voids a step before its update: nothing of it may remain."""
-        self.inner.abort()
+    def abort(self, again: bool = False) -> None:
+        """Voids a step before its update: nothing of it may remain, unless the same workers begin it `again`."""
+        self.inner.abort(again)
+
+    def rehouse(self) -> None:
+        """A new generation has formed: takes fresh memory from it. Collective."""
+        self.inner.rehouse()
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, by logical names."""
@@ -193,11 +199,15 @@ class Single(Strategy):
             sums.redo = not self.buckets.settle(sums.maxima)
         return vector
 
-    def abort(self) -> None:
+    def abort(self, again: bool = False) -> None:
         self.statistics.restore()
         self.watch.restore()
         if self.buckets is not None:
-            self.buckets.abandon()
+            self.buckets.abandon(again)
+
+    def rehouse(self) -> None:
+        if self.buckets is not None:
+            self.buckets.rehouse()
 
     # -- forward and backward -----------------------------------------------------------------------------------
 
@@ -205,6 +215,8 @@ class Single(Strategy):
         sent: list[Bucket] = []
 
         def send(bucket: Bucket) -> None:
+            if not sent:
+                orders.reached("backward")
             sent.append(bucket)
             (ready or self.reduce)(bucket)
 
@@ -213,7 +225,7 @@ class Single(Strategy):
         except torch.OutOfMemoryError:
             if orders.merge == 1 or sent:  # what was sent cannot be taken back
                 raise
-        self.abort()  # a backward may have added a part of its gradients: all begins anew, one by one
+        self.abort(again=True)  # a backward may have added a part of its gradients: all begins anew, one by one
         sums = self._in_pieces(micro_batches, replace(orders, merge=1), send)
         sums.cramped = True
         return sums
@@ -248,6 +260,8 @@ class Single(Strategy):
             if part is None:  # it is merged and may not be: its micro-batches one by one
                 queue.extendleft(Piece([m], m.batch) for m in reversed(piece.micro_batches))
                 continue
+            if not parts:
+                orders.reached("forward")
             if self.buckets is not None and not queue:
                 self.buckets.arm()
             mark = self.streams.mark() if orders.test and not sums.strict else ()
@@ -385,6 +399,8 @@ class Single(Strategy):
             self.params[number].grad = None
         for optimizer in self.job.optimizers:
             optimizer.step()
+        if self.buckets is not None:
+            self.buckets.applied()
         for scheduler in self.job.schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(agreed.loss / agreed.count)

@@ -68,7 +68,7 @@ class Data(Strategy):
             return self.inner.norm(agreed, orders)
         return math.sqrt(squares) * orders.expected / agreed.count
 
-    def abort(self) -> None:
+    def abort(self, again: bool = False) -> None:
         self.group.abandon(self.works)
         self.works = []
-        self.inner.abort()
+        self.inner.abort(again)

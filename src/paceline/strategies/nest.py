@@ -8,8 +8,8 @@ from paceline.strategies.base import Job, Single, Strategy
 from paceline.strategies.data import Data
 
 
-def nest(plan: Plan, job: Job, group: Group) -> Strategy:
-    """The plan's strategies, outermost first around `Single`. `plan` is validated for `group.size` workers."""
-    if group.size == 1:
+def nest(plan: Plan, job: Job, group: Group, elastic: bool) -> Strategy:
+    """The plan's strategies, outermost first around `Single`. An `elastic` team may be of one worker and grow."""
+    if group.size == 1 and not elastic:
         return Single(job, group.allocate if plan.exact else None)
     return Data(Single(job, group.allocate), group, job)

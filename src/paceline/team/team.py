@@ -9,16 +9,20 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import paceline.world as worlds
 from paceline.comm.group import Group
 from paceline.comm.side import call_site
+from paceline.data.loader import Place
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError
+from paceline.team.operations import Operations, Simple
 from paceline.world import World
 
+T = TypeVar("T")
+TOLD = 500  # characters of an exception that the agent is told
 # What gloo and NCCL both can add.
 SUMS = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "complex128", "complex64"]
 
@@ -33,6 +37,7 @@ class Team:
     def __init__(self, world: World) -> None:
         self.world = world
         self.group = Group(world)
+        self.operations = Operations(world, self.group)
         self.failed = False
         self.failure: type[BaseException] = Exception
         self.step = 0  # optimizer steps done, for the failure block
@@ -48,6 +53,16 @@ class Team:
     @property
     def size(self) -> int:
         return self.group.size
+
+    def place(self) -> Place:
+        """How the micro-batches are dealt at present, and to which of the workers this one belongs."""
+        members, shares = self.operations.members, self.world.shares
+        weights = tuple(1.0 if shares is None else shares[member] for member in members)
+        return Place(self.rank, weights if sum(weights) else (1.0,) * len(members), self.operations.number)
+
+    def _together(self, compute: Callable[[], T]) -> T:
+        found: T = self.operations.run(Simple(compute))
+        return found
 
     def _greet(self) -> None:
         """Refuses a team whose workers run different things, before they train apart."""
@@ -79,26 +94,42 @@ class Team:
         if kind not in SUMS:
             raise UsageError(f"all_reduce {name!r} cannot add {kind}", f"convert it to one of {', '.join(SUMS)}")
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        self.group.enter(f"all_reduce {name!r} of {shape} {kind}")
-        return self.group.sum(tensor.detach().clone().contiguous())
+
+        def compute() -> torch.Tensor:
+            self.group.enter(f"all_reduce {name!r} of {shape} {kind}")
+            return self.group.sum(tensor.detach().clone().contiguous())
+
+        return self._together(compute)
 
     def broadcast(self, tensor: torch.Tensor, name: str = "broadcast") -> torch.Tensor:
         """Worker 0's tensor (same shape and dtype everywhere), in a new tensor."""
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        self.group.enter(f"broadcast {name!r} of {shape} {str(tensor.dtype).removeprefix('torch.')}")
-        return self.group.broadcast(tensor.detach().clone().contiguous())
+
+        def compute() -> torch.Tensor:
+            self.group.enter(f"broadcast {name!r} of {shape} {str(tensor.dtype).removeprefix('torch.')}")
+            return self.group.broadcast(tensor.detach().clone().contiguous())
+
+        return self._together(compute)
 
     def gather(self, tensor: torch.Tensor, name: str = "gather") -> list[torch.Tensor]:
         """All workers' tensors in rank order, on every worker; shapes may differ, the dtype may not."""
-        self.group.enter(f"gather {name!r} of {str(tensor.dtype).removeprefix('torch.')}")
-        shapes = self.group.gather_json(list(tensor.shape))
-        parts = self.group.gather(tensor.detach().reshape(-1))
-        return [part.reshape(shape).clone() for part, shape in zip(parts, shapes, strict=True)]
+
+        def compute() -> list[torch.Tensor]:
+            self.group.enter(f"gather {name!r} of {str(tensor.dtype).removeprefix('torch.')}")
+            shapes = self.group.gather_json(list(tensor.shape))
+            parts = self.group.gather(tensor.detach().reshape(-1))
+            return [part.reshape(shape).clone() for part, shape in zip(parts, shapes, strict=True)]
+
+        return self._together(compute)
 
     def any(self, flag: bool, name: str = "any") -> bool:
         """Whether `flag` is true on at least one worker: the same answer on all."""
-        self.group.enter(f"any {name!r}")
-        return bool(self.group.sum(torch.tensor([int(bool(flag))])).item())
+
+        def compute() -> bool:
+            self.group.enter(f"any {name!r}")
+            return bool(self.group.sum(torch.tensor([int(bool(flag))])).item())
+
+        return self._together(compute)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -122,10 +153,12 @@ class Team:
     def close(self) -> None:
         """Ends this worker's part; called by itself when the script ends."""
         if not self.failed:
-            self.group.meet()
+            self._together(self.group.meet)
         for close in reversed(self.closing):
             close(self.failed)
         self.closing.clear()
+        if not self.failed:
+            self.world.tell("ended")
         self.group.close(self.failed)
 
 
@@ -154,7 +187,7 @@ def _own_the_end(team: Team, before: Callable[..., Any]) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         team.failed, team.failure = True, kind
-        team.world.tell("failed", kind=kind.__name__, step=team.step)
+        team.world.tell("failed", kind=kind.__name__, step=team.step, text=str(error)[:TOLD])
         before(kind, error, trace)
 
     sys.excepthook = hook

@@ -1,0 +1,139 @@
+"""How a run ended: the verdict over its workers, said in one block or line. No torch."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import socket
+from collections import ChainMap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.failure import Failure, culprit, failure_block, short
+from paceline.launch.options import LaunchOptions
+from paceline.launch.output import Output
+from paceline.launch.workers import Worker
+from paceline.observe.journal import Journal
+from paceline.observe.report import write_report
+
+STOPPED = 75  # EX_TEMPFAIL: stopped politely, the same command goes on
+INTERRUPTED = 130
+
+
+class Ending:
+    """Says how the run ended. Workers that were lost on the way and were survived do not count."""
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        folder: Path,
+        journal: Journal,
+        output: Output,
+        say: Callable[..., None],
+        coloured: bool,
+    ) -> None:
+        self._options, self._folder, self._journal, self._output = options, folder, journal, output
+        self._say, self._coloured = say, coloured
+        self._events: ChainMap[str, Any] = ChainMap()  # of all workers, the last of each kind, members first
+
+    def failures(self, workers: Sequence[Worker], stop: int | None) -> list[Worker]:
+        """Those that failed. None where a stop came before some worker could hear it: it just ended.
+
+        With one that ended the run come those that had raised the same before, and were survived.
+        """
+        if any(stop is not None and worker.status == -signal.SIGUSR1 for worker in workers):
+            return []
+        fine = (0, STOPPED, None)
+        failed = [w for w in workers if (w.killed and "failed" in w.events) or w.status not in fine]
+        final = [w for w in failed if w.counts]
+        said = [exception_of(worker) for worker in final]
+        return [w for w in failed if w in final or (exception_of(w) is not None and exception_of(w) in said)]
+
+    def verdict(self, workers: Sequence[Worker], stop: int | None, at_once: bool) -> int:
+        """Says how the run ended; the exit code."""
+        failures = self.failures(workers, stop)
+        self._events = ChainMap(*(w.events for w in sorted(workers, key=lambda w: not w.counts)))
+        workers = [worker for worker in workers if worker.counts or worker in failures]
+        if at_once:
+            self._say(self._how_stopped(workers, "stopped at once"), always=True)
+            return INTERRUPTED
+        if failures:
+            return self._failed(workers, failures)
+        if any(worker.status != 0 for worker in workers):
+            self._say(self._how_stopped(workers, "stopped"), always=True)
+            return INTERRUPTED if stop == signal.SIGINT else STOPPED
+        return self._finished(workers)
+
+    def _finished(self, workers: Sequence[Worker]) -> int:
+        name, size = Path(self._options.script).name, self._options.workers
+        events = self._events
+        if "join" not in events and size > 1:
+            what = f"{name} ended without using paceline: no Trainer was made and paceline.join() was not called"
+            cure = "make a paceline.Trainer, or run it with plain python"
+            self._say(f"{what}, so {size} workers did the same work {size} times; {cure}", always=True)
+            return 1
+        if "join" not in events:
+            self._say(f"note: {name} ended without using paceline, which trained and saved nothing")
+        elif events["join"].get("trainer") and "phase" not in events:
+            self._say(f"note: {name} made a Trainer and never asked it for steps")
+        if "phase" in events and not events.get("finished", {}).get("already") and not self._options.quiet:
+            self._say(write_report(self._folder, colour=self._coloured))
+        if "stopped" in events:
+            self._say(self._how_stopped(workers, "stopped"), always=True)
+        return 0
+
+    def _how_stopped(self, workers: Sequence[Worker], how: str) -> str:
+        told = self._events.get("stopped", {})
+        newest = self._newest_checkpoint()
+        again = "continue with"
+        if told.get("checkpoint"):
+            saved = f" after step {told['step']}; saved {short(self._folder / told['checkpoint'])}"
+        elif newest is not None:
+            saved = f"; the last checkpoint is of step {newest}"
+        else:
+            saved, again = "; no checkpoint was written", "start again with"
+        return f"{how}{saved}\n{again}: {self._command()}"
+
+    def _failed(self, workers: Sequence[Worker], failed: Sequence[Worker]) -> int:
+        failures = []
+        for worker in failed:
+            status = 1 if worker.status is None else worker.status  # it said so, and did not end
+            told, grown = worker.events.get("failed", {}), worker.memory.grown()
+            failures.append(Failure(worker.rank, worker.process.pid, worker.ended, status, told, self._output, grown))
+        newest = self._newest_checkpoint()
+        goes_on = "starts anew: no checkpoint was written" if newest is None else f"continues from step {newest}"
+        then = f"then run `{self._command()}`: it {goes_on}"
+        stopped = [worker.rank for worker in workers if worker.killed and worker not in failed]
+        cause, host = culprit(failures), socket.gethostname()
+        if cause.step is None:  # it did not say
+            cause.step = workers[0].events.get("step", {}).get("step")
+        text = failure_block(cause, failures, stopped, host, Path(short(self._folder / "logs")), then)
+        title, _, rest = text.partition("\n")
+        self._say(f"\n\x1b[1;31m{title}\x1b[0m\n{rest}" if self._coloured else f"\n{text}", always=True)
+        self._journal.write("failed", worker=cause.rank, host=host, cause=cause.what, code=cause.code, text=text)
+        return cause.code
+
+    def _newest_checkpoint(self) -> int | None:
+        found = (self._folder / "checkpoints").glob("step-" + 12 * "[0-9]")
+        return max((int(path.name.removeprefix("step-")) for path in found), default=None)
+
+    def _command(self) -> str:
+        """The command that goes on with this run."""
+        options, done = self._options, self._newest_checkpoint() or 0
+        given = {
+            "--workers": options.workers,
+            "--run-dir": short(self._folder),
+            "--plan": options.plan,
+            "--shares": options.shares,
+            "--save-every": options.save_every,
+            "--steps": options.max_steps if done < (options.max_steps or 0) else None,
+        }
+        flags = [part for name, value in given.items() if value is not None for part in (name, str(value))]
+        return shlex.join(["paceline", "run", *flags, options.script, *options.arguments])
+
+
+def exception_of(worker: Worker) -> tuple[object, ...] | None:
+    """What tells exceptions apart: kind, step and text."""
+    told = worker.events.get("failed")
+    return (told.get("kind"), told.get("step"), told.get("text")) if told else None

@@ -1,0 +1,32 @@
+"""What `paceline run` was asked for. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What `paceline run` was asked for.
+
+    `against`: the folder of a run to compare the speed with. `debug`: the rank whose standard streams are the
+    terminal's own, for pdb (its log stays empty). `quiet`: the console shows only how the run ended, and that
+    only where it did not finish. `environment`: further variables for the workers. `max_restarts`: how often workers
+    that were lost to one cause are started again; 0: any loss ends the run. Fewer than `min_workers` end it too.
+    """
+
+    script: str
+    arguments: list[str] = field(default_factory=list)
+    workers: int = 1
+    run_dir: str | None = None
+    plan: str | None = None
+    shares: str | None = None
+    save_every: str | None = None
+    max_steps: int | None = None
+    against: str | None = None
+    debug: int | None = None
+    quiet: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 10
+    min_workers: int = 1

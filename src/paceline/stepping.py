@@ -1,0 +1,231 @@
+"""One optimizer step as an operation of the team: rows, gradients, the agreed vector, the update."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.errors import MetricError, NonFiniteLossError, UsageError
+from paceline.plan import Plan
+from paceline.run import Run
+from paceline.step import Agreed, VectorLayout
+from paceline.strategies.base import Job, Orders, Strategy, Sums
+from paceline.strategies.merging import Merging
+from paceline.strategies.pieces import MicroBatch, to_device
+from paceline.strategies.streams import Streams
+
+
+@dataclass
+class Rows:
+    """One worker's part of a global batch: its micro-batches, and the size of the whole."""
+
+    micro_batches: list[MicroBatch]
+    count: int
+    rows: int
+    epoch: int = 0
+    cure: str = "bring one row more, or choose a micro= that leaves no single row"
+
+
+@dataclass
+class Stepper:
+    """Makes one trainer's steps. `done` counts them; `expected` is the last global count, which gradients are divided
+    by before it is known; `waiting_since` is when the last step ended.
+    """
+
+    run: Run
+    trainer: int
+    job: Job
+    top: Strategy
+    plan: Plan
+    streams: Streams
+    merging: Merging
+    done: int = 0
+    expected: float = 0.0
+    layout: VectorLayout | None = None
+    waiting_since: float = field(default_factory=time.perf_counter)
+
+    def step(self, deal: Callable[[], Rows], name: str) -> OneStep:
+        """Makes the next one, applied whole or not at all; `deal` gives this worker's rows, in the present team."""
+        one = OneStep(self, deal, name)
+        self.run.team.operations.run(one)
+        decision = one.learn()
+        if decision is not None:
+            self.run.decide(self.trainer, *decision)
+        self.run.agreed(save=one.agreed.save > 0, stop=one.agreed.stop > 0, enter=one.agreed.enter > 0)
+        self._name_unused(one.agreed.unused)
+        self.waiting_since = time.perf_counter()
+        return one
+
+    def _name_unused(self, unused: tuple[int, ...]) -> None:
+        if unused:
+            names = list(self.job.named)
+            shown = ", ".join(names[number] for number in unused[:5]) + (", ..." if len(unused) > 5 else "")
+            self.run.say(
+                f"{len(unused)} of {len(names)} parameters got no gradient and were left as they are: {shown}; "
+                "freeze them with requires_grad_(False) if that is meant",
+                once=True,
+            )
+
+
+class OneStep:
+    """A step under way. Once it is done, `agreed`, `norm` (of the mean gradient), `lr` (the first group's learning rate
+    in it), `whole` (the rows) and `spent` (seconds by part) tell of it.
+    """
+
+    agreed: Agreed
+    norm: float
+    whole: Rows
+
+    def __init__(self, stepper: Stepper, deal: Callable[[], Rows], name: str) -> None:
+        self._of, self._deal, self._name = stepper, deal, name
+        self._began = time.perf_counter()
+        self._begun = False  # gradients have been touched
+        self._sums: Sums | None = None
+        self.number = stepper.done
+        self.lr = float(stepper.job.optimizers[0].param_groups[0]["lr"])
+        self.spent: dict[str, float] = {}
+
+    def compute(self) -> None:
+        of = self._of
+        group, began = of.run.team.group, time.perf_counter()
+        of.run.team.operations.reached("loading")
+        whole = self.whole = self._deal()
+        for micro_batch in whole.micro_batches:
+            micro_batch.batch = to_device(micro_batch.batch, of.job.device)
+        loaded = time.perf_counter()
+        self._orders = Orders(
+            step=self.number,
+            expected=of.expected or float(whole.rows),
+            micro_batches=whole.count,
+            merge=of.merging.size,
+            test=of.merging.undecided and not of.plan.exact,
+            collect=group.size > 1 or of.plan.exact,
+            probe=of.run.probing,
+            reverse=of.run.reverse,
+            cure=whole.cure,
+            reached=of.run.team.operations.reached,
+        )
+        with of.streams.lent():
+            group.enter(self._name, check=False, kind="gradients")
+            while True:
+                self._begun = True
+                sums = of.top.gradients(whole.micro_batches, self._orders)
+                computed = time.perf_counter()
+                self.agreed = self._agree(sums, whole, computed - began)
+                if not sums.redo:
+                    break
+                of.top.abort(again=True)
+            self._refuse(sums, self.agreed)
+        self._sums = sums
+        self._per_row = (computed - loaded) / max(1, sum(m.rows for m in whole.micro_batches))
+        self.spent = {"data": loaded - began, "compute": computed - loaded}
+        self._computed = computed
+
+    def settle(self) -> Any:
+        """The norm of the mean gradient."""
+        self._of.run.team.operations.reached("reduced")
+        norm = self._of.top.norm(self.agreed, self._orders)
+        if not math.isfinite(norm):
+            raise NonFiniteLossError(
+                f"the gradient of step {self.number + 1} is not finite, though its loss is "
+                f"({self.agreed.loss / self.agreed.count:.6g})",
+                "the step was not applied; look for a square root, a division or a logarithm at 0",
+            )
+        return norm
+
+    def apply(self, settled: Any) -> Any:
+        of, reduced = self._of, time.perf_counter()
+        assert self._sums is not None
+        self.norm = settled
+        of.top.update(self._sums, self.agreed, self._orders, self.norm)
+        of.done = self.number + 1
+        of.expected = self.agreed.count
+        ended = time.perf_counter()
+        self.spent |= {"reduce": reduced - self._computed, "update": ended - reduced}
+        self._rest(ended)
+        return [dataclasses.asdict(self.agreed), self.norm, self.lr, [self.whole.rows, self.whole.epoch]]
+
+    def void(self) -> None:
+        if self._begun:
+            self._begun = False
+            self._of.top.abort()
+
+    def taken(self, result: Any) -> Any:
+        """This worker's own part was lost; the step was not."""
+        agreed, self.norm, self.lr, (rows, epoch) = result
+        self.agreed = Agreed(**agreed)
+        self.whole = Rows([], 0, rows, epoch)
+        self._sums, self.spent = None, {}
+        self._rest(time.perf_counter())
+        return result
+
+    def _rest(self, ended: float) -> None:
+        """The seconds since the last step's end that are none of the other parts."""
+        self.spent["other"] = max(0.0, ended - self._of.waiting_since - sum(self.spent.values()))
+
+    def learn(self) -> tuple[str, str] | None:
+        """What merging learns of the step."""
+        if self._sums is None:
+            return None
+        return self._of.merging.learn(self._sums, self.agreed, self._per_row, len(self.whole.micro_batches))
+
+    # -- the vector ---------------------------------------------------------------------------------------------
+
+    def _agree(self, sums: Sums, whole: Rows, seconds: float) -> Agreed:
+        """Sums of all workers; on the first step they first agree on the names of the metrics."""
+        of, group, run = self._of, self._of.run.team.group, self._of.run
+        if of.layout is None:
+            of.layout = self._first_layout(sums, whole)
+        layout = of.layout
+        if whole.micro_batches and tuple(sorted(sums.metrics)) != layout.metrics:
+            raise MetricError(
+                f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}",
+                "return the same names every time, with count 0 where there is nothing to count",
+            )
+        fields = {
+            "count": sums.count,
+            "loss": sums.loss,
+            "tested": sums.tested,
+            "strict": sums.strict,
+            "stop": run.notice is not None,
+            "save": run.wants_save(),
+            "enter": run.team.operations.newcomers,
+        }
+        packed = layout.pack(group.rank, seconds, sums.metrics, sums.unused, fields)
+        rows = layout.rows(sums.parts, whole.count) if of.plan.exact else []
+        vector = of.top.agree(torch.tensor(packed + rows, dtype=torch.float64), sums).tolist()
+        agreed = layout.unpack(vector[: len(packed)])
+        return layout.exactly(agreed, vector[len(packed) :]) if rows else agreed
+
+    def _first_layout(self, sums: Sums, whole: Rows) -> VectorLayout:
+        group = self._of.run.team.group
+        names = group.gather_json(sorted(sums.metrics) if whole.micro_batches else None)
+        known = [(rank, name) for rank, name in enumerate(names) if name is not None]
+        for rank, other in known:
+            if other != known[0][1]:
+                raise MetricError(
+                    f"the loss returned metrics {known[0][1]} on worker {known[0][0]} and {other} on worker {rank}",
+                    "return the same names everywhere, with count 0 where there is nothing to count",
+                )
+        return VectorLayout(tuple(known[0][1]), group.size, len(self._of.job.named))
+
+    def _refuse(self, sums: Sums, agreed: Agreed) -> None:
+        """Refuses a step that cannot be applied: its loss is not finite, or there is nothing to take the mean over."""
+        if not math.isfinite(agreed.loss):
+            where = self._of.run.team.group.gather_json(sums.bad)
+            named = "; ".join(f"worker {rank}: {', '.join(rows)}" for rank, rows in enumerate(where) if rows)
+            raise NonFiniteLossError(
+                f"the loss of step {self.number + 1} is not finite ({named})",
+                "the step was not applied; look at these rows, lower the learning rate or set clip_norm=",
+            )
+        if agreed.count <= 0:
+            raise UsageError(
+                f"the loss of step {self.number + 1} counts {agreed.count:g} rows or tokens in the whole global batch",
+                "return a positive count for at least one row of each global batch",
+            )

@@ -1,0 +1,101 @@
+"""Faults on purpose, at a given worker, step and moment: the rehearsal of `paceline chaos`, and of our own tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.errors import UsageError
+
+KINDS = {
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP, and SIGCONT two seconds later",
+    "raise": "an exception",
+    "exit": "ends with exit code 0, without a word",
+    "slow": "sleeps for a second",
+}
+MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "forming", "hand-over")
+ASLEEP = 2.0  # seconds that a stopped worker stays so
+LOG = "chaos.jsonl"
+_FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>\d+)@(?P<step>\d+)\.(?P<moment>[a-z-]+)")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a worker when it reaches a moment for the first time after `step` steps are done.
+
+    The moments: before its rows are loaded, after its first forward, when its first bucket is complete, when all sums
+    have arrived and nothing has changed, in a checkpoint, in a new generation before anybody knows who stands where,
+    and while a state is handed over.
+    """
+
+    kind: str
+    worker: int
+    step: int
+    moment: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.worker}@{self.step}.{self.moment}"
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """``kill:3@12.forward,stop:1@20.reduced``: kill worker 3 in the forward after step 12, and so on."""
+    faults = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        found = _FORM.fullmatch(part)
+        if not found or found["kind"] not in KINDS or found["moment"] not in MOMENTS:
+            what = f"{part!r} is no fault"
+            kinds, moments = ", ".join(KINDS), ", ".join(MOMENTS)
+            raise UsageError(what, f"write KIND:WORKER@STEP.MOMENT with a kind of {kinds} and a moment of {moments}")
+        faults.append(Fault(found["kind"], int(found["worker"]), int(found["step"]), found["moment"]))
+    return faults
+
+
+class Chaos:
+    """The faults of one worker. What fires is written to the run folder first, and fires once per run."""
+
+    def __init__(self, faults: Sequence[Fault], worker: int, folder: Path) -> None:
+        self._log = folder / LOG
+        fired = [entry["fault"] for entry in read_log(folder)]
+        self._due = [fault for fault in faults if fault.worker == worker and str(fault) not in fired]
+
+    def reached(self, moment: str, step: int) -> None:
+        """This worker is at a moment, after `step` steps."""
+        for fault in self._due:
+            if fault.moment == moment and step >= fault.step:
+                self._due.remove(fault)
+                self._fire(fault, step)
+                return
+
+    def _fire(self, fault: Fault, step: int) -> None:
+        line = json.dumps({"at": time.time(), "fault": str(fault), "reached": step, **asdict(fault)}) + "\n"
+        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(log, line.encode())
+        os.close(log)
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                wake = f"import os, time; time.sleep({ASLEEP}); os.kill({os.getpid()}, {int(signal.SIGCONT)})"
+                subprocess.Popen([sys.executable, "-c", wake], start_new_session=True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "raise":
+                raise RuntimeError(f"chaos: {fault}")
+            case "exit":
+                os._exit(0)
+            case "slow":
+                time.sleep(1.0)
+
+
+def read_log(folder: Path) -> list[dict[str, object]]:
+    """What has fired in a run, in order."""
+    log = folder / LOG
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

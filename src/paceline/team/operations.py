@@ -1,0 +1,287 @@
+"""What a team does together, one operation after another, each whole or not at all, through losses and arrivals.
+
+An optimizer step is one, a checkpoint or an evaluation another. When a generation forms, its members tell each other
+where they stand, and `step.resolve` says what each has to do: nothing, to end the operation with the sums that it
+holds, to take the state of another over, or to do the operation again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from paceline.checkpoint.tree import flatten, unflatten
+from paceline.comm.group import Group
+from paceline.errors import PeerLostError
+from paceline.step import Moment, StateLostError, Status, Transaction, resolve
+from paceline.team.chaos import Chaos, parse_faults
+from paceline.team.orders import Generation, Orders
+from paceline.world import World
+
+REFUSED = 76  # exit code of a worker that slept through a change of the team: it may come back as new
+
+
+class ReformedError(PeerLostError):
+    """The team has a new generation; what was under way is void."""
+
+
+class Operation(Protocol):
+    """One thing that all workers do together. Only `compute` and `settle` may use collectives.
+
+    Whoever has computed holds what it takes to apply it, but for the settled values, which are the same everywhere.
+    """
+
+    def compute(self) -> None:
+        """Everything up to the last large collective; may be called again after `void`."""
+
+    def settle(self) -> Any:
+        """Small values, plain ones, that all must have before anything changes."""
+
+    def apply(self, settled: Any) -> Any:
+        """Changes the state of this worker; returns the result, a tree of plain values and tensors."""
+
+    def void(self) -> None:
+        """Brings back what was before `compute`."""
+
+    def taken(self, result: Any) -> Any:
+        """The result here, where another worker's state was taken over with it."""
+
+
+class Holder(Protocol):
+    """Who has the state of the training."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+
+    def hand_over(self) -> Any:
+        """All of it, as a tree of plain values and tensors."""
+
+    def take_over(self, tree: Any, newcomer: bool) -> None:
+        """What another worker handed over; one that is no newcomer has its own place in the script."""
+
+    def formed(self, generation: Generation) -> None:
+        """A new generation has formed: memory and shares are to be dealt again. Collective."""
+
+
+class Simple:
+    """An operation without a state of its own: its result is all there is."""
+
+    def __init__(self, compute: Callable[[], Any], apply: Callable[[Any], Any] | None = None) -> None:
+        self._compute, self._apply = compute, apply
+        self.value: Any = None
+
+    def compute(self) -> None:
+        self.value = None
+
+    def settle(self) -> Any:
+        return self._compute()
+
+    def apply(self, settled: Any) -> Any:
+        return self._apply(settled) if self._apply is not None else settled
+
+    def void(self) -> None:
+        pass
+
+    def taken(self, result: Any) -> Any:
+        return self.apply(result)
+
+
+class Operations:
+    """Does one operation after another in the present generation, and forms the next ones.
+
+    `number` is that of the generation. A `waiting` worker is a newcomer: a world of one until it is admitted.
+    """
+
+    def __init__(self, world: World, group: Group) -> None:
+        self.world, self.worker = world, world.rank
+        self._group = group
+        self.number = 0
+        self.members: tuple[int, ...] = tuple(range(world.size))
+        self.waiting = world.newcomer
+        self.holder: Holder | None = None
+        self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
+        self._last: Any = None  # of the last operation: its settled values and result
+        self._told = False
+        faults = parse_faults(world.chaos)
+        self._chaos = Chaos(faults, world.rank, Path(world.run_dir or ".")) if faults else None
+        self._entering = threading.Lock()
+        self._orders = Orders(world.orders_fd, self._heard)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether losses can be survived: there is an agent, and a state that workers can hand over."""
+        return self.world.orders_fd is not None and self.holder is not None
+
+    @property
+    def newcomers(self) -> bool:
+        """Whether a generation waits for the end of a step."""
+        return self._orders.newer(self.number)
+
+    def reached(self, moment: str) -> None:
+        """A moment at which a rehearsal may let something happen."""
+        if self._chaos is not None and self.holder is not None:
+            self._chaos.reached(moment, self.holder.step)
+
+    def _heard(self, order: Generation) -> None:
+        with self._entering:
+            if order.number > self.number:  # else it is under way, or done
+                self._group.interrupt(ReformedError(f"generation {order.number} forms", "wait"))
+
+    # -- one operation ------------------------------------------------------------------------------------------
+
+    def run(self, operation: Operation) -> Any:
+        """Does it, through as many generations as it takes; returns its result."""
+        if self.elastic and not self._told:
+            self._told = True
+            self.world.tell("ready")
+        while True:
+            self._tx.begin(self.number)
+            try:
+                operation.compute()
+                self._tx.prepared()
+                settled = operation.settle()
+            except PeerLostError as error:
+                if not self.elastic:
+                    self._void(operation)
+                    raise
+                if self._form(error, operation):
+                    return operation.taken(self._last[1]) if self._took else self._last[1]
+                continue
+            except BaseException:
+                self._void(operation)
+                raise
+            return self._end(operation, settled)
+
+    def _end(self, operation: Operation, settled: Any) -> Any:
+        self._tx.updating()
+        self._last = [settled, operation.apply(settled)]
+        self._tx.applied()
+        return self._last[1]
+
+    def _void(self, operation: Operation | None) -> None:
+        self._tx.abort()
+        if operation is not None:
+            operation.void()
+
+    # -- a new generation ---------------------------------------------------------------------------------------
+
+    def enter_next(self) -> None:
+        """Between two steps: enters the generation that was planned, or a later one."""
+        self._form(None, None)
+
+    def admit(self) -> None:
+        """A newcomer's first need of the team: waits until it belongs to it, and has its state."""
+        self.world.tell("waiting")
+        self._form(None, None)
+        self.waiting = False
+
+    def _form(self, error: PeerLostError | None, operation: Operation | None) -> bool:
+        """Enters the newest generation. Whether the operation under way has ended meanwhile."""
+        began = time.monotonic()
+        self._took = False
+        done = self._tx.done
+        if operation is not None and self._tx.moment is not Moment.PREPARED:
+            self._void(operation)
+        while True:
+            if self.waiting:
+                error = None
+            order = self._orders.wait(self.number, error, at_once=error is not None)
+            with self._entering:
+                self.number = order.number
+            if self.worker not in order.members:
+                self._refused()
+                continue
+            try:
+                self._group.form(order.world(self.world, self.worker), lambda: self._orders.newer(self.number, True))
+                self._resolve(operation if self._tx.done == done else None)
+                self.members = order.members
+                if self.holder is not None:
+                    self.holder.formed(order)
+                break
+            except PeerLostError as again:
+                error = again
+        self.world.tell("formed", number=self.number, seconds=time.monotonic() - began)
+        return operation is not None and self._tx.done > done
+
+    def _refused(self) -> None:
+        """This worker is not of the new generation: it was taken for dead. Only a newcomer has nothing to lose."""
+        if not self.waiting:
+            print(f"paceline: worker {self.worker} slept through a change of the team, and ends", file=sys.stderr)
+            os._exit(REFUSED)
+
+    def _resolve(self, operation: Operation | None) -> None:
+        group, tx = self._group, self._tx
+        group.enter(f"the beginning of generation {self.number}", kind="forming")
+        self.reached("forming")
+        status = tx.status
+        said = group.gather_json([status.done, status.applied, status.sums])
+        team = [[Status(*row)] for row in said]
+        try:
+            found = resolve(team)
+        except StateLostError:
+            raise PeerLostError(
+                "no worker is left that holds the state of the training", "run the same command again"
+            ) from None
+        me = group.rank
+        if found.forward or found.sources:
+            first = next(place for place, row in enumerate(said) if row[0] == found.step)
+            last = _unpack(group.broadcast_bytes(_pack(self._last) if me == first else None, first))
+            if (me, 0) in found.forward:
+                assert operation is not None
+                self._end(operation, last[0])
+            elif operation is not None:
+                self._void(operation)
+            self._hand_over(found.sources, last)
+        elif operation is not None:
+            self._void(operation)
+
+    def _hand_over(self, sources: Mapping[int, int], last: Any) -> None:
+        group, tx, holder = self._group, self._tx, self.holder
+        assert holder is not None
+        if group.rank in sources or group.rank in sources.values():
+            self.reached("hand-over")
+        for taker, source in sources.items():
+            if group.rank == source:
+                group.send_bytes(_pack([tx.done, tx.applied_in, holder.hand_over()]), taker)
+            elif group.rank == taker:
+                newcomer = self.waiting
+                tx.empty()
+                done, applied_in, tree = _unpack(group.receive_bytes(source))
+                holder.take_over(tree, newcomer)
+                tx.taken(done, applied_in)
+                self._last, self._took = last, True
+
+
+def _pack(tree: Any) -> torch.Tensor:
+    """A tree of plain values and tensors as flat bytes: the skeleton as JSON, then the tensors, none of it pickled."""
+    tensors, skeleton = flatten(tree, "")
+    shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    head = json.dumps([skeleton, shapes]).encode()
+    head += b" " * (-len(head) % 8)
+    parts = [torch.frombuffer(bytearray(struct.pack("<q", len(head)) + head), dtype=torch.uint8)]
+    for tensor in tensors.values():
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        parts += [flat, torch.zeros(-len(flat) % 8, dtype=torch.uint8)]
+    return torch.cat(parts)
+
+
+def _unpack(data: torch.Tensor) -> Any:
+    (length,) = struct.unpack("<q", bytes(data[:8].tolist()))
+    skeleton, shapes = json.loads(bytes(data[8 : 8 + length].tolist()))
+    tensors, at = {}, 8 + length
+    for name, (dtype, shape) in shapes.items():
+        kind: torch.dtype = getattr(torch, dtype)
+        size = torch.Size(shape).numel() * kind.itemsize
+        tensors[name] = data[at : at + size].view(kind).view(shape).clone()
+        at += size + (-size % 8)
+    return unflatten(skeleton, tensors)

@@ -1,0 +1,76 @@
+"""What the agent tells its worker: the generations of the team, as a thread hears them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from paceline.errors import PeerLostError
+from paceline.world import World
+
+EXPECTED = 30.0  # seconds to the order after a peer was lost
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Number and members (workers by their numbers in the run, in the order of their ranks); the address of the store
+    that the first one serves. A `planned` one is entered between two steps, another one at once.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    store: tuple[str, int]
+    planned: bool = False
+
+    def world(self, mine: World, worker: int) -> World:
+        """The world of a member."""
+        return replace(
+            mine, rank=self.members.index(worker), size=len(self.members), store=self.store, job=str(self.number)
+        )
+
+
+class Orders:
+    """The newest order, heard by a thread. `heard` is called there with each generation that is to be entered at once.
+
+    Without an agent there are none.
+    """
+
+    def __init__(self, fd: int | None, heard: Callable[[Generation], None]) -> None:
+        self.newest: Generation | None = None
+        self._heard = heard
+        self._news = threading.Condition()
+        if fd is not None:
+            os.set_inheritable(fd, False)
+            threading.Thread(target=self._listen, args=(fd,), name="paceline-orders", daemon=True).start()
+
+    def _listen(self, fd: int) -> None:
+        unread = b""
+        while data := os.read(fd, 1 << 16):
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                said = json.loads(line)
+                order = Generation(said["number"], tuple(said["members"]), tuple(said["store"]), said["planned"])
+                with self._news:
+                    self.newest = order
+                    self._news.notify_all()
+                if not order.planned:
+                    self._heard(order)
+
+    def newer(self, than: int, at_once: bool = False) -> bool:
+        """Whether a generation after number `than` was ordered; with `at_once`, one that does not wait for a step."""
+        return self.newest is not None and self.newest.number > than and not (at_once and self.newest.planned)
+
+    def wait(self, than: int, error: PeerLostError | None, at_once: bool = False) -> Generation:
+        """The newest generation after number `than`, once there is one. Raises `error`, if given, when none comes."""
+        deadline = time.monotonic() + EXPECTED
+        with self._news:
+            while not self.newer(than, at_once):
+                if error is not None and time.monotonic() > deadline:
+                    raise error
+                self._news.wait(0.1)
+            assert self.newest is not None
+            return self.newest

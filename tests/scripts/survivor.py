@@ -1,0 +1,54 @@
+"""Trains a model with all that depends on who computes what: dropout, BatchNorm, clipping, a schedule, an evaluation in
+the body, the user's own state. Usage: survivor.py OUT STEPS [LOADERS]
+"""
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+
+out, steps, loaders = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
+chance = torch.Generator().manual_seed(1)
+rows = torch.randn(200, 8, generator=chance), torch.randint(0, 3, (200,), generator=chance)
+data, held_out = TensorDataset(*rows), TensorDataset(rows[0][:40], rows[1][:40])
+
+
+def model():
+    layers = nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU()
+    return nn.Sequential(*layers, nn.Linear(32, 3))
+
+
+def right(output, batch):
+    return {"right": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}
+
+
+trainer = paceline.Trainer(
+    model,
+    loss=lambda output, batch: F.cross_entropy(output, batch[1]),
+    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+    schedule=lambda step: 1 / (1 + step / 50),
+    global_batch=24,
+    clip_norm=1.0,
+    plan="micro=2 exact",
+)
+trainer.state["seen"] = 0
+losses = []
+for report in trainer.steps(data, count=steps, loader={"num_workers": loaders}):
+    time.sleep(float(os.environ.get("PAUSE", "0")))
+    trainer.state["seen"] += report.samples
+    losses.append([report.step, report.loss])
+    if report.step % 5 == 0:
+        losses[-1].append(trainer.evaluate(held_out, right)["right"])
+    if report.step % 10 == 0:
+        trainer.save()
+trainer.export(f"{out}.safetensors")
+if trainer.main:
+    with open(f"{out}.json", "w") as file:
+        json.dump({"seen": trainer.state["seen"], "losses": losses[-5:]}, file)
