@@ -110,7 +110,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     from paceline.team.team import Team
     from paceline.world import World
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)}
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setattr("paceline.trainer.device_of", lambda rank: torch.device("cpu"))
     run = Run(Team(World(run_dir=str(tmp_path / "run"))))

@@ -337,7 +337,7 @@ def test_out_of_memory(launcher: Launcher, memory_group: MemoryGroup) -> None:
 POLITE = """
 event("join")
 stop = []
-signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
+signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
 mark("up")
 while not stop:
     time.sleep(0.01)
@@ -364,7 +364,7 @@ def test_a_polite_stop(launcher: Launcher, number: str, code: int) -> None:
 def test_a_second_interrupt_stops_at_once(launcher: Launcher) -> None:
     process = launcher.start("""
         event("join")
-        signal.signal(signal.SIGUSR1, lambda *_: mark("heard"))
+        signal.signal(signal.SIGUSR2, lambda *_: mark("heard"))
         mark("up")
         while True:
             time.sleep(1)
@@ -382,7 +382,7 @@ def test_a_stop_before_a_worker_is_ready(launcher: Launcher) -> None:
     """As in the seconds of `import torch`: nobody listens for the signal yet, so it ends the worker."""
     process = launcher.start("""
         if RANK == 1:
-            signal.signal(signal.SIGUSR1, lambda *_: None)
+            signal.signal(signal.SIGUSR2, lambda *_: None)
         mark("up")
         for _ in range(600):
             time.sleep(1)
@@ -421,7 +421,7 @@ def test_a_stop_that_comes_as_the_run_finishes(launcher: Launcher) -> None:
     process = launcher.start("""
         event("join")
         stop = []
-        signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
+        signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
         mark("up")
         while not stop:
             time.sleep(0.01)

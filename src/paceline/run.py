@@ -31,7 +31,7 @@ from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.phases import Phase, State
-from paceline.team.operations import Simple
+from paceline.team.operations import LeftError, Simple
 from paceline.team.orders import Generation
 from paceline.team.team import Team, join
 from paceline.world import parse_save_every
@@ -93,6 +93,7 @@ class Run:
         self.save_asked = self._left = False
         self._plan = ""
         self._opened = self.main
+        team.operations.holder = self
         alone = self.main and world.launcher != "paceline"  # without an agent, which holds the lock for its workers
         self._lock = hold_lock(self.folder) if self.folder is not None and alone else None
         self.journal = Journal(self.folder if self.main else None)
@@ -108,10 +109,12 @@ class Run:
             self._streams = self.resumed.manifest["streams"]
             self._say_changes(self.resumed.manifest)
         self._may_handle = threading.current_thread() is threading.main_thread()
-        for number in (signal.SIGUSR1, signal.SIGTERM) if self._may_handle else ():
-            signal.signal(number, self._notice)
+        # With an agent, SIGUSR2 is its word that the whole run is to stop; the others tell this worker alone to leave.
+        alone_too = self._leave_alone if team.operations.elastic else self._notice
+        handlers = {signal.SIGUSR1: alone_too, signal.SIGTERM: alone_too, signal.SIGUSR2: self._notice}
+        for number, handler in handlers.items() if self._may_handle else ():
+            signal.signal(number, handler)
         team.closing.append(self.close)
-        team.operations.holder = self
 
     @property
     def main(self) -> bool:
@@ -240,6 +243,9 @@ class Run:
     def _notice(self, number: int, _: object) -> None:
         self.notice = number
 
+    def _leave_alone(self, number: int, _: object) -> None:
+        self.team.world.tell("leaves")
+
     @contextmanager
     def loop(self, phase: Phase) -> Iterator[None]:
         """The time of a loop. Without an agent, Ctrl-C stops it cleanly."""
@@ -306,7 +312,11 @@ class Run:
             self.save(must=self.save_asked)
         if self._enter_due:
             self._enter_due = False
-            self.team.operations.enter_next()
+            try:
+                self.team.operations.enter_next()
+            except LeftError:
+                self._left = self.team.left = True
+                raise SystemExit(STOPPED) from None
 
     # -- results of collectives outside of the loops ------------------------------------------------------------
 

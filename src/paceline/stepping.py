@@ -219,7 +219,8 @@ class OneStep:
         """Refuses a step that cannot be applied: its loss is not finite, or there is nothing to take the mean over."""
         if not math.isfinite(agreed.loss):
             where = self._of.run.team.group.gather_json(sums.bad)
-            named = "; ".join(f"worker {rank}: {', '.join(rows)}" for rank, rows in enumerate(where) if rows)
+            names = self._of.run.team.group.names
+            named = "; ".join(f"worker {names[rank]}: {', '.join(rows)}" for rank, rows in enumerate(where) if rows)
             raise NonFiniteLossError(
                 f"the loss of step {self.number + 1} is not finite ({named})",
                 "the step was not applied; look at these rows, lower the learning rate or set clip_norm=",

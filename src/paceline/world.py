@@ -25,8 +25,8 @@ class World:
     this start of workers from others that may come to the same store. `join_timeout` is in seconds.
     `events_fd` is a pipe to the agent, one JSON object a line. `shares` are the workers' weights in dealing
     micro-batches. `orders_fd` is a socket on which the agent tells of new generations of the team; a `newcomer` waits
-    for one that it belongs to. `chaos` are faults on purpose. `save_every` is seconds (``60s``) or steps (``100``);
-    `max_steps` ends the run early.
+    for one that it belongs to. `members` are the workers of its generation by rank, where one has formed. `chaos` are
+    faults on purpose. `save_every` is seconds (``60s``) or steps (``100``); `max_steps` ends the run early.
     """
 
     rank: int = 0
@@ -49,6 +49,7 @@ class World:
     orders_fd: int | None = None
     newcomer: bool = False
     chaos: str = ""
+    members: tuple[int, ...] = ()
 
     @property
     def plan_origin(self) -> str:

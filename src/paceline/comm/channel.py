@@ -104,19 +104,20 @@ class Channel:
         shared = self.hosts.shared
         dead = shared.dead() if shared is not None else []
         if dead and not ENGINE.poke(operation):
+            lost = self.side.names[dead[0]]
             if operation.sequence:
                 self._stand_in(operation)
                 self.side.look(waited, dead, wait=3 * PATIENCE)  # perhaps it said why
             raise PeerLostError(
-                f"worker {self.rank} waited in {operation.name} ({operation.site}) for worker {dead[0]}, which died",
-                f"see the log of worker {dead[0]}",
+                f"worker {self.side.name} waited in {operation.name} ({operation.site}) for worker {lost}, which died",
+                f"see the log of worker {lost}",
             )
         if operation.sequence and waited > PATIENCE:
             self._stand_in(operation)
             self.side.look(waited, shared.missing() if shared is not None and len(self.hosts.hosts) == 1 else [])
         if waited > self.timeout:
             raise PeerLostError(
-                f"worker {self.rank} timed out after {waited:.0f} s in {operation.name} ({operation.site})",
+                f"worker {self.side.name} timed out after {waited:.0f} s in {operation.name} ({operation.site})",
                 "see what the other workers do, or give a longer timeout to init_process_group",
             )
 
@@ -126,7 +127,7 @@ class Channel:
             return error
         if not operation.sequence:
             return PeerLostError(
-                f"worker {self.rank} lost a peer in {operation.name} ({operation.site})", "see that worker's log"
+                f"worker {self.side.name} lost a peer in {operation.name} ({operation.site})", "see that worker's log"
             )
         self._stand_in(operation)
         found = self.side.reason(error, isinstance(error, MismatchError), lambda: self.broken is not None)

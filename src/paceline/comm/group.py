@@ -30,11 +30,12 @@ class Group:
     """The collectives of a team of `size` workers. In a world of one every operation is the identity.
 
     `ledger` has per kind of collective: how many, bytes that this worker handed over (as payload), seconds it stood
-    still.
+    still. `names` are what the workers are called, by rank: their numbers in the run.
     """
 
     def __init__(self, world: World) -> None:
         self.rank, self.size = 0, 1
+        self.names: Sequence[int] = (world.rank,)
         self.ledger: dict[str, list[float]] = {}
         self._declared = ("the start", "", "the start")
         self._rendezvous = Rendezvous()
@@ -50,8 +51,10 @@ class Group:
 
     def _take(self, world: World, store: dist.Store | None, group: ProcessGroup | None) -> None:
         self.rank, self.size, self._store, self._group = world.rank, world.size, store, group
+        self.names = world.members or range(world.size)
         if group is not None:
             self.channel, self._side = group.channel, group.channel.side
+            self._side.names = self.names
             self.channel.ledger = self.ledger
 
     def form(self, world: World, given_up: Callable[[], bool]) -> None:
@@ -61,7 +64,7 @@ class Group:
         """
         if self._group is not None:
             self._group.abort()
-        self._take(replace(world, rank=0, size=1), None, None)
+        self._take(replace(world, rank=0, size=1, members=(world.members[world.rank],)), None, None)
         if world.size == 1:
             return None
         made = beside(lambda: self._connect(world, given_up))
@@ -117,7 +120,10 @@ class Group:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor of zeros for sums: on CPU in memory that the workers of a host share. Collective."""
         if self.size > 1 and device.type == "cpu":
-            return self.channel.allocate(numel, dtype)
+            try:
+                return self.channel.allocate(numel, dtype)
+            except dist.DistError as error:  # the store went
+                raise PeerLostError(f"a worker was lost while memory was shared ({error})", "see its log") from error
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
@@ -248,7 +254,8 @@ class Group:
                 for rank, place in enumerate(places):
                     if place is not None and place["state"] == "failed":
                         raise PeerLostError(
-                            f"worker {self.rank} had ended, but worker {rank} failed", f"see the log of worker {rank}"
+                            f"worker {self.names[self.rank]} had ended, but worker {self.names[rank]} failed",
+                            f"see the log of worker {self.names[rank]}",
                         )
             self._side.say("met", self._declared[:2])  # what follows, such as a last checkpoint, all do together
             self._side.publish()

@@ -47,9 +47,14 @@ class Side:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self.rank, self.size = store, rank, size
+        self.names: Sequence[int] = range(size)  # what the workers are called, by rank
         self.here: dict[str, Any] = {"sequence": 0, "name": "the start", "site": "", "state": "in"}
         self._said_late = False
         self._survey: Future[list[dict[str, Any] | None]] | None = None
+
+    @property
+    def name(self) -> int:
+        return self.names[self.rank]
 
     def say(self, state: str, where: tuple[str, str]) -> None:
         """Changes this worker's state; `where` (name, site) it was last."""
@@ -89,7 +94,7 @@ class Side:
             return
         except RuntimeError:  # the store went with worker 0
             raise PeerLostError(
-                f"worker {self.rank} lost worker 0 while waiting in {self.here['name']}", "see the log of worker 0"
+                f"worker {self.name} lost worker 0 while waiting in {self.here['name']}", "see the log of worker 0"
             ) from None
         error = self._trouble(places)
         if error is not None:
@@ -99,8 +104,8 @@ class Side:
             sequence = self.here["sequence"]
             late = missing or [r for r, place in enumerate(places) if place is None or place["sequence"] < sequence]
             print(
-                f"paceline: worker {self.rank} has waited {waited:.0f} s in {self.here['name']} "
-                f"({self.here['site']}) for {workers(late)}",
+                f"paceline: worker {self.name} has waited {waited:.0f} s in {self.here['name']} "
+                f"({self.here['site']}) for {workers([self.names[rank] for rank in late])}",
                 file=sys.stderr,
             )
 
@@ -115,8 +120,8 @@ class Side:
         for rank, place in enumerate(places):
             if place is not None and place["state"] == "failed":
                 return PeerLostError(
-                    f"worker {self.rank} waited in {self.here['name']} for worker {rank}, which failed",
-                    f"see the log of worker {rank}",
+                    f"worker {self.name} waited in {self.here['name']} for worker {self.names[rank]}, which failed",
+                    f"see the log of worker {self.names[rank]}",
                 )
         return None
 
@@ -128,7 +133,7 @@ class Side:
                 continue
             what = "ended after " if place["state"] == "ended" else ""
             where = f"{place['name']} at {place['site']}" if place["site"] else place["name"]
-            parts.setdefault((what, where), []).append(rank)
+            parts.setdefault((what, where), []).append(self.names[rank])
         said = ", ".join(
             f"{workers(ranks)} {what or ('are in ' if len(ranks) > 1 else 'is in ')}{where}"
             for (what, where), ranks in parts.items()
@@ -152,7 +157,7 @@ class Side:
                 found = search.result(0.01)
                 break
         return found or PeerLostError(
-            f"worker {self.rank} lost a peer in {self.here['name']} ({first_line(error)})",
+            f"worker {self.name} lost a peer in {self.here['name']} ({first_line(error)})",
             "the reason stands in the log of the worker that ended first",
         )
 

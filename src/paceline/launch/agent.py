@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from paceline.team.roster import Announcement, Roster
 
 # Seconds a failure waits for other failures, for the cause of a lost peer, for the end of what says it fails.
 OTHERS, CAUSE, EXIT = 1.0, 3.0, 10.0
+TOGETHER = 0.3  # seconds within which notices to all workers arrive, where the whole run is meant
 STILL = 0.3  # seconds that a worker may be stopped before the others go on without it
 FINAL = (*USAGE, *WEIGHTS, "WorkersDifferError")  # exceptions that another worker would raise as well
 
@@ -39,6 +40,8 @@ class Agent:
         self._stop: int | None = None  # the signal that asked for a polite stop
         self._at_once = False
         self._deadline = math.inf  # of the wait after a failure
+        self._asked = math.inf  # when to act on workers' notices to leave
+        self._left: set[int] = set()  # workers that are to leave with the generation that was announced
         logs = folder / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
         coloured = sys.stderr.isatty()
@@ -61,11 +64,12 @@ class Agent:
                 now = time.monotonic()
                 if now >= self._deadline:
                     break
-                due = min(self._deadline, self._output.deadline(), self._still()) - now
+                due = min(self._deadline, self._asked, self._output.deadline(), self._still()) - now
                 for key, _ in select.select(None if due == math.inf else max(due, 0.0)):
                     key.data()
                 self._output.tick(time.monotonic())
                 self._give_up_stopped()
+                self._let_go()
         finally:
             self._end()
         self._progress.close()
@@ -100,6 +104,8 @@ class Agent:
             self._formed(worker, event)
         elif kind == "ended":
             self._roster.end(worker.rank)
+        elif kind == "leaves":
+            self._leaves(worker)
         elif main and kind == "line":
             self._say(str(event.get("text", "")))
         elif main and kind in ("phase", "step") and not self._options.quiet:
@@ -108,6 +114,11 @@ class Agent:
     def _exited(self, worker: Worker) -> None:
         if worker.out and worker.stopped < math.inf:
             self._replace(worker)
+        elif worker.status == STOPPED and worker.rank in self._left:
+            self._left.remove(worker.rank)
+            worker.out = True
+            self._roster.end(worker.rank)
+            self._say(f"{ranks([worker.rank])} left, as it was told: {_go_on(self._roster.members)}")
         elif worker.status in (0, STOPPED) and (worker.status or not self._vanished(worker)):
             self._roster.end(worker.rank)
         elif not worker.out:
@@ -133,13 +144,31 @@ class Agent:
             elif self._stop is not None:
                 self._at_once |= number == signal.SIGINT
             else:
-                self._stop = number
-                self._say("stopping after this step and saving; press Ctrl-C again to stop at once", always=True)
-                for worker in self._workers.all:
-                    if worker.alive:  # one that has not come to its trainer yet just ends
-                        worker.signal(signal.SIGUSR1)
+                self._stop_all(number)
+
+    def _stop_all(self, number: int) -> None:
+        self._stop = number
+        self._say("stopping after this step and saving; press Ctrl-C again to stop at once", always=True)
+        for worker in self._workers.all:
+            if worker.alive:  # one that has not come to its trainer yet just ends
+                worker.signal(signal.SIGUSR2)
 
     # ---- who is of the team
+
+    def _leaves(self, worker: Worker) -> None:
+        """A worker was told to leave; where all of them are, somebody wants the whole run to stop."""
+        self._roster.leaves(worker.rank)
+        self._asked = min(self._asked, time.monotonic() + TOGETHER)
+
+    def _let_go(self) -> None:
+        if time.monotonic() < self._asked:
+            return
+        self._asked = math.inf
+        if self._roster.leaving >= self._roster.established:
+            if self._stop is None:
+                self._stop_all(signal.SIGTERM)
+        else:
+            self._announce(self._roster.plan())
 
     def _spared(self, worker: Worker) -> bool:
         """Whether the others can go on without a worker that failed; then they do."""
@@ -192,13 +221,14 @@ class Agent:
         step = max((w.events.get("step", {}).get("step") or 0 for w in self._workers.all), default=0)
         self._journal.write("lost", workers=lost, why=what, step=step)
         if order is not None:
-            self._say(f"{ranks(lost)} {what}: {plural(len(order.members), 'worker')} go on{then}")
+            self._say(f"{ranks(lost)} {what}: {_go_on(order.members)}{then}")
         self._announce(order, also=workers)
 
     def _announce(self, order: Announcement | None, also: Iterable[Worker] = ()) -> None:
         """A generation: it is in the journal before anybody hears of it."""
         if order is None:
             return
+        self._left |= self._roster.leaving - set(order.members)
         self._journal.write("generation", number=order.number, workers=list(order.members), planned=order.planned)
         current = {worker.rank: worker for worker in self._workers.all if worker.alive and not worker.out}
         said = {
@@ -249,3 +279,7 @@ class Agent:
         if left and not any(worker.killed for worker in self._workers.all):
             names = ", ".join(f"{name} ({pid})" for pid, name in left.items())
             self._say(f"ended what the workers left running: {names}")
+
+
+def _go_on(members: Collection[int]) -> str:
+    return f"{plural(len(members), 'worker')} go{'es' if len(members) == 1 else ''} on"

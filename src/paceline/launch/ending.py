@@ -42,7 +42,7 @@ class Ending:
 
         With one that ended the run come those that had raised the same before, and were survived.
         """
-        if any(stop is not None and worker.status == -signal.SIGUSR1 for worker in workers):
+        if any(stop is not None and worker.status == -signal.SIGUSR2 for worker in workers):
             return []
         fine = (0, STOPPED, None)
         failed = [w for w in workers if (w.killed and "failed" in w.events) or w.status not in fine]

@@ -87,10 +87,10 @@ def _new_folder(stem: str) -> Path:
 
 @contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """SIGINT, SIGTERM and SIGHUP (unless ignored, as under nohup) and SIGCHLD, which tells of workers that are stopped,
-    are only written, as numbers, to this socket.
+    """SIGINT, SIGTERM, SIGUSR1 and SIGHUP (unless ignored, as under nohup) and SIGCHLD, which tells of workers that are
+    stopped, are only written, as numbers, to this socket.
     """
-    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD]
+    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD]
     wanted = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
     read, write = socket.socketpair()
     with read, write:

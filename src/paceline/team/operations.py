@@ -34,6 +34,10 @@ class ReformedError(PeerLostError):
     """The team has a new generation; what was under way is void."""
 
 
+class LeftError(Exception):
+    """This worker has left the team, as it was told."""
+
+
 class Operation(Protocol):
     """One thing that all workers do together. Only `compute` and `settle` may use collectives.
 
@@ -199,7 +203,7 @@ class Operations:
             with self._entering:
                 self.number = order.number
             if self.worker not in order.members:
-                self._refused()
+                self._refused(order)
                 continue
             try:
                 self._group.form(order.world(self.world, self.worker), lambda: self._orders.newer(self.number, True))
@@ -213,8 +217,10 @@ class Operations:
         self.world.tell("formed", number=self.number, seconds=time.monotonic() - began)
         return operation is not None and self._tx.done > done
 
-    def _refused(self) -> None:
-        """This worker is not of the new generation: it was taken for dead. Only a newcomer has nothing to lose."""
+    def _refused(self, order: Generation) -> None:
+        """This worker is not of the new generation: it asked to leave, or was taken for dead. A newcomer waits on."""
+        if order.planned and not self.waiting:
+            raise LeftError
         if not self.waiting:
             print(f"paceline: worker {self.worker} slept through a change of the team, and ends", file=sys.stderr)
             os._exit(REFUSED)

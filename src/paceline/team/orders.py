@@ -28,9 +28,8 @@ class Generation:
 
     def world(self, mine: World, worker: int) -> World:
         """The world of a member."""
-        return replace(
-            mine, rank=self.members.index(worker), size=len(self.members), store=self.store, job=str(self.number)
-        )
+        rank, size = self.members.index(worker), len(self.members)
+        return replace(mine, rank=rank, size=size, store=self.store, job=str(self.number), members=self.members)
 
 
 class Orders:

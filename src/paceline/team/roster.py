@@ -30,6 +30,8 @@ class Roster:
     established: set[int] = field(default_factory=set)
     entered: set[int] = field(default_factory=set)
     waiting: list[int] = field(default_factory=list)
+    leaving: set[int] = field(default_factory=set)
+    before: tuple[int, ...] = ()  # the members of the last generation that all had entered
 
     @property
     def begun(self) -> bool:
@@ -53,34 +55,48 @@ class Roster:
             if worker in self.waiting:
                 self.waiting.remove(worker)
 
+    def leaves(self, worker: int) -> None:
+        """A member was told to leave."""
+        if worker in self.established:
+            self.leaving.add(worker)
+
     def survivors(self, lost: Collection[int]) -> tuple[int, ...]:
         """The members that would remain."""
-        return tuple(worker for worker in self.members if worker in self.established and worker not in lost)
+        everybody = (*self.members, *(worker for worker in self.before if worker not in self.members))
+        return tuple(worker for worker in everybody if worker in self.established and worker not in lost)
 
     def lose(self, lost: Collection[int]) -> Announcement | None:
         """These are gone. The next generation, if one of them was a member and somebody is left."""
-        concerns = any(worker in self.members for worker in lost)
+        concerns = any(worker in (*self.members, *self.before) for worker in lost)
         left = self.survivors(lost)
         self.waiting = [worker for worker in self.waiting if worker not in lost]
         self.established -= set(lost)
-        if not concerns or not left:
+        self.leaving -= set(lost)
+        if not concerns:
+            return None
+        if not left:
+            self.members = ()
             return None
         return self._announce(left, planned=False)
 
     def end(self, worker: int) -> None:
         """A worker has done its part to the end."""
         self.members = tuple(member for member in self.members if member != worker)
-        self.established.discard(worker)
-        self.entered.discard(worker)
+        self.before = tuple(member for member in self.before if member != worker)
+        for some in (self.established, self.entered, self.leaving):
+            some.discard(worker)
 
     def plan(self) -> Announcement | None:
-        """The generation that admits whoever waits, if it is time for one."""
+        """The generation that admits whoever waits and lets go whoever leaves, if it is time for one."""
         new = [worker for worker in self.waiting if worker not in self.members]
-        if not new or not self.members or not self.begun or self.entered != set(self.members):
+        stay = [worker for worker in self.members if worker not in self.leaving]
+        if not stay or not self.begun or self.entered != set(self.members) or (not new and stay == [*self.members]):
             return None
-        return self._announce((*self.members, *new), planned=True)
+        return self._announce((*stay, *new), planned=True)
 
     def _announce(self, members: tuple[int, ...], planned: bool) -> Announcement:
         self.number += 1
+        if self.entered == set(self.members):
+            self.before = self.members
         self.members, self.entered = members, set()
         return Announcement(self.number, members, planned)

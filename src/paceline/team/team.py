@@ -38,7 +38,7 @@ class Team:
         self.world = world
         self.group = Group(world)
         self.operations = Operations(world, self.group)
-        self.failed = False
+        self.failed = self.left = False
         self.failure: type[BaseException] = Exception
         self.step = 0  # optimizer steps done, for the failure block
         self.closing: list[Callable[[bool], None]] = []
@@ -152,14 +152,15 @@ class Team:
 
     def close(self) -> None:
         """Ends this worker's part; called by itself when the script ends."""
-        if not self.failed:
+        alone = self.failed or self.left
+        if not alone:
             self._together(self.group.meet)
         for close in reversed(self.closing):
-            close(self.failed)
+            close(alone)
         self.closing.clear()
-        if not self.failed:
+        if not alone:
             self.world.tell("ended")
-        self.group.close(self.failed)
+        self.group.close(alone)
 
 
 _team: Team | None = None

@@ -1,0 +1,97 @@
+"""Membership as a pure function of what happened: any order of losses, arrivals and leavings leaves one team."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.team.roster import Announcement, Roster
+
+
+def begun(workers: int) -> Roster:
+    roster = Roster(tuple(range(workers)))
+    for worker in range(workers):
+        assert not roster.begun
+        roster.ready(worker)
+    assert roster.begun
+    return roster
+
+
+def enter(roster: Roster, order: Announcement) -> None:
+    for worker in order.members:
+        roster.formed(worker, order.number)
+
+
+def test_a_loss_and_a_return():
+    roster = begun(3)
+    order = roster.lose([0])
+    assert order == Announcement(1, (1, 2), planned=False)
+    roster.waits(0)
+    assert roster.plan() is None, "the others have not entered yet"
+    enter(roster, order)
+    order = roster.plan()
+    assert order == Announcement(2, (1, 2, 0), planned=True), "the newcomer is last: main does not change again"
+    assert roster.plan() is None
+    enter(roster, order)
+    assert roster.plan() is None and roster.waiting == []
+
+
+def test_a_loss_while_a_newcomer_is_admitted_leaves_it_out():
+    roster = begun(3)
+    roster.waits(3)
+    assert roster.plan() == Announcement(1, (0, 1, 2, 3), planned=True)
+    order = roster.lose([1])
+    assert order == Announcement(2, (0, 2), planned=False)
+    roster.formed(3, 1)  # it was quicker than the news, which it cannot be any more
+    enter(roster, order)
+    assert roster.plan() == Announcement(3, (0, 2, 3), planned=True)
+
+
+def test_the_loss_of_one_that_was_about_to_leave_is_a_loss():
+    roster = begun(3)
+    roster.leaves(2)
+    assert roster.plan() == Announcement(1, (0, 1), planned=True)
+    assert roster.lose([2]) == Announcement(2, (0, 1), planned=False)
+
+
+def test_nobody_is_left():
+    roster = begun(1)
+    assert roster.lose([0]) is None
+
+
+def test_whoever_ended_is_no_loss():
+    roster = begun(2)
+    roster.end(0)
+    assert roster.lose([0]) is None
+    assert roster.lose([1]) is None
+
+
+@given(st.integers(2, 5), st.data())
+def test_any_order_of_events_leaves_one_team(workers, data):
+    roster, number, new = begun(workers), 0, workers
+    news: list[Announcement] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        event = data.draw(st.sampled_from(["lose", "wait", "leave", "enter", "plan"]))
+        before = set(roster.established)
+        worker = data.draw(st.sampled_from(sorted(before))) if before else None
+        order = None
+        if event == "lose" and worker is not None:
+            order = roster.lose([worker])
+            assert worker not in roster.established
+        elif event == "wait":
+            roster.waits(new)
+            new += 1
+        elif event == "leave" and worker is not None:
+            roster.leaves(worker)
+        elif event == "enter" and news:
+            enter(roster, news[-1])
+        else:
+            order = roster.plan()
+        if order is not None:
+            assert order.number == number + 1, "numbers go up one by one"
+            number = order.number
+            assert len(set(order.members)) == len(order.members) > 0
+            assert order.planned or set(order.members) <= before, "only who has the state goes on at once"
+            assert set(order.members) & roster.established, "somebody has the state"
+            news.append(order)
+        assert not (set(roster.waiting) & roster.established)
