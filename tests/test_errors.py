@@ -112,7 +112,7 @@ def test_an_exception_on_one_worker_is_the_one_that_is_shown(tmp_path):
         "t = make(loss)\n"
         "list(t.steps(data))\n"
     )
-    block = fails(body, tmp_path, workers=3)
+    block = fails(body, tmp_path, workers=3, options=("--max-restarts", "0"))
     assert block.startswith("worker 1 failed (")
     assert ", after step 1)" in block.splitlines()[0]
     assert block.splitlines()[1] == "  ValueError: bad row"
@@ -309,7 +309,7 @@ def test_a_worker_killed_by_a_signal(number, tmp_path):
         "    if report.step == 5 and paceline.join().rank == 1:\n"
         f"        os.kill(os.getpid(), {int(number)})\n"
     )
-    block = fails(body, tmp_path, workers=3, code=128 + number)
+    block = fails(body, tmp_path, workers=3, code=128 + number, options=("--max-restarts", "0"))
     assert block.startswith("worker 1 failed (")
     assert ("SIGKILL" if number == signal.SIGKILL else "SIGSEGV") in block.splitlines()[1]
 

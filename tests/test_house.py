@@ -24,7 +24,7 @@ ROWS = [
     {"comm"},
     {"strategies"},
     {"data", "checkpoint", "team", "observe"},
-    {"run", "phases", "evaluate", "given"},
+    {"run", "stepping", "phases", "evaluate", "given"},
     {"trainer"},
     {"planner"},
     {"launch"},

@@ -33,7 +33,8 @@ def test_a_loss_and_a_return():
     assert order == Announcement(2, (1, 2, 0), planned=True), "the newcomer is last: main does not change again"
     assert roster.plan() is None
     enter(roster, order)
-    assert roster.plan() is None and roster.waiting == []
+    assert roster.plan() is None
+    assert roster.waiting == []
 
 
 def test_a_loss_while_a_newcomer_is_admitted_leaves_it_out():

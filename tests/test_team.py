@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,12 @@ def same(ended: Ended, undisturbed: Ended) -> None:
 # ---- the fault matrix
 
 KINDS = ("kill", "stop", "raise", "exit")
-MOMENTS = ("loading", "forward", "backward", "reduced", "saving")
+MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "forming")
 WHO = {"worker 0": [0], "its neighbour": [1], "another": [3], "two at once": [1, 4]}
 QUICK = {("kill", "reduced", "worker 0"), ("stop", "backward", "another"), ("raise", "forward", "two at once")}
-QUICK |= {("exit", "saving", "its neighbour")}
+QUICK |= {("exit", "saving", "its neighbour"), ("kill", "forming", "two at once")}
+# A state is handed over by one worker to one other: nobody else takes part.
+HANDING = {"the giver": [0], "the taker": [5], "both": [0, 5]}
 
 
 def cells(kinds, moments, who, quick):
@@ -74,12 +77,55 @@ def cells(kinds, moments, who, quick):
                 yield pytest.param(kind, moment, name, marks=marks, id=f"{kind}-{moment}-{name}".replace(" ", "_"))
 
 
-@pytest.mark.parametrize(("kind", "moment", "who"), cells(KINDS, MOMENTS, WHO, QUICK))
+def fired(ended: Ended) -> set[object]:
+    return {entry["fault"] for entry in read_log(ended.folder)}
+
+
+@pytest.mark.parametrize(("kind", "moment", "who"), [*cells(KINDS, MOMENTS, WHO, QUICK)])
 def test_whoever_is_lost_nothing_else_is(kind, moment, who, undisturbed, tmp_path):
+    """`forming`: in the generation that another loss makes."""
     at = 9 if moment == "saving" else 11
-    faults = [f"{kind}:{worker}@{at}.{moment}" for worker in WHO[who]]
-    ended = train(tmp_path, WORKERS, STEPS, ",".join(faults))
-    assert {entry["fault"] for entry in read_log(ended.folder)} == set(faults), "a fault did not fire"
+    faults = {f"{kind}:{worker}@{at}.{moment}" for worker in WHO[who]}
+    first = {"kill:5@11.loading"} if moment == "forming" else set()
+    ended = train(tmp_path, WORKERS, STEPS, ",".join(faults | first))
+    assert fired(ended) == faults | first, "a fault did not fire"
     same(ended, undisturbed[STEPS])
     lost = [worker for event in ended.events("lost") for worker in event["workers"]]
     assert set(WHO[who]) <= set(lost)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "moment", "who"), [*cells(KINDS, ["hand-over"], HANDING, ())])
+def test_lost_while_a_state_is_handed_over(kind, moment, who, undisturbed, tmp_path):
+    faults = {f"{kind}:{worker}@{0 if worker == 5 else 6}.hand-over" for worker in HANDING[who]}
+    ended = train(tmp_path, WORKERS, LONG, ",".join({"kill:5@5.forward"} | faults))
+    assert fired(ended) == {"kill:5@5.forward"} | faults, "a fault did not fire"
+    same(ended, undisturbed[LONG])
+
+
+@pytest.mark.slow
+def test_a_lost_worker_comes_back_and_takes_part(undisturbed, tmp_path):
+    ended = train(tmp_path, WORKERS, LONG, "kill:0@5.forward", loaders=1)
+    same(ended, undisturbed[LONG])
+    (lost, formed) = ended.events("lost"), ended.events("formed")
+    assert [event["workers"] for event in lost] == [[0]]
+    assert [event["workers"] for event in formed] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]]
+
+
+def test_an_exception_that_comes_again_ends_the_run(tmp_path):
+    """The others try the rows that led to it, and meet it as well."""
+    (tmp_path / "train.py").write_text(
+        "from basics import *\n"
+        "def loss(o, b):\n"
+        "    if (b[0] == data[13][0]).all(1).any():\n"
+        "        raise ValueError('row 13 is bad')\n"
+        "    return F.cross_entropy(o, b[1])\n"
+        "list(make(loss).steps(data))\n"
+    )
+    done = paceline(
+        "run", "--workers", "3", "--run-dir", "out", "train.py", cwd=tmp_path, code=1, PYTHONPATH=str(SCRIPTS)
+    )
+    assert re.search(r"^worker \d raised ValueError: 2 workers go on$", done.stderr, re.M)
+    assert re.search(r"^worker \d failed \(", done.stderr, re.M)
+    assert "\n  ValueError: row 13 is bad\n" in done.stderr
+    assert re.search(r"^worker \d failed in the same way$", done.stderr, re.M)

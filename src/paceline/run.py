@@ -135,14 +135,16 @@ class Run:
         for member in self.members:
             member.restore(newcomer)
 
-    def formed(self, generation: Generation) -> None:
+    def formed(self, generation: Generation, seconds: float) -> None:
         for member in self.members:
             member.reform()
         if self.main and not self._opened:  # those before it are gone
             self._opened, self.journal = True, Journal(self.folder)
             for member in self.members:
                 member.follow()
-        self.journal.write("formed", number=generation.number, workers=list(generation.members), step=self.step)
+        self.journal.write(
+            "formed", number=generation.number, workers=list(generation.members), step=self.step, seconds=seconds
+        )
 
     def need_team(self) -> None:
         """A newcomer waits here: where its script first asks for something that the team knows."""

@@ -27,6 +27,7 @@ from paceline.team.roster import Announcement, Roster
 
 # Seconds a failure waits for other failures, for the cause of a lost peer, for the end of what says it fails.
 OTHERS, CAUSE, EXIT = 1.0, 3.0, 10.0
+ALIKE = 0.1  # seconds within which an exception of all workers comes from all
 TOGETHER = 0.3  # seconds within which notices to all workers arrive, where the whole run is meant
 STILL = 0.3  # seconds that a worker may be stopped before the others go on without it
 FINAL = (*USAGE, *WEIGHTS, "WorkersDifferError")  # exceptions that another worker would raise as well
@@ -50,6 +51,8 @@ class Agent:
         self._output = Output(logs, options.workers, self._say, raw)
         self._workers = Workers(options, folder, self._output, self._told, self._exited)
         self._roster = Roster(tuple(range(options.workers)))
+        self._raised_now: list[Worker] = []  # to be judged together at this time
+        self._judged = math.inf
         self._raised: set[Any] = set()  # the exceptions that were survived
         self._causes: Counter[str] = Counter()
         self._ending = Ending(options, folder, journal, self._output, self._say, coloured)
@@ -64,12 +67,13 @@ class Agent:
                 now = time.monotonic()
                 if now >= self._deadline:
                     break
-                due = min(self._deadline, self._asked, self._output.deadline(), self._still()) - now
+                due = min(self._deadline, self._asked, self._judged, self._output.deadline(), self._still()) - now
                 for key, _ in select.select(None if due == math.inf else max(due, 0.0)):
                     key.data()
                 self._output.tick(time.monotonic())
                 self._give_up_stopped()
                 self._let_go()
+                self._judge()
         finally:
             self._end()
         self._progress.close()
@@ -130,8 +134,26 @@ class Agent:
 
     def _failed(self, worker: Worker) -> None:
         """A worker failed, or says that it does. The others go on without it, or this ends the run."""
-        if self._spared(worker):
+        if worker in self._raised_now:
             return
+        if "failed" in worker.events and worker.counts and self._roster.begun:
+            self._raised_now.append(worker)
+            self._judged = min(self._judged, time.monotonic() + ALIKE)
+        elif not self._spared(worker):
+            self._fail(worker)
+
+    def _judge(self) -> None:
+        """Goes on without whoever raised an exception, unless all the others did as well."""
+        if time.monotonic() < self._judged:
+            return
+        raised, self._raised_now, self._judged = self._raised_now, [], math.inf
+        everybody = not self._roster.survivors([worker.rank for worker in raised])
+        for worker in raised:
+            if everybody or not self._spared(worker):
+                self._fail(worker)
+
+    def _fail(self, worker: Worker) -> None:
+        """This failure ends the run: sets how long we wait for what else there is to know."""
         self._output.failing(worker.rank)
         lost = worker.events.get("failed", {}).get("kind") == "PeerLostError"
         wait = EXIT if worker.alive else CAUSE if lost else OTHERS

@@ -73,8 +73,8 @@ class Holder(Protocol):
     def take_over(self, tree: Any, newcomer: bool) -> None:
         """What another worker handed over; one that is no newcomer has its own place in the script."""
 
-    def formed(self, generation: Generation) -> None:
-        """A new generation has formed: memory and shares are to be dealt again. Collective."""
+    def formed(self, generation: Generation, seconds: float) -> None:
+        """A generation has formed, in so many seconds: memory and shares are to be dealt again. Collective."""
 
 
 class Simple:
@@ -153,18 +153,15 @@ class Operations:
             try:
                 operation.compute()
                 self._tx.prepared()
-                settled = operation.settle()
+                return self._end(operation, operation.settle())
             except PeerLostError as error:
                 if not self.elastic:
-                    self._void(operation)
                     raise
                 if self._form(error, operation):
                     return operation.taken(self._last[1]) if self._took else self._last[1]
-                continue
-            except BaseException:
-                self._void(operation)
-                raise
-            return self._end(operation, settled)
+            finally:
+                if self._tx.moment in (Moment.COMPUTING, Moment.PREPARED):
+                    self._void(operation)
 
     def _end(self, operation: Operation, settled: Any) -> Any:
         self._tx.updating()
@@ -210,7 +207,7 @@ class Operations:
                 self._resolve(operation if self._tx.done == done else None)
                 self.members = order.members
                 if self.holder is not None:
-                    self.holder.formed(order)
+                    self.holder.formed(order, time.monotonic() - began)
                 break
             except PeerLostError as again:
                 error = again
