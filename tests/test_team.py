@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from launching import SCRIPTS, paceline
 
+from paceline.launch.chaos import draw
 from paceline.observe.journal import effective_steps, read_journal
-from paceline.team.chaos import read_log
+from paceline.team.chaos import parse_faults, read_log
 
 WORKERS, STEPS, LONG = 6, 24, 90
 
@@ -129,3 +130,53 @@ def test_an_exception_that_comes_again_ends_the_run(tmp_path):
     assert re.search(r"^worker \d failed \(", done.stderr, re.M)
     assert "\n  ValueError: row 13 is bad\n" in done.stderr
     assert re.search(r"^worker \d failed in the same way$", done.stderr, re.M)
+
+
+def test_a_worker_that_is_told_to_leave_leaves_alone(undisturbed, tmp_path):
+    """SIGTERM to one: the others go on, and nobody takes its place."""
+    ended = train(tmp_path, 3, LONG, "leave:1@5.forward")
+    same(ended, undisturbed[LONG])
+    assert ended.events("lost") == []
+    assert [event["workers"] for event in ended.events("formed")] == [[0, 2]]
+    assert "\nworker 1 left, as it was told: 2 workers go on\n" in ended.text
+
+
+# ---- the rehearsal
+
+
+def test_the_rehearsal_shows_each_loss_and_that_nothing_else_was(tmp_path):
+    faults = "kill:0@4.backward,exit:1@9.reduced"
+    command = ("chaos", SCRIPTS / "survivor.py", "--workers", "3", "--steps", "14", "--faults", faults)
+    done = paceline(*command, "--", tmp_path / "out", "100", cwd=tmp_path)
+    head, first, second, _, steps, weights, lost = done.stdout.splitlines()[1:]
+    assert head.split() == ["loss", "noticed", "after", "team", "formed", "after", "back", "after"]
+    assert first.startswith("kill:0@4.backward ")
+    assert second.startswith("exit:1@9.reduced ")
+    assert steps == "steps    14 steps counted, each once"
+    assert weights.startswith("weights  0.0e+00 apart")
+    assert lost == "lost     nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workers", "1"], "a lone worker has nobody to go on without it; give --workers 2 or more"),
+        (["--faults", "kill:4@1.forward"], "there is no such worker: kill:4@1.forward; name workers 0 to 3"),
+        (
+            ["--faults", "kill:0@1"],
+            "'kill:0@1' is no fault; write KIND:WORKER@STEP.MOMENT with a kind of kill, stop, raise, exit, leave, slow "
+            "and a moment of loading, forward, backward, reduced, saving, forming, hand-over",
+        ),
+    ],
+)
+def test_a_rehearsal_that_cannot_be(options, message, tmp_path):
+    done = paceline("chaos", "train.py", *options, cwd=tmp_path, code=2)
+    assert done.stderr == f"paceline: {message}\n"
+
+
+def test_drawn_losses_are_those_of_their_seed():
+    assert draw(4, 100, 6, seed=3) == draw(4, 100, 6, seed=3)
+    assert draw(4, 100, 6, seed=3) != draw(4, 100, 6, seed=4)
+    assert [fault.step for fault in draw(3, 50, 4, seed=0)] == [2, 13, 25, 36]
+    assert {fault.worker for fault in draw(3, 50, 3, seed=0)} == {0, 1, 2}
+    assert parse_faults(",".join(map(str, draw(4, 100, 6, seed=3)))) == draw(4, 100, 6, seed=3)

@@ -1,4 +1,4 @@
-"""The command line: run, check, export, explain, report."""
+"""The command line: run, check, chaos, export, explain, report."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.launch.chaos import chaos
 from paceline.launch.check import check
 from paceline.launch.local import launch
 from paceline.launch.options import LaunchOptions
@@ -28,6 +29,41 @@ def _export(**options: Any) -> str:
     from paceline.checkpoint.export import export_model  # needs torch, which takes its time
 
     return export_model(**options)
+
+
+def _rehearsals(add: Callable[..., Any]) -> None:
+    option = add(
+        "check",
+        check,
+        "train a few steps with one worker and with N, and compare",
+        "example:\n  paceline check train.py --workers 4",
+        "Tells whether a script trains the same on N workers as on one: it runs a few steps with one "
+        "worker, with one worker that sums in another order (that is what rounding looks like), and with N.",
+    )
+    option("script", help="the training script")
+    option("--workers", type=int, default=2, metavar="N", help="workers to compare with one (default 2)")
+    option("--steps", type=int, default=5, metavar="K", help="optimizer steps to compare after (default 5)")
+    option("--plan", metavar="TEXT", help="the plan of the N workers")
+    option("arguments", nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
+
+    option = add(
+        "chaos",
+        chaos,
+        "lose workers on purpose, and see what was lost with them",
+        "examples:\n"
+        "  paceline chaos train.py --workers 4 --plan exact\n"
+        "  paceline chaos train.py --workers 4 --faults kill:0@10.backward,stop:2@30.reduced",
+        "A rehearsal: trains a few steps undisturbed and again while workers are killed, stopped and made to fail, and "
+        "compares the weights.",
+    )
+    option("script", help="the training script")
+    option("--workers", type=int, default=4, metavar="N", help="workers (default 4)")
+    option("--steps", type=int, default=100, metavar="K", help="optimizer steps (default 100)")
+    option("--losses", type=int, default=4, metavar="N", help="how many workers to lose (default 4)")
+    option("--seed", type=int, default=0, help="draws who is lost, when and how (default 0)")
+    option("--faults", default="", metavar="TEXT", help="instead: KIND:WORKER@STEP.MOMENT, with commas between")
+    option("--plan", metavar="TEXT", help="how the work is spread")
+    option("arguments", nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,20 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     option("script", help="the training script")
     option("arguments", nargs=argparse.REMAINDER, help="its own arguments")
 
-    option = add(
-        "check",
-        check,
-        "train a few steps with one worker and with N, and compare",
-        "example:\n  paceline check train.py --workers 4",
-        "Tells whether a script trains the same on N workers as on one: it runs a few steps with one "
-        "worker, with one worker that sums in another order (that is what rounding looks like), and with N.",
-    )
-    option("script", help="the training script")
-    option("--workers", type=int, default=2, metavar="N", help="workers to compare with one (default 2)")
-    option("--steps", type=int, default=5, metavar="K", help="optimizer steps to compare after (default 5)")
-    option("--plan", metavar="TEXT", help="the plan of the N workers")
-    option("arguments", nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
-
+    _rehearsals(add)
     does = "write the weights of a run's newest checkpoint as safetensors"
     option = add("export", _export, does, "example:\n  paceline export runs/a model.safetensors")
     option("run_dir", type=Path, metavar="RUN", help="the run folder")
@@ -105,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     own: list[str] = []
-    if words[:1] == ["check"] and "--" in words:  # argparse would refuse them behind options
+    if words[:1] in (["check"], ["chaos"]) and "--" in words:  # argparse would refuse them behind options
         cut = words.index("--")
         words, own = words[:cut], words[cut + 1 :]
     options = vars(_parser().parse_args(words))

@@ -232,6 +232,8 @@ class Run:
         """In a run of `paceline check`: after its steps, the weights are handed over and the script ends."""
         if not self._check or self.step < self._check["steps"]:
             return
+        for member in self.members:
+            member.flush()
         if self.main:
             out, params = self._check["out"], dict(model.named_parameters())
             write_model({name: p.detach().double() for name, p in params.items()}, Path(f"{out}.safetensors"))

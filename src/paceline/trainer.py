@@ -109,7 +109,7 @@ class Trainer:
         job = Job(self.model, form, loss, self._device, seed, clip_norm, precision, named=named, beside=run.models)
         job.exact = self.plan.exact
         self._job = job
-        self._top = nest(self.plan, job, self._group, run.team.world.orders_fd is not None)
+        self._top = nest(self.plan, job, self._group, run.team.operations.elastic)
         optimizers = optimizers_of(optimizer(list(named.items())))
         self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         self._top.form()

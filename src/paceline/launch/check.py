@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ MARGIN = 10.0  # N workers may differ by this much more than another order of su
 def check(script: str, arguments: list[str], workers: int, steps: int, plan: str | None) -> int:
     """Prints three differences and a verdict; returns 0 if the training is the same, 1 if not.
 
-    A difference is the norm over all weights together, relative to the norm of the weights.
+    A difference is that of `apart`.
     """
     cases = (
         ("one worker", LaunchOptions(script, arguments, 1), False),
@@ -32,36 +32,50 @@ def check(script: str, arguments: list[str], workers: int, steps: int, plan: str
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder:
         for number, (name, options, reverse) in enumerate(cases):
             print(f"{steps} steps with {name} ...", file=sys.stderr, flush=True)
-            results.append(_case(Path(folder) / str(number), options, steps, reverse))
+            results.append(Case.run(Path(folder) / str(number), options, steps, reverse))
         return _verdict(results, workers, steps)
 
 
-def _case(folder: Path, options: LaunchOptions, steps: int, reverse: bool) -> dict[str, Any]:
-    folder.mkdir()
-    order = json.dumps({"steps": steps, "out": str(folder / "out"), "reverse": reverse})
-    run_dir = str(folder / "run")
-    code = launch(replace(options, run_dir=run_dir, quiet=True, environment={"PACELINE_CHECK": order}))
-    found = folder / "out.json"
-    if code or not found.exists():
-        why = f"exit code {code}" if code else f"it ended before step {steps}"
-        what = f"{options.script} could not be checked with {options.workers} worker(s): {why}"
-        raise LaunchError(what, "see above, or give --steps a smaller number")
-    result: dict[str, Any] = json.loads(found.read_text())
-    return result | {"weights": str(folder / "out.safetensors")}
+@dataclass(frozen=True)
+class Case:
+    """A run of a few steps, and where it left its weights. `mixes`: how the loss was seen not to be a sum over rows."""
+
+    folder: Path
+    dtype: str
+    mixes: str
+
+    @staticmethod
+    def run(folder: Path, options: LaunchOptions, steps: int, reverse: bool = False, **environment: str) -> Case:
+        """Runs the script in a fresh folder. LaunchError where it fails, or ends before it has made its steps."""
+        folder.mkdir()
+        order = json.dumps({"steps": steps, "out": str(folder / "out"), "reverse": reverse})
+        environment["PACELINE_CHECK"] = order
+        run_dir = folder / "run"
+        code = launch(replace(options, run_dir=str(run_dir), quiet=True, environment=environment))
+        found = folder / "out.json"
+        if code or not found.exists():
+            why = f"exit code {code}" if code else f"it ended before step {steps}"
+            what = f"{options.script} could not be checked with {options.workers} worker(s): {why}"
+            raise LaunchError(what, "see above, or give --steps a smaller number")
+        return Case(run_dir, **json.loads(found.read_text()))
+
+    def weights(self) -> dict[str, Any]:
+        from safetensors.torch import load_file  # needs torch, which takes its time
+
+        return dict(load_file(self.folder.parent / "out.safetensors"))
 
 
-def _verdict(results: list[dict[str, Any]], workers: int, steps: int) -> int:
-    from safetensors.torch import load_file
+def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """The norm of the difference over all weights together, relative to the norm of the weights."""
+    difference = sum(float((a[name] - b[name]).square().sum()) for name in a)
+    size = sum(float(a[name].square().sum()) for name in a)
+    return float((difference / size) ** 0.5)
 
-    one, other, many = (load_file(str(result["weights"])) for result in results)
 
-    def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
-        difference = sum(float((a[name] - b[name]).square().sum()) for name in a)
-        size = sum(float(a[name].square().sum()) for name in a)
-        return float((difference / size) ** 0.5)
-
+def _verdict(results: list[Case], workers: int, steps: int) -> int:
+    one, other, many = (result.weights() for result in results)
     rounding, spread, cross = apart(one, other), apart(one, many), apart(other, many)
-    dtype = str(results[0]["dtype"])
+    dtype = results[0].dtype
     limit = max(MARGIN * rounding, FLOOR.get(dtype, 1e-6))
     steady = rounding <= LIMIT.get(dtype, 1e-2)
     same = steady and spread <= limit
@@ -69,7 +83,7 @@ def _verdict(results: list[dict[str, Any]], workers: int, steps: int) -> int:
     print(f"  {'one worker, and one worker summing in another order':52} {rounding:.1e}   (what rounding looks like)")
     print(f"  {f'one worker, and {workers} workers':52} {spread:.1e}")
     print(f"  {f'one worker in another order, and {workers} workers':52} {cross:.1e}")
-    mixes = str(results[0]["mixes"])
+    mixes = results[0].mixes
     if mixes:
         why = "It depends on which rows share a micro-batch (a mean over unequal counts, or a contrastive loss)"
         cure = "return (sum, count), or say micro= in the plan to fix the rows of a micro-batch."

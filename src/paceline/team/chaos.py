@@ -20,6 +20,7 @@ KINDS = {
     "stop": "SIGSTOP, and SIGCONT two seconds later",
     "raise": "an exception",
     "exit": "ends with exit code 0, without a word",
+    "leave": "SIGTERM: it is told to leave",
     "slow": "sleeps for a second",
 }
 MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "forming", "hand-over")
@@ -91,6 +92,8 @@ class Chaos:
                 raise RuntimeError(f"chaos: {fault}")
             case "exit":
                 os._exit(0)
+            case "leave":
+                os.kill(os.getpid(), signal.SIGTERM)
             case "slow":
                 time.sleep(1.0)
 

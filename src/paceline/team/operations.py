@@ -123,8 +123,8 @@ class Operations:
 
     @property
     def elastic(self) -> bool:
-        """Whether losses can be survived: there is an agent, and a state that workers can hand over."""
-        return self.world.orders_fd is not None and self.holder is not None
+        """Whether losses can be survived: there are others, an agent, and a state to hand over."""
+        return self.world.orders_fd is not None and self.world.size > 1 and self.holder is not None
 
     @property
     def newcomers(self) -> bool:
