@@ -154,8 +154,7 @@ def test_an_address_that_leads_nowhere(hosts: Hosts, tmp_path: Path, address: st
 
 DYING = """
 import os, time, torch
-import torch.distributed as dist
-data = torch.ones(1000)
+group, data = team.group, torch.ones(1000, dtype=torch.uint8)
 for step in range(1000):
     if step == 5:
         open("there-%d" % team.rank, "w").close()
@@ -165,7 +164,7 @@ for step in range(1000):
     time.sleep(0.01)
 """
 SUM = "team.all_reduce(data, name='much')"
-MESSAGE = "[dist.send(data, other) for other in range(3)] if team.rank == 3 else dist.recv(data, 3)"
+MESSAGE = "[group.send_bytes(data, other) for other in range(3)] if team.rank == 3 else group.receive_bytes(3)"
 
 
 @pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True], ids=["meanwhile", "before"])

@@ -147,6 +147,9 @@ def test_a_grid_without_rows_is_refused():
 COUNTS = st.integers(0, 2**40).map(float)
 
 
+VECTOR = ("count", "loss", "tested", "strict", "stop", "save", "enter")
+
+
 @given(st.data())
 def test_what_workers_pack_is_unpacked_as_their_sum(data):
     names = tuple(sorted(data.draw(st.sets(st.text(max_size=5), max_size=4))))
@@ -157,7 +160,7 @@ def test_what_workers_pack_is_unpacked_as_their_sum(data):
             "seconds": data.draw(st.floats(0, 1e6)),
             "metrics": {name: (data.draw(COUNTS), data.draw(COUNTS)) for name in shown},
             "unused": data.draw(st.sets(st.integers(0, params - 1))) if params else set(),
-            "fields": {name: data.draw(COUNTS) for name in ("count", "loss", "tested", "strict", "stop", "save")},
+            "fields": {name: data.draw(COUNTS) for name in VECTOR},
         }
         for shown in data.draw(st.lists(st.sampled_from([names, ()]), min_size=workers, max_size=workers))
     ]
@@ -177,7 +180,7 @@ def test_what_workers_pack_is_unpacked_as_their_sum(data):
 def test_fields_that_are_not_given_are_zero():
     layout = VectorLayout(("accuracy",), 2, 1)
     agreed = layout.unpack(layout.pack(1, 0.5, {}, {0}, {"count": 3}))
-    assert agreed == Agreed(3.0, 0.0, 0, 0, 0, 0, {"accuracy": (0.0, 0.0)}, (0.0, 0.5), (0,))
+    assert agreed == Agreed(3.0, 0.0, 0, 0, 0, 0, 0, {"accuracy": (0.0, 0.0)}, (0.0, 0.5), (0,))
 
 
 # -- the transaction --------------------------------------------------------------------------------------------

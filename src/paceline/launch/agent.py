@@ -95,7 +95,7 @@ class Agent:
 
     def _told(self, worker: Worker, event: dict[str, Any]) -> None:
         kind = event["event"]
-        main = self._roster.members[:1] == (worker.rank,) and not worker.out
+        main = self._output.shown == worker.rank and not worker.out
         if kind == "failed":
             worker.ended = time.monotonic()
             self._failed(worker)
