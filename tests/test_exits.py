@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -39,3 +41,30 @@ def test_threads_of_gloo_do_not_enter_the_interpreter(tmp_path):
     paceline("run", "--workers", "2", SCRIPTS / "foreign.py", "states", cwd=tmp_path)
     for rank in range(2):
         assert int((tmp_path / f"states-{rank}").read_text()) < 50
+
+
+LATE = """
+import sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+import paceline
+paceline.join()
+store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=0.5), wait_for_workers=False)
+coming = threading.Thread(target=lambda: store.get("what nobody sets"), daemon=True)
+coming.start()
+class Last:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
+last = Last()
+time.sleep(0.1)
+assert coming.is_alive()
+sys.exit(3)
+"""
+
+
+def test_a_thread_that_comes_back_into_a_dying_interpreter_does_not_abort_it(tmp_path):
+    """The store's client comes out of its wait while the interpreter ends, which waits for `last`."""
+    (tmp_path / "train.py").write_text(LATE)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    assert "timed out after 500ms" in done.stderr, "it did not come back in time"

@@ -58,10 +58,13 @@ def _last() -> None:
     groups cannot be destroyed while a collective is unfinished, and left alone they abort the interpreter's exit.
     """
     team = sys.modules.get("paceline.team.team")
-    if team is not None and team.exit_code() is not None:
+    if team is None:
+        return
+    if team.exit_code() is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(team.exit_code())
+    sys.modules["paceline.comm.side"].spare_late_threads()
 
 
 atexit.register(_last)

@@ -7,6 +7,7 @@ an error with call sites and not a hang.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import sys
 import threading
@@ -202,6 +203,17 @@ def beside(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name="paceline-side", daemon=True).start()
     return future
+
+
+def spare_late_threads() -> None:
+    """At the interpreter's very end: a thread that was left behind in compiled code stops for good when it comes back.
+
+    The interpreter unwinds such a thread through frames of C++ that take that for an error, and end the process
+    (pthread_exit in a noexcept function); so what they do then is made to wait for ever.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C++ library: then it ends as before
+        forever = ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p)
+        ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(forever)
 
 
 def workers(ranks: Sequence[int]) -> str:
