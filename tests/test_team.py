@@ -180,3 +180,23 @@ def test_drawn_losses_are_those_of_their_seed():
     assert [fault.step for fault in draw(3, 50, 4, seed=0)] == [2, 13, 25, 36]
     assert {fault.worker for fault in draw(3, 50, 3, seed=0)} == {0, 1, 2}
     assert parse_faults(",".join(map(str, draw(4, 100, 6, seed=3)))) == draw(4, 100, 6, seed=3)
+
+
+def test_a_changed_script_is_not_started_in_the_place_of_a_lost_worker(tmp_path):
+    body = (
+        "from basics import *\n"
+        "import os\n"
+        "t = make()\n"
+        "for report in t.steps(data, count=12):\n"
+        "    if report.step == 4 and paceline.join().rank == 1:\n"
+        "        open('train.py', 'a').write('# changed')\n"
+        "        os.kill(os.getpid(), 9)\n"
+    )
+    (tmp_path / "train.py").write_text(body)
+    options = ("--workers", "3", "--run-dir", "out", "train.py")
+    done = paceline("run", *options, cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    cure = "train.py has changed since the run began: start the same command again to use it"
+    assert f"\nworker 1 is not started again: {cure}\n" in done.stderr
+    told = paceline("explain", "out", cwd=tmp_path).stdout
+    assert re.search(r"^  lost         worker 1 was killed by SIGKILL, after step \d$", told, re.M)
+    assert re.search(r"^  teams        1 time formed anew, in \d+.*; 2 workers at last$", told, re.M)

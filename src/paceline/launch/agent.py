@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import LaunchError
 from paceline.launch.ending import STOPPED, Ending, exception_of
 from paceline.launch.failure import SIGNALS, USAGE, WEIGHTS, short
 from paceline.launch.options import LaunchOptions
@@ -50,6 +51,7 @@ class Agent:
         raw = None if options.quiet or (coloured and sys.stdout.isatty()) else 1
         self._output = Output(logs, options.workers, self._say, raw)
         self._workers = Workers(options, folder, self._output, self._told, self._exited)
+        self._script = _Script(Path(options.script))
         self._roster = Roster(tuple(range(options.workers)))
         self._raised_now: list[Worker] = []  # to be judged together at this time
         self._judged = math.inf
@@ -220,7 +222,14 @@ class Agent:
     def _replace(self, worker: Worker) -> None:
         if not worker.replaced:
             worker.replaced = True
-            self._workers.again(worker.rank)
+            if self._script.changed():
+                what = f"{self._options.script} has changed since the run began: start the same command again to use it"
+                self._say(f"{ranks([worker.rank])} is not started again: {what}", always=True)
+                return
+            try:
+                self._workers.again(worker.rank)
+            except LaunchError as error:
+                self._say(str(error), always=True)
 
     @staticmethod
     def _what(worker: Worker, told: dict[str, Any]) -> str:
@@ -301,6 +310,17 @@ class Agent:
         if left and not any(worker.killed for worker in self._workers.all):
             names = ", ".join(f"{name} ({pid})" for pid, name in left.items())
             self._say(f"ended what the workers left running: {names}")
+
+
+class _Script:
+    """A file that all workers must run alike."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._text = path.read_bytes()
+
+    def changed(self) -> bool:
+        return not self._path.exists() or self._path.read_bytes() != self._text
 
 
 def _go_on(members: Collection[int]) -> str:

@@ -44,6 +44,8 @@ class Summary:
         self.outcome = endings[-1] if endings else None
         self.finished = self.outcome is not None and self.outcome["event"] == "finished"
         self.failures = [event for event in events if event["event"] == "failed"]
+        self.lost = [event for event in events if event["event"] == "lost"]
+        self.formed = [event for event in events if event["event"] == "formed"]
         self.compare: Event = next((event for event in reversed(events) if event["event"] == "compare"), {})
         self.collectives: Event = next((e["kinds"] for e in reversed(last) if e["event"] == "collectives"), {})
         self.checkpoints = effective_steps(events, "checkpoint")
@@ -172,6 +174,20 @@ def _by_kind(summary: Summary) -> Rows:
     ]
 
 
+def _lost(event: Event) -> str:
+    return (
+        f"worker {', '.join(map(str, event.get('workers') or []))} {event.get('why')}, after step {event.get('step')}"
+    )
+
+
+def _teams(formed: list[Event]) -> str:
+    """How often the team formed anew, and how long nobody trained for that."""
+    if not formed:
+        return ""
+    workers = plural(len(formed[-1].get("workers") or []), "worker")
+    return f"{plural(len(formed), 'time')} formed anew, in {duration(total(formed, 'seconds'))}; {workers} at last"
+
+
 def facts(summary: Summary) -> dict[str, Rows]:
     """The run in words, as (name, text) rows by title; what the journal does not hold is left out."""
     s, start = summary, summary.start
@@ -217,6 +233,8 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("begun", f"{datetime.fromtimestamp(s.attempts[0][0]):%Y-%m-%d %H:%M}" if s.attempts else ""),
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
             ("checkpoints", saved),
+            *(("lost", _lost(event)) for event in s.lost),
+            ("teams", _teams(s.formed)),
             *(("failure", f"worker {e.get('worker')} on {e.get('host')}: {e.get('cause')}") for e in s.failures),
             ("ended", s.ending),
         ],
