@@ -96,3 +96,12 @@ def test_any_order_of_events_leaves_one_team(workers, data):
             assert set(order.members) & roster.established, "somebody has the state"
             news.append(order)
         assert not (set(roster.waiting) & roster.established)
+
+
+def test_the_loss_of_one_that_was_to_come_back_disturbs_nobody():
+    roster = begun(3)
+    enter(roster, roster.lose([1]))
+    assert roster.lose([1]) is None, "the newcomer has the number of the one that was lost"
+    roster.waits(1)
+    assert roster.lose([1]) is None
+    assert roster.plan() is None

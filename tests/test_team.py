@@ -200,3 +200,32 @@ def test_a_changed_script_is_not_started_in_the_place_of_a_lost_worker(tmp_path)
     told = paceline("explain", "out", cwd=tmp_path).stdout
     assert re.search(r"^  lost         worker 1 was killed by SIGKILL, after step \d$", told, re.M)
     assert re.search(r"^  teams        1 time formed anew, in \d+.*; 2 workers at last$", told, re.M)
+
+
+def test_a_worker_that_cannot_come_back_is_given_up(tmp_path):
+    body = (
+        "from basics import *\n"
+        "import os, time\n"
+        "if os.path.exists('lost'):\n"
+        "    raise OSError('no such device')\n"
+        "t = make()\n"
+        "for report in t.steps(data, count=120):\n"
+        "    time.sleep(0.05)\n"
+        "    if report.step == 4 and paceline.join().rank == 1:\n"
+        "        open('lost', 'w').close()\n"
+        "        os.kill(os.getpid(), 9)\n"
+    )
+    (tmp_path / "train.py").write_text(body)
+    options = ("--workers", "3", "--run-dir", "out", "train.py")
+    done = paceline("run", *options, cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    said = [line for line in done.stderr.splitlines() if line.startswith("worker 1 ")]
+    assert (
+        said
+        == [
+            "worker 1 was killed by SIGKILL: 2 workers go on",
+            "worker 1 ended with exit code 1 before it was back; see out/logs",
+            "worker 1 ended with exit code 1 before it was back; see out/logs",
+        ][: len(said)]
+    )
+    assert len(said) > 1
+    assert "OSError: no such device" in (tmp_path / "out/logs/worker-1.log").read_text()

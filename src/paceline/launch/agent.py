@@ -202,19 +202,15 @@ class Agent:
             return False
         told = worker.events.get("failed", {})
         what = self._what(worker, told)
+        known = bool(told) and (told.get("kind") in FINAL or exception_of(worker) in self._raised)
         if told:
-            exception = exception_of(worker)
-            if told.get("kind") in FINAL or exception in self._raised:
-                return False
-            self._raised.add(exception)
+            self._raised.add(exception_of(worker))
         left = [rank for rank in self._roster.survivors([worker.rank]) if rank in self._living()]
-        if len(left) < self._options.min_workers:
-            return False
         self._causes[what] += 1
-        restarts = self._causes[what] <= self._options.max_restarts
-        if not restarts and told:
+        restarts = not known and self._causes[what] <= self._options.max_restarts
+        if worker.counts and (known or len(left) < self._options.min_workers or (told and not restarts)):
             return False
-        self._lose([worker], what, "" if restarts else f"; it happened {plural(self._causes[what], 'time')}, enough")
+        self._lose([worker], what, "" if restarts else "; it is not started again")
         if restarts:
             self._replace(worker)
         return True
@@ -253,6 +249,8 @@ class Agent:
         self._journal.write("lost", workers=lost, why=what, step=step)
         if order is not None:
             self._say(f"{ranks(lost)} {what}: {_go_on(order.members)}{then}")
+        elif all(worker.newcomer for worker in workers):
+            self._say(f"{ranks(lost)} {what} before it was back{then}; see {short(self._folder / 'logs')}")
         self._announce(order, also=workers)
 
     def _announce(self, order: Announcement | None, also: Iterable[Worker] = ()) -> None:

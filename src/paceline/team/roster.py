@@ -69,9 +69,11 @@ class Roster:
         """These are gone. The next generation, if one of them was a member and somebody is left."""
         concerns = any(worker in (*self.members, *self.before) for worker in lost)
         left = self.survivors(lost)
+        for some in (self.established, self.entered, self.leaving):
+            some -= set(lost)
         self.waiting = [worker for worker in self.waiting if worker not in lost]
-        self.established -= set(lost)
-        self.leaving -= set(lost)
+        self.members = tuple(worker for worker in self.members if worker not in lost)
+        self.before = tuple(worker for worker in self.before if worker not in lost)  # their number may come back
         if not concerns:
             return None
         if not left:
