@@ -290,6 +290,8 @@ class Agent:
         ranks_ = [worker.rank for worker in stopped]
         can = self._options.max_restarts and self._roster.begun
         if can and len(self._roster.survivors(ranks_)) >= self._options.min_workers:
+            for worker in stopped:  # or it would wake up in a team that is gone, and end its step there
+                worker.signal(signal.SIGKILL)
             self._lose(stopped, "was stopped" if len(stopped) == 1 else "were stopped")
         else:
             for worker in stopped:

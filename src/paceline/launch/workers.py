@@ -234,10 +234,7 @@ class Workers:
                 with suppress(ChildProcessError):
                     info = os.waitid(os.P_PIDFD, worker.pidfd, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
                     if info is not None:
-                        if info.si_code == os.CLD_STOPPED:
-                            worker.stopped = time.monotonic()
-                        elif not worker.out:
-                            worker.stopped = math.inf
+                        worker.stopped = time.monotonic() if info.si_code == os.CLD_STOPPED else math.inf
 
     # ---- ending
 

@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 
 KINDS = {
     "kill": "SIGKILL",
-    "stop": "SIGSTOP, and SIGCONT two seconds later",
+    "stop": "SIGSTOP, and SIGCONT two seconds later, if it is still there",
     "raise": "an exception",
     "exit": "ends with exit code 0, without a word",
     "leave": "SIGTERM: it is told to leave",
@@ -85,8 +85,12 @@ class Chaos:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
-                wake = f"import os, time; time.sleep({ASLEEP}); os.kill({os.getpid()}, {int(signal.SIGCONT)})"
-                subprocess.Popen([sys.executable, "-c", wake], start_new_session=True)
+                us = os.pidfd_open(os.getpid())  # this number may be another's by then
+                call = f"signal.pidfd_send_signal({us}, signal.SIGCONT)"
+                wake = (
+                    f"import contextlib, signal, time; time.sleep({ASLEEP})\nwith contextlib.suppress(OSError): {call}"
+                )
+                subprocess.Popen([sys.executable, "-c", wake], start_new_session=True, pass_fds=[us])
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "raise":
                 raise RuntimeError(f"chaos: {fault}")
