@@ -31,11 +31,11 @@ class Ended:
         return [event for event in read_journal(self.folder) if event["event"] == kind]
 
 
-def train(folder: Path, workers: int, steps: int, faults: str = "", *options: str, loaders: int = 0) -> Ended:
-    """Runs the script to its end, with faults."""
+def train(folder: Path, workers: int, steps: int, faults: str = "", wait: str = "", loaders: int = 0) -> Ended:
+    """Runs the script to its end, with faults; a long one goes slowly until what it is to `wait` for has happened."""
     out, run = folder / "out", folder / "run"
-    env = {"PACELINE_CHAOS": faults, "PAUSE": "0.05" if steps == LONG else "0"}
-    options = ("--workers", str(workers), "--run-dir", str(run), *options)
+    env = {"PACELINE_CHAOS": faults} | ({"WAIT": wait} if wait else {})
+    options = ("--workers", str(workers), "--run-dir", str(run))
     done = paceline("run", *options, SCRIPTS / "survivor.py", out, str(steps), str(loaders), cwd=folder, **env)
     steps_written = effective_steps(read_journal(run))
     samples = [event["samples"] for event in steps_written]
@@ -99,14 +99,15 @@ def test_whoever_is_lost_nothing_else_is(kind, moment, who, undisturbed, tmp_pat
 @pytest.mark.parametrize(("kind", "moment", "who"), [*cells(KINDS, ["hand-over"], HANDING, ())])
 def test_lost_while_a_state_is_handed_over(kind, moment, who, undisturbed, tmp_path):
     faults = {f"{kind}:{worker}@{0 if worker == 5 else 6}.hand-over" for worker in HANDING[who]}
-    ended = train(tmp_path, WORKERS, LONG, ",".join({"kill:5@5.forward"} | faults))
+    wait = f"chaos.jsonl fault {1 + len(faults)}"
+    ended = train(tmp_path, WORKERS, LONG, ",".join({"kill:5@5.forward"} | faults), wait)
     assert fired(ended) == {"kill:5@5.forward"} | faults, "a fault did not fire"
     same(ended, undisturbed[LONG])
 
 
 @pytest.mark.slow
 def test_a_lost_worker_comes_back_and_takes_part(undisturbed, tmp_path):
-    ended = train(tmp_path, WORKERS, LONG, "kill:0@5.forward", loaders=1)
+    ended = train(tmp_path, WORKERS, LONG, "kill:0@5.forward", 'journal.jsonl "formed" 2', loaders=1)
     same(ended, undisturbed[LONG])
     (lost, formed) = ended.events("lost"), ended.events("formed")
     assert [event["workers"] for event in lost] == [[0]]
@@ -134,8 +135,8 @@ def test_an_exception_that_comes_again_ends_the_run(tmp_path):
 
 def test_a_worker_that_is_told_to_leave_leaves_alone(undisturbed, tmp_path):
     """SIGTERM to one: the others go on, and nobody takes its place."""
-    ended = train(tmp_path, 3, LONG, "leave:1@5.forward")
-    same(ended, undisturbed[LONG])
+    ended = train(tmp_path, 3, STEPS, "leave:1@5.forward")
+    same(ended, undisturbed[STEPS])
     assert ended.events("lost") == []
     assert [event["workers"] for event in ended.events("formed")] == [[0, 2]]
     assert "\nworker 1 left, as it was told: 2 workers go on\n" in ended.text

@@ -29,6 +29,16 @@ def right(output, batch):
     return {"right": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}
 
 
+def pause(step):
+    """In long runs what is waited for happens meanwhile: so many lines of RUN/FILE that hold a word."""
+    if "WAIT" not in os.environ:
+        return 0.0
+    file, word, count = os.environ["WAIT"].split()
+    path = os.path.join(os.environ["PACELINE_RUN_DIR"], file)
+    there = sum(word in line for line in open(path)) if os.path.exists(path) else 0
+    return 1.0 if step > 40 and there < int(count) else 0.05
+
+
 trainer = paceline.Trainer(
     model,
     loss=lambda output, batch: F.cross_entropy(output, batch[1]),
@@ -41,7 +51,7 @@ trainer = paceline.Trainer(
 trainer.state["seen"] = 0
 losses = []
 for report in trainer.steps(data, count=steps, loader={"num_workers": loaders}):
-    time.sleep(float(os.environ.get("PAUSE", "0")))
+    time.sleep(pause(report.step))
     trainer.state["seen"] += report.samples
     losses.append([report.step, report.loss])
     if report.step % 5 == 0:

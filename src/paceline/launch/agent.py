@@ -132,7 +132,7 @@ class Agent:
 
     def _vanished(self, worker: Worker) -> bool:
         """Whether it ended without a word, in the midst of training."""
-        return self._roster.begun and worker.rank in self._roster.established
+        return self._roster.begun and "ended" not in worker.events
 
     def _failed(self, worker: Worker) -> None:
         """A worker failed, or says that it does. The others go on without it, or this ends the run."""
