@@ -135,8 +135,8 @@ def test_an_exception_that_comes_again_ends_the_run(tmp_path):
 
 def test_a_worker_that_is_told_to_leave_leaves_alone(undisturbed, tmp_path):
     """SIGTERM to one: the others go on, and nobody takes its place."""
-    ended = train(tmp_path, 3, STEPS, "leave:1@5.forward")
-    same(ended, undisturbed[STEPS])
+    ended = train(tmp_path, 3, LONG, "leave:1@5.forward", 'journal.jsonl "formed" 1')
+    same(ended, undisturbed[LONG])
     assert ended.events("lost") == []
     assert [event["workers"] for event in ended.events("formed")] == [[0, 2]]
     assert "\nworker 1 left, as it was told: 2 workers go on\n" in ended.text

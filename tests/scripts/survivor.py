@@ -35,7 +35,10 @@ def pause(step):
         return 0.0
     file, word, count = os.environ["WAIT"].split()
     path = os.path.join(os.environ["PACELINE_RUN_DIR"], file)
-    there = sum(word in line for line in open(path)) if os.path.exists(path) else 0
+    there = 0
+    if os.path.exists(path):
+        with open(path) as lines:
+            there = sum(word in line for line in lines)
     return 1.0 if step > 40 and there < int(count) else 0.05
 
 

@@ -188,6 +188,8 @@ class Agent:
         if time.monotonic() < self._asked:
             return
         self._asked = math.inf
+        if any("ended" in worker.events for worker in self._workers.all):
+            return  # all of them are about to
         if self._roster.leaving >= self._roster.established:
             if self._stop is None:
                 self._stop_all(signal.SIGTERM)
