@@ -230,3 +230,39 @@ def test_a_worker_that_cannot_come_back_is_given_up(tmp_path):
     )
     assert len(said) > 1
     assert "OSError: no such device" in (tmp_path / "out/logs/worker-1.log").read_text()
+
+
+def test_a_collective_before_training_keeps_newcomers_out(tmp_path):
+    body = (
+        "from basics import *\n"
+        "import os, time\n"
+        "assert paceline.join().any(True)\n"
+        "t = make()\n"
+        "for report in t.steps(data, count=80):\n"
+        "    time.sleep(0.05)\n"
+        "    if report.step == 4 and paceline.join().rank == 1 and not os.path.exists('lost'):\n"
+        "        open('lost', 'w').close()\n"
+        "        os.kill(os.getpid(), 9)\n"
+    )
+    (tmp_path / "train.py").write_text(body)
+    options = ("--workers", "3", "--run-dir", "out", "train.py")
+    done = paceline("run", *options, cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    assert "\nworker 1 was killed by SIGKILL: 2 workers go on\n" in done.stderr
+    assert "\nworker 1 raised UsageError before it was back; it is not started again; see out/logs\n" in done.stderr
+    log = (tmp_path / "out/logs/worker-1.log").read_text()
+    assert "UsageError: worker 1 has come back, and cannot take part in what the team did before it trained; " in log
+
+
+def test_a_collective_in_the_midst_of_a_step_is_a_part_of_it(tmp_path):
+    body = (
+        "from basics import *\n"
+        "calls = []\n"
+        "def loss(o, b):\n"
+        "    if o.requires_grad:\n"
+        "        calls.append(paceline.join().any(paceline.join().rank == 1))\n"
+        "    return F.cross_entropy(o, b[1])\n"
+        "list(make(loss, plan='micro=12').steps(data, count=5))\n"
+        "assert calls == [True] * 5, calls\n"
+    )
+    (tmp_path / "train.py").write_text(body)
+    paceline("run", "--workers", "2", "--run-dir", "out", "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))

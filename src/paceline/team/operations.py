@@ -21,7 +21,7 @@ import torch
 
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.comm.group import Group
-from paceline.errors import PeerLostError
+from paceline.errors import PeerLostError, UsageError
 from paceline.step import Moment, StateLostError, Status, Transaction, resolve
 from paceline.team.chaos import Chaos, parse_faults
 from paceline.team.orders import Generation, Orders
@@ -144,10 +144,21 @@ class Operations:
     # -- one operation ------------------------------------------------------------------------------------------
 
     def run(self, operation: Operation) -> Any:
-        """Does it, through as many generations as it takes; returns its result."""
+        """Does it, through as many generations as it takes; returns its result.
+
+        UsageError: a newcomer has not been admitted yet.
+        """
         if self.elastic and not self._told:
             self._told = True
             self.world.tell("ready")
+        if self.waiting:
+            raise UsageError(
+                f"worker {self.worker} has come back, and cannot take part in what the team did before it trained",
+                "let the script's first collectives be those of its Trainer, whose results are kept for newcomers",
+            )
+        if self._tx.moment is not Moment.IDLE:  # called in the midst of another one, of which it is a part
+            operation.compute()
+            return operation.apply(operation.settle())
         while True:
             self._tx.begin(self.number)
             try:

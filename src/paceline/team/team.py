@@ -152,7 +152,7 @@ class Team:
 
     def close(self) -> None:
         """Ends this worker's part; called by itself when the script ends."""
-        alone = self.failed or self.left
+        alone = self.failed or self.left or self.operations.waiting
         if not alone:
             self._together(self.group.meet)
         for close in reversed(self.closing):
