@@ -1,6 +1,6 @@
 """Loops within loops, side by side and one after another, of three trainers. Usage: nested.py OUT
 
-KILL_AT=N kills the whole run at the Nth of its moments, which are in every body; STOP_AT=N asks it to stop.
+KILL_AT=N kills the whole run at the Nth of its moments, which are in every body; STOP_AT=N asks it to stop, as the agent does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def moment() -> None:
         os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
     if moments == STOP_AT:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR2)
 
 
 def trainer(seed: int) -> paceline.Trainer:

@@ -182,7 +182,8 @@ class Agent:
     def _leaves(self, worker: Worker) -> None:
         """A worker was told to leave; where all of them are, somebody wants the whole run to stop."""
         self._roster.leaves(worker.rank)
-        self._asked = min(self._asked, time.monotonic() + TOGETHER)
+        all_of_them = self._roster.leaving >= self._roster.established
+        self._asked = min(self._asked, time.monotonic() + (0.0 if all_of_them else TOGETHER))
 
     def _let_go(self) -> None:
         if time.monotonic() < self._asked:
