@@ -1,6 +1,7 @@
 """Loops within loops, side by side and one after another, of three trainers. Usage: nested.py OUT
 
-KILL_AT=N kills the whole run at the Nth of its moments, which are in every body; STOP_AT=N asks it to stop, as the agent does.
+KILL_AT=N kills the whole run at the Nth of its moments, which are in every body; STOP_AT=N asks it to stop, as the
+agent does.
 """
 
 from __future__ import annotations
