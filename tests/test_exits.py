@@ -44,19 +44,22 @@ def test_threads_of_gloo_do_not_enter_the_interpreter(tmp_path):
 
 
 LATE = """
-import sys, threading, time
+import sys, threading, time, types
 from datetime import timedelta
 import torch.distributed as dist
 import paceline
 paceline.join()
-store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=0.5), wait_for_workers=False)
-coming = threading.Thread(target=lambda: store.get("what nobody sets"), daemon=True)
+store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=2), wait_for_workers=False)
+began = threading.Event()
+coming = threading.Thread(target=lambda: (began.set(), store.get("what nobody sets")), daemon=True)
 coming.start()
 class Last:
     def __del__(self, sleep=time.sleep):
-        sleep(1.5)
-last = Last()
-time.sleep(0.1)
+        sleep(5)
+sys.modules["last"] = types.ModuleType("last")  # the dying interpreter empties it; ours is held by the thread
+sys.modules["last"].one = Last()
+began.wait()
+time.sleep(1)  # it is in compiled code by now
 assert coming.is_alive()
 sys.exit(3)
 """
@@ -67,4 +70,4 @@ def test_a_thread_that_comes_back_into_a_dying_interpreter_does_not_abort_it(tmp
     (tmp_path / "train.py").write_text(LATE)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 3, done.stderr
-    assert "timed out after 500ms" in done.stderr, "it did not come back in time"
+    assert "timed out after 2000ms" in done.stderr, "it did not come back in time"
