@@ -18,7 +18,7 @@ from agents import MAIN, SOURCE, WORKER, Launcher, alive, family, journal, until
 
 from paceline.checkpoint.lock import hold_lock
 from paceline.errors import LaunchError
-from paceline.launch.output import ranks
+from paceline.observe.figures import ranks
 
 # ---- the plain case
 

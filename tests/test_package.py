@@ -34,7 +34,13 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-BORROWED = ("torch", "numpy", "safetensors", "rich")  # what the wheel requires, lent by the environment of the tests
+BORROWED = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "tornado",
+    "rich",
+)  # what the wheel requires, lent by the environment of the tests
 
 
 def text(name: str) -> str:
@@ -276,7 +282,7 @@ def test_every_environment_variable_is_documented() -> None:
 
 def test_every_event_and_public_name_is_documented() -> None:
     source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
-    written = set(re.findall(r"\.(?:write|show)\(\s*\"([a-z]+)\"", source)) - {"journal"}
+    written = set(re.findall(r"(?:\.(?:write|show)|record)\(\s*\"([a-z]+)\"", source)) - {"journal"}
     told = set(re.findall(r"\.tell\(\s*\"([a-z]+)\"", source)) | {"step"}
     assert {"start", "grid", "failed"} <= written
     assert {row[0].strip("`") for row in rows(section("docs/names.md", "## Journal"))} == written

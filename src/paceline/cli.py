@@ -85,15 +85,19 @@ def _parser() -> argparse.ArgumentParser:
     option = add(
         "run",
         _run,
-        "train with several workers on this machine",
+        "train with several workers, on this machine and on others that join",
         "examples:\n"
         "  paceline run --workers 4 train.py\n"
         "  paceline run --workers 4 --run-dir runs/a train.py --epochs 3    the same command again resumes\n"
+        "  paceline run --workers 2 --join runs/a train.py                  two more, at any time\n"
         '  paceline run --workers 2 --plan "precision=bf16 micro=16" train.py\n\n'
         "words of a plan:\n" + describe(),
         "Starts the workers, shows their progress, and ends with one report or one failure block.",
     )
     option("--workers", type=int, default=1, metavar="N", help="worker processes (default 1)")
+    option("--join", metavar="RUN", help="bring these workers to a run: its folder, or HOST:PORT with --token-file")
+    option("--token-file", metavar="FILE", help="the token of the run to join: a copy of the file token in its folder")
+    option("--listen", metavar="ADDR[:PORT]", help="where other hosts reach this one (default: none can join)")
     option("--run-dir", metavar="DIR", help="run folder; the same one again resumes (default: a new one under runs/)")
     option("--plan", metavar="TEXT", help="how the work is spread; wins over the script's")
     option("--shares", metavar="A,B,..", help="weights of unequal workers in dealing rows, as 3,1")
@@ -101,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--steps", dest="max_steps", type=int, metavar="N", help="end cleanly after N optimizer steps in all")
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
     option("--max-restarts", type=int, default=10, metavar="N", help=RESTARTS)
-    option("--min-workers", type=int, default=1, metavar="N", help="end the run when fewer are left (default 1)")
+    option("--min-workers", type=int, default=1, metavar="N", help="pause while there are fewer (default 1)")
     option("--debug", type=int, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--quiet", action="store_true", help="print only how the run ended, where it did not finish")
     option("script", help="the training script")

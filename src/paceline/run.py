@@ -314,7 +314,7 @@ class Run:
             self.leave(0, f"--steps {self.team.world.max_steps}")
         if self.save_asked or save:
             self.save(must=self.save_asked)
-        if self._enter_due:
+        while self._enter_due or self.team.operations.hold:
             self._enter_due = False
             try:
                 self.team.operations.enter_next()

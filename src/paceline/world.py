@@ -153,7 +153,8 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         launcher, names = "none", ("", "", "", "")
     rank = _first(env, names[0], default=0)
     size = _first(env, names[1], default=1)
-    if not 0 <= rank < size:
+    newcomer = bool(env.get("PACELINE_NEWCOMER"))
+    if rank < 0 or (rank >= size and not newcomer):
         raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", "number the workers from 0")
     local_rank = _first(env, names[2], default=rank)
     local_size = _tasks_here(env) if launcher == "srun" else 0
@@ -180,7 +181,7 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         max_steps=_number(env, "PACELINE_MAX_STEPS", 0) or None,
         check=env.get("PACELINE_CHECK") or None,
         orders_fd=int(orders) if orders else None,
-        newcomer=bool(env.get("PACELINE_NEWCOMER")),
+        newcomer=newcomer,
         chaos=env.get("PACELINE_CHAOS", ""),
     )
 

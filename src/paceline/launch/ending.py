@@ -50,9 +50,14 @@ class Ending:
         said = [exception_of(worker) for worker in final]
         return [w for w in failed if w in final or (exception_of(w) is not None and exception_of(w) in said)]
 
-    def verdict(self, workers: Sequence[Worker], stop: int | None, at_once: bool) -> int:
-        """Says how the run ended; the exit code."""
+    def verdict(
+        self, workers: Sequence[Worker], stop: int | None, at_once: bool, left: bool, failing: Sequence[Any]
+    ) -> int:
+        """Says how the run ended; the exit code. `left`: these workers were to leave the others; `failing`: those whose
+        failure ended it, each with its agent and why.
+        """
         failures = self.failures(workers, stop)
+        mine = {worker.rank for worker in workers}
         self._events = ChainMap(*(w.events for w in sorted(workers, key=lambda w: not w.counts)))
         workers = [worker for worker in workers if worker.counts or worker in failures]
         if at_once:
@@ -60,6 +65,14 @@ class Ending:
             return INTERRUPTED
         if failures:
             return self._failed(workers, failures)
+        elsewhere = [entry for entry in failing if entry[0] not in mine]
+        if elsewhere:
+            number, agent, why = elsewhere[0]
+            self._say(f"worker {number} of {agent} {why}, which ended the run: see there", always=True)
+            return 1
+        if left:
+            self._say(f"left the run, which goes on\ncome back with: {self._command()}", always=True)
+            return INTERRUPTED if stop == signal.SIGINT else STOPPED
         if any(worker.status != 0 for worker in workers):
             self._say(self._how_stopped(workers, "stopped"), always=True)
             return INTERRUPTED if stop == signal.SIGINT else STOPPED
@@ -68,6 +81,9 @@ class Ending:
     def _finished(self, workers: Sequence[Worker]) -> int:
         name, size = Path(self._options.script).name, self._options.workers
         events = self._events
+        if self._options.join is not None:
+            self._say("the run has ended; its report is in the folder of its first worker")
+            return 0
         if "join" not in events and size > 1:
             what = f"{name} ended without using paceline: no Trainer was made and paceline.join() was not called"
             cure = "make a paceline.Trainer, or run it with plain python"
@@ -122,8 +138,10 @@ class Ending:
         """The command that goes on with this run."""
         options, done = self._options, self._newest_checkpoint() or 0
         given = {
+            "--join": options.join,
+            "--token-file": options.token_file,
             "--workers": options.workers,
-            "--run-dir": short(self._folder),
+            "--run-dir": None if options.join else short(self._folder),
             "--plan": options.plan,
             "--shares": options.shares,
             "--save-every": options.save_every,

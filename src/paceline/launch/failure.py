@@ -10,7 +10,8 @@ import sysconfig
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from paceline.launch.output import TRACEBACK, Output, ranks
+from paceline.launch.output import TRACEBACK, Output
+from paceline.observe.figures import ranks
 from paceline.observe.journal import Event
 
 WEIGHTS = {"CollectiveMismatchError": 1, "PeerLostError": 2}  # the higher, the less a cause; others have 0

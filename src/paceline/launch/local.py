@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -17,12 +18,18 @@ from rich.console import Console
 from paceline.checkpoint.lock import hold_lock
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
+from paceline.launch.joining import find, introduction, join, likeness, listen
+from paceline.launch.keeper import Keeper
 from paceline.launch.options import LaunchOptions
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
 from paceline.plan import Plan
+from paceline.team.link import Link
+from paceline.team.token import make_token
 from paceline.world import parse_save_every, parse_shares
+
+GIVEN = ("plan", "shares", "save_every", "max_steps")  # options of a run that those who join it take over
 
 
 def launch(options: LaunchOptions) -> int:
@@ -34,22 +41,77 @@ def launch(options: LaunchOptions) -> int:
     """
     _check(options)
     compared = Summary(Path(options.against)) if options.against else None
+    return _join(options) if options.join else _begin(options, compared)
+
+
+def _begin(options: LaunchOptions, compared: Summary | None) -> int:
+    """A run of our own, or one that is resumed."""
+    listener = listen(options)
+    options = replace(options, address=listener.getsockname()[0])
+    folder = _folder(options)
+    with _held(folder) as journal:
+        if compared:
+            journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
+        numbers = list(range(options.workers))
+        link = Link(listener.getsockname(), make_token(folder), introduction(options, folder, numbers))
+        given = {name: getattr(options, name) for name in GIVEN}
+        run = {name: getattr(options, name) for name in ("script", "workers", "max_restarts", "min_workers")}
+        run |= {"same": likeness(options), "given": given}
+        with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
+            agent = Agent(options, folder, journal, progress, link, numbers)
+            keeper = Keeper(listener, folder, run, agent.selector, agent.say)
+            try:
+                with _signals() as wakeup:
+                    return agent.run(wakeup)
+            finally:
+                keeper.close()
+
+
+def _join(options: LaunchOptions) -> int:
+    """Workers for a run that was begun elsewhere."""
+    address, token, folder = find(options)
+    own = folder is None
+    if folder is None:
+        folder = _folder(options)
+    link = Link(address, token, introduction(options, folder, []))
+    options, numbers = join(options, link)
+    with _held(folder) if own else _open(folder) as journal, Progress(Console(stderr=True)) as progress:
+        agent = Agent(options, folder, journal, progress, link, numbers)
+        with _signals() as wakeup:
+            return agent.run(wakeup)
+
+
+def _folder(options: LaunchOptions) -> Path:
     try:
-        folder = Path(options.run_dir) if options.run_dir else _new_folder(Path(options.script).stem)
+        return Path(options.run_dir) if options.run_dir else _new_folder(Path(options.script).stem)
+    except OSError as error:
+        raise LaunchError(f"the run folder cannot be made ({error})", "give another --run-dir") from error
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[Journal]:
+    """The journal of a folder that nobody else uses meanwhile."""
+    try:
         lock = hold_lock(folder)
+    except OSError as error:
+        raise LaunchError(f"the run folder cannot be made ({error})", "give another --run-dir") from error
+    try:
+        with _open(folder) as journal:
+            yield journal
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _open(folder: Path) -> Iterator[Journal]:
+    try:
         journal = Journal(folder)
     except OSError as error:
         raise LaunchError(f"the run folder cannot be made ({error})", "give another --run-dir") from error
     try:
-        if compared:
-            journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
-        with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
-            agent = Agent(options, folder, journal, progress)
-            with _signals() as wakeup:
-                return agent.run(wakeup)
+        yield journal
     finally:
         journal.close()
-        os.close(lock)
 
 
 def _check(options: LaunchOptions) -> None:

@@ -13,7 +13,9 @@ class LaunchOptions:
     `against`: the folder of a run to compare the speed with. `debug`: the rank whose standard streams are the
     terminal's own, for pdb (its log stays empty). `quiet`: the console shows only how the run ended, and that
     only where it did not finish. `environment`: further variables for the workers. `max_restarts`: how often workers
-    that were lost to one cause are started again; 0: any loss ends the run. Fewer than `min_workers` end it too.
+    that were lost to one cause are started again; 0: any loss ends the run. With fewer than `min_workers` it pauses.
+    `join`: the run folder or HOST:PORT of a run that these workers are to join, `token_file` its token; `listen`: the
+    address at which other hosts reach this one. `address` and `size` (workers that the run began with) are found out.
     """
 
     script: str
@@ -30,3 +32,8 @@ class LaunchOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 10
     min_workers: int = 1
+    join: str | None = None
+    token_file: str | None = None
+    listen: str | None = None
+    address: str = "127.0.0.1"
+    size: int = 0

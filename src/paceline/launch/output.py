@@ -7,28 +7,17 @@ import re
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from paceline.observe.figures import ranks
 
 WARNING = re.compile(r"^(?P<where>.+?:\d+): (?P<category>\w*Warning): (?P<text>.*)$")
 TRACEBACK = "Traceback (most recent call last):"
 COLLECT = 2.0  # seconds to wait for the next worker with the same warning
 HOLD = 3.0  # seconds to wait whether a worker that printed a traceback dies of it
 LONGEST = 1 << 16  # bytes of a line without an end
-
-
-def ranks(workers: Iterable[int]) -> str:
-    """`worker 2`, `workers 0-3`, `workers 0, 2-3`."""
-    numbers = sorted(set(workers))
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
-    return f"worker{'s' if len(numbers) > 1 else ''} {text}"
 
 
 @dataclass
@@ -52,15 +41,15 @@ class Output:
     to byte by byte instead (where that is a file or a pipe and not the terminal).
     """
 
-    def __init__(self, logs: Path, workers: int, show: Callable[[str], None], raw: int | None) -> None:
+    def __init__(self, logs: Path, workers: Sequence[int], show: Callable[[str], None], raw: int | None) -> None:
         self._show, self._raw = show, raw
-        self._feeds = [_Feed(_open_log(logs / f"worker-{rank}.log")) for rank in range(workers)]
+        self._feeds = {rank: _Feed(_open_log(logs / f"worker-{rank}.log")) for rank in workers}
         self._warnings: dict[str, set[int]] = {}  # by text; kept when shown, so as not to show them again
         self._due: dict[str, float] = {}  # when to show a warning
         self._held: list[str] | None = None
         self._release = 0.0
         self._failing = self._log_lost = False
-        self.shown = 0  # the worker whose lines are shown
+        self.shown = min(workers)  # the worker whose lines are shown
 
     def lead(self, rank: int) -> None:
         """From now on this worker's lines are shown."""
@@ -150,7 +139,7 @@ class Output:
 
     def close(self) -> None:
         """The workers have ended: shows what is left."""
-        for rank, feed in enumerate(self._feeds):
+        for rank, feed in self._feeds.items():
             for stream, rest in feed.rest.items():
                 if rest:
                     self._line(rank, stream, rest)

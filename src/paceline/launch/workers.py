@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.launch.failure import SIGNALS, USAGE, WEIGHTS
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import MemoryKills, die_with_us
@@ -28,15 +29,18 @@ from paceline.world import worker_environment
 CHUNK = 1 << 16
 DRAIN = 100  # pieces that are read at most of what an ended worker left: its children may go on writing
 
+FINAL = (*USAGE, *WEIGHTS, "WorkersDifferError")  # exceptions that another worker would raise as well
+
 
 @dataclass
 class Worker:
     """One worker process as the agent knows it. `status` as in subprocess; None while it runs. `store` is the address
-    of its store, should it become the first of a generation. A `newcomer` is not of the team yet, who is `out` not any
-    more, and `replaced` if another one was started in its place.
+    of its store, should it become the first of a generation. A `newcomer` began outside of the team; who is `out` is
+    not of it any more. `life` counts the processes that were started for it.
     """
 
     rank: int
+    life: int
     process: subprocess.Popen[bytes]
     pidfd: int
     memory: MemoryKills
@@ -46,9 +50,9 @@ class Worker:
     status: int | None = None
     ended: float = math.inf  # monotonic seconds of its end, or of its word that it fails
     stopped: float = math.inf  # monotonic seconds of when it was stopped
+    still: bool = False  # stopped for so long that the others should go on
     newcomer: bool = False
     out: bool = False
-    replaced: bool = False
     killed: bool = False
     events: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last one of each kind
     unread: bytes = b""
@@ -60,7 +64,38 @@ class Worker:
     @property
     def counts(self) -> bool:
         """Whether the run depends on it."""
-        return not self.out and not self.newcomer
+        return not self.out and (not self.newcomer or "formed" in self.events)
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        if self.status is None:
+            return ""
+        if self.status >= 0:
+            return f"ended with exit code {self.status}"
+        if self.status == -signal.SIGKILL and self.memory.grown():
+            return "was killed for want of memory"
+        return f"was {SIGNALS[-self.status][0].partition(':')[0]}" if -self.status in SIGNALS else "was killed"
+
+    def said(self) -> dict[str, Any]:
+        """What the coordinator is told, see `team.coordinator.Said`."""
+        told, events = self.events.get("failed"), self.events
+        return {
+            "life": self.life,
+            "store": self.store,
+            "newcomer": self.newcomer,
+            "ready": "ready" in events,
+            "waiting": "waiting" in events,
+            "formed": events.get("formed", {}).get("number", -1),
+            "alone": events.get("alone", {}).get("number", -1),
+            "leaves": "leaves" in events,
+            "ended": "ended" in events,
+            "failed": (told.get("kind", ""), told.get("step") or 0, told.get("text", "")) if told else None,
+            "final": told is not None and told.get("kind") in FINAL,
+            "stopped": self.still,
+            "status": self.status,
+            "why": self.how,
+        }
 
     def tell(self, order: dict[str, Any]) -> None:
         """An order; one that does not read them, because it is stopped, does not stop us."""
@@ -73,54 +108,57 @@ class Worker:
 
 
 class Workers:
-    """Starts workers and reads their pipes. `told` hears each event of one, `exited` that one has ended."""
+    """Starts the workers with these `numbers` and reads their pipes. `told` hears each event of one."""
 
     def __init__(
         self,
         options: LaunchOptions,
         folder: Path,
+        numbers: Sequence[int],
         output: Output,
         told: Callable[[Worker, dict[str, Any]], None],
-        exited: Callable[[Worker], None],
     ) -> None:
-        self._options, self._folder, self._output = options, folder, output
-        self._told, self._exited = told, exited
+        self._options, self._folder, self.numbers, self._output = options, folder, list(numbers), output
+        self._told = told
         self.selector = selectors.DefaultSelector()
         self.all: list[Worker] = []  # those of before, too
         given = worker_environment() | dict(options.environment)
         self._variables, self._pins, self.done = surround(options.workers, given, sorted(os.sched_getaffinity(0)))
 
-    def start(self, newcomer: bool = False) -> None:
+    def now(self, rank: int) -> Worker | None:
+        """A worker in its last life."""
+        return next((worker for worker in reversed(self.all) if worker.rank == rank), None)
+
+    def start(self) -> None:
         """Starts all workers. The first serves the store, on a socket that is bound before: no other process can take
         the port.
         """
-        sockets = [self._listener() for _ in range(self._options.workers)]
-        for rank, listener in enumerate(sockets):
-            self._start(rank, listener, sockets[0].getsockname(), newcomer=False)
+        sockets = [self._listener() for _ in self.numbers]
+        for rank, listener in zip(self.numbers, sockets, strict=True):
+            self._start(rank, listener, sockets[0].getsockname(), None)
         for listener in sockets:
             listener.close()
 
-    def again(self, rank: int) -> None:
-        """Starts a worker in the place of one that was lost; it waits until it is admitted."""
+    def again(self, rank: int, life: int) -> None:
+        """Starts a worker that waits until it is admitted."""
         listener = self._listener()
-        self._start(rank, listener, listener.getsockname(), newcomer=True)
+        self._start(rank, listener, listener.getsockname(), life)
         listener.close()
 
-    @staticmethod
-    def _listener() -> socket.socket:
+    def _listener(self) -> socket.socket:
         listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((self._options.address, 0))
         listener.listen(128)
         return listener
 
-    def _start(self, rank: int, listener: socket.socket, store: tuple[str, int], newcomer: bool) -> None:
+    def _start(self, rank: int, listener: socket.socket, store: tuple[str, int], life: int | None) -> None:
         try:
-            self._run(rank, listener, store, newcomer)
+            self._run(rank, listener, store, life)
         except OSError as error:
             cure = "see `ulimit -a`, or take fewer workers"
             raise LaunchError(f"worker {rank} cannot be started ({error.strerror})", cure) from error
 
-    def _run(self, rank: int, listener: socket.socket, store: tuple[str, int], newcomer: bool) -> None:
+    def _run(self, rank: int, listener: socket.socket, store: tuple[str, int], life: int | None) -> None:
         pipes = {name: os.pipe() for name in ("events", "stdout", "stderr")}
         ours, theirs = socket.socketpair()
         handed = (pipes["events"][1], theirs.fileno(), listener.fileno())
@@ -128,7 +166,7 @@ class Workers:
         try:
             process = subprocess.Popen(
                 [sys.executable, self._options.script, *self._options.arguments],
-                env=self._environment(rank, store, handed, newcomer),
+                env=self._environment(rank, store, handed, newcomer=life is not None),
                 stdin=None if own else subprocess.DEVNULL,
                 stdout=None if own else pipes["stdout"][1],
                 stderr=None if own else pipes["stderr"][1],
@@ -140,11 +178,10 @@ class Workers:
             theirs.close()
             for _, write in pipes.values():
                 os.close(write)
-        pin(process.pid, self._pins[rank])
+        pin(process.pid, self._pins[self.numbers.index(rank)])
         memory = MemoryKills(process.pid)
-        worker = Worker(
-            rank, process, os.pidfd_open(process.pid), memory, ours, listener.getsockname(), newcomer=newcomer
-        )
+        worker = Worker(rank, life or 0, process, os.pidfd_open(process.pid), memory, ours, listener.getsockname())
+        worker.newcomer = life is not None
         self.all.append(worker)
         self.selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._ended, worker))
         for name, (read, _) in pipes.items():
@@ -154,7 +191,7 @@ class Workers:
             self.selector.register(read, selectors.EVENT_READ, partial(self._read, worker, read))
 
     def _environment(self, rank: int, store: tuple[str, int], handed: Sequence[int], newcomer: bool) -> dict[str, str]:
-        options, size = self._options, str(self._options.workers)
+        options = self._options
         events, orders, listener = map(str, handed)
         given = {
             "PACELINE_PLAN": options.plan,
@@ -164,10 +201,10 @@ class Workers:
         }
         environment = worker_environment(
             PACELINE_RANK=str(rank),
-            PACELINE_WORLD_SIZE=size,
-            PACELINE_LOCAL_RANK=str(rank),
-            PACELINE_LOCAL_SIZE=size,
-            PACELINE_STORE=f"127.0.0.1:{store[1]}",
+            PACELINE_WORLD_SIZE=str(options.size or options.workers),
+            PACELINE_LOCAL_RANK=str(self.numbers.index(rank)),
+            PACELINE_LOCAL_SIZE=str(len(self.numbers)),
+            PACELINE_STORE=f"{store[0]}:{store[1]}",
             PACELINE_STORE_FD=listener,
             PACELINE_RUN_DIR=str(self._folder.absolute()),
             PACELINE_EVENTS_FD=events,
@@ -225,7 +262,6 @@ class Workers:
         worker.status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
         self.drain(worker)
         worker.ended = min(worker.ended, time.monotonic())
-        self._exited(worker)
 
     def look_for_stops(self) -> None:
         """Takes note of who was stopped, and who goes on."""

@@ -70,3 +70,16 @@ def shares_of(seconds: dict[str, float]) -> list[tuple[str, float]]:
     total = sum(seconds.values())
     parts = [(name, value / total) for name, value in seconds.items() if value > 0] if total > 0 else []
     return sorted(parts, key=lambda part: (part[0] == "other", -part[1]))
+
+
+def ranks(workers: Iterable[int]) -> str:
+    """`worker 2`, `workers 0-3`, `workers 0, 2-3`."""
+    numbers = sorted(set(workers))
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+    return f"worker{'s' if len(numbers) > 1 else ''} {text}"

@@ -112,6 +112,7 @@ class Operations:
         self.number = 0
         self.members: tuple[int, ...] = tuple(range(world.size))
         self.waiting = world.newcomer
+        self.hold = False  # too few are here: no further step is to be made
         self.holder: Holder | None = None
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
         self._last: Any = None  # of the last operation: its settled values and result
@@ -123,8 +124,8 @@ class Operations:
 
     @property
     def elastic(self) -> bool:
-        """Whether losses can be survived: there are others, an agent, and a state to hand over."""
-        return self.world.orders_fd is not None and self.world.size > 1 and self.holder is not None
+        """Whether losses can be survived: there is an agent, and a state to hand over."""
+        return self.world.orders_fd is not None and self.holder is not None
 
     @property
     def newcomers(self) -> bool:
@@ -205,9 +206,8 @@ class Operations:
         if operation is not None and self._tx.moment is not Moment.PREPARED:
             self._void(operation)
         while True:
-            if self.waiting:
-                error = None
-            order = self._orders.wait(self.number, error, at_once=error is not None)
+            lost = error is not None and not self.waiting
+            order = self._orders.wait(self.number, lost, self._alone if lost else None)
             with self._entering:
                 self.number = order.number
             if self.worker not in order.members:
@@ -216,7 +216,7 @@ class Operations:
             try:
                 self._group.form(order.world(self.world, self.worker), lambda: self._orders.newer(self.number, True))
                 self._resolve(operation if self._tx.done == done else None)
-                self.members = order.members
+                self.members, self.hold = order.members, order.hold
                 if self.holder is not None:
                     self.holder.formed(order, time.monotonic() - began)
                 break
@@ -224,6 +224,9 @@ class Operations:
                 error = again
         self.world.tell("formed", number=self.number, seconds=time.monotonic() - began)
         return operation is not None and self._tx.done > done
+
+    def _alone(self) -> None:
+        self.world.tell("alone", number=self.number)
 
     def _refused(self, order: Generation) -> None:
         """This worker is not of the new generation: it asked to leave, or was taken for dead. A newcomer waits on."""

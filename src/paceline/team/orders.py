@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from paceline.errors import PeerLostError
 from paceline.world import World
 
-EXPECTED = 30.0  # seconds to the order after a peer was lost
+EXPECTED = 1.0  # seconds to the order after a peer was lost; then it is said that none came
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,7 @@ class Generation:
     members: tuple[int, ...]
     store: tuple[str, int]
     planned: bool = False
+    hold: bool = False
 
     def world(self, mine: World, worker: int) -> World:
         """The world of a member."""
@@ -52,7 +52,9 @@ class Orders:
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
                 said = json.loads(line)
-                order = Generation(said["number"], tuple(said["members"]), tuple(said["store"]), said["planned"])
+                order = Generation(
+                    said["number"], tuple(said["members"]), tuple(said["store"]), said["planned"], said["hold"]
+                )
                 with self._news:
                     self.newest = order
                     self._news.notify_all()
@@ -63,13 +65,16 @@ class Orders:
         """Whether a generation after number `than` was ordered; with `at_once`, one that does not wait for a step."""
         return self.newest is not None and self.newest.number > than and not (at_once and self.newest.planned)
 
-    def wait(self, than: int, error: PeerLostError | None, at_once: bool = False) -> Generation:
-        """The newest generation after number `than`, once there is one. Raises `error`, if given, when none comes."""
+    def wait(self, than: int, at_once: bool = False, expected: Callable[[], None] | None = None) -> Generation:
+        """The newest generation after number `than`, once there is one: as long as the agent lives, which may itself
+        wait for the coordinator. `expected` is called if it is not there soon.
+        """
         deadline = time.monotonic() + EXPECTED
         with self._news:
             while not self.newer(than, at_once):
-                if error is not None and time.monotonic() > deadline:
-                    raise error
+                if expected is not None and time.monotonic() > deadline:
+                    expected()
+                    expected = None
                 self._news.wait(0.1)
             assert self.newest is not None
             return self.newest

@@ -96,6 +96,11 @@ class Roster:
             return None
         return self._announce((*stay, *new), planned=True)
 
+    def renew(self) -> Announcement | None:
+        """A generation of those that have the state, over fresh connections."""
+        left = self.survivors(())
+        return self._announce(left, planned=False) if left else None
+
     def _announce(self, members: tuple[int, ...], planned: bool) -> Announcement:
         self.number += 1
         if self.entered == set(self.members):

@@ -57,7 +57,7 @@ class Team:
     def place(self) -> Place:
         """How the micro-batches are dealt at present, and to which of the workers this one belongs."""
         members, shares = self.operations.members, self.world.shares
-        weights = tuple(1.0 if shares is None else shares[member] for member in members)
+        weights = tuple(shares[m] if shares is not None and m < len(shares) else 1.0 for m in members)
         return Place(self.rank, weights if sum(weights) else (1.0,) * len(members), self.operations.number)
 
     def _together(self, compute: Callable[[], T]) -> T:

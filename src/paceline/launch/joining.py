@@ -1,0 +1,121 @@
+"""How an agent comes to a run: what it says of itself, where it finds the coordinator, why it is refused. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import secrets
+import socket
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LaunchError, UsageError
+from paceline.launch.failure import short
+from paceline.launch.keeper import ADDRESS
+from paceline.launch.options import LaunchOptions
+from paceline.team.link import Link, RefusedError
+from paceline.team.token import NAME, read_token
+
+LONGEST = 30  # lines of a difference that are shown
+
+
+def likeness(options: LaunchOptions) -> dict[str, Any]:
+    """What all agents of a run must have in common."""
+    return {
+        "script": hashlib.sha256(Path(options.script).read_bytes()).hexdigest(),
+        "arguments": list(options.arguments),
+        "plan": options.plan,
+        "torch": version("torch"),
+        "paceline": version("paceline"),
+        "python": ".".join(map(str, sys.version_info[:2])),
+    }
+
+
+def introduction(options: LaunchOptions, folder: Path, numbers: list[int]) -> dict[str, Any]:
+    """What an agent says when it comes."""
+    host = socket.gethostname()
+    return {
+        "agent": f"{host} ({secrets.token_hex(4)})",
+        "host": host,
+        "logs": str(short(folder / "logs")),
+        "numbers": numbers,
+        "count": options.workers,
+        "same": likeness(options),
+    }
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, or `HOST` with a port that is free."""
+    host, _, port = text.rpartition(":") if ":" in text else (text, "", "0")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"{text!r} is no address", "give HOST:PORT, as 10.0.0.7:29400")
+    return host, int(port)
+
+
+def listen(options: LaunchOptions) -> socket.socket:
+    """The coordinator's socket: on the loopback unless others are to come."""
+    host, port = address_of(options.listen) if options.listen else ("127.0.0.1", 0)
+    if host in ("0.0.0.0", "::", "*"):
+        raise UsageError(f"--listen {host} is every address", "give the one at which the other hosts reach this one")
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        cure = "give an address of this host, and a port that is free"
+        raise UsageError(f"--listen {options.listen}: {error.strerror}", cure) from error
+    listener.listen(256)
+    return listener
+
+
+def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
+    """Where the coordinator of the run to join is, its token, and its folder if that is here."""
+    assert options.join is not None
+    folder = Path(options.join)
+    if folder.is_dir():
+        try:
+            said = json.loads((folder / ADDRESS).read_text())
+        except (OSError, ValueError):
+            raise UsageError(f"no run to join was started in {folder}", "start it first, without --join") from None
+        token = Path(options.token_file) if options.token_file else folder / NAME
+        return (said["host"], said["port"]), read_token(token), folder
+    if ":" not in options.join:
+        cure = "give the run's folder, or HOST:PORT of its coordinator and --token-file"
+        raise UsageError(f"there is no folder {options.join}", cure)
+    if options.token_file is None:
+        raise UsageError("a run at HOST:PORT needs its token", f"copy the file {NAME} of its folder: --token-file FILE")
+    return address_of(options.join), read_token(Path(options.token_file)), None
+
+
+def join(options: LaunchOptions, link: Link) -> tuple[LaunchOptions, list[int]]:
+    """Comes to a running run: the options with what that one was given, and the numbers of our workers."""
+    host, port = link.address
+    try:
+        numbers = link.introduce()
+    except RefusedError as refused:
+        differs = refused.said.get("differs")
+        if not differs:
+            raise LaunchError(f"the run at {host}:{port} refuses to be joined: {refused}", "see its console") from None
+        script = refused.said.get("script", "")
+        what = [_difference(options, name, theirs, mine, script) for name, theirs, mine in differs]
+        raise UsageError("; ".join(what), "bring the same here, and join again") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "no answer"
+        raise LaunchError(f"there is no run to join at {host}:{port} ({why})", "see whether it still runs") from error
+    given = {name: value for name, value in link.given.items() if getattr(options, name) is None}
+    address = link.from_here
+    return replace(options, **given, size=link.size, address=address), numbers
+
+
+def _difference(options: LaunchOptions, name: str, theirs: Any, mine: Any, script: str) -> str:
+    if name != "script":
+        return f"{name}: {theirs} in the run, {mine} here"
+    before, here = script.splitlines(), Path(options.script).read_text(errors="replace").splitlines()
+    lines = list(difflib.unified_diff(before, here, "script of the run", "script here", lineterm="", n=1))
+    if len(lines) > LONGEST:
+        lines[LONGEST:] = [f"... and {len(lines) - LONGEST} lines more"]
+    return "\n".join(["the script differs from the run's:", *lines])

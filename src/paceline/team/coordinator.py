@@ -1,0 +1,460 @@
+"""Who is of the team, and what becomes of whoever fails: the decisions. No torch, no sockets; time is an argument.
+
+Agents report the state of their workers, whole and as often as they like; the coordinator answers with the state that
+it wants. So a report may be lost, and a coordinator that is started again learns all it must know from the next ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.observe.figures import plural, ranks
+from paceline.team.roster import Announcement, Roster
+
+BEAT = 0.25  # seconds between two reports of an agent
+HELD = 20.0  # seconds that its request for orders is held open
+ALIKE = 0.1  # seconds within which an exception of all workers comes from all
+TOGETHER = 0.3  # seconds within which notices to all workers arrive, where the whole run is meant
+ALONE = 3.0  # seconds a worker may miss others that nobody knows to be lost, before the team forms anew
+RETURN = 3.0  # seconds that agents have to come back to a coordinator that was started again
+LINES = 50  # lines for the console that are kept for agents that did not hear them yet
+UNKNOWN = -1  # the life of a worker that was started before we were
+POLITE = 75  # exit code of a worker that left, or stopped, as it was told
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an agent says of a worker. `life` counts the processes that were started for it; all else is of the present
+    one. `formed` is the last generation that it entered; `failed` what it said of its exception, `final` one that
+    another worker would raise as well; `why` is how it ended, in words, `status` its exit code; `declined`: it cannot
+    be started again; `alone`: the generation in which it misses others.
+    """
+
+    life: int = 0
+    store: tuple[str, int] = ("", 0)
+    newcomer: bool = False
+    ready: bool = False
+    waiting: bool = False
+    formed: int = -1
+    alone: int = -1
+    leaves: bool = False
+    ended: bool = False
+    failed: tuple[str, int, str] | None = None
+    final: bool = False
+    stopped: bool = False
+    status: int | None = None
+    why: str = ""
+    declined: bool = False
+
+
+@dataclass
+class Seat:
+    """A worker of an agent. Its process is `out` when the team goes on without it; `life` is the one that is wanted."""
+
+    agent: str
+    life: int = 0
+    newcomer: bool = False
+    out: bool = False
+    said: Said = field(default_factory=Said)
+
+    @property
+    def alive(self) -> bool:
+        return self.said.status is None and not self.out
+
+
+@dataclass
+class Coordinator:
+    """`record` writes into the journal. `version` grows with everything that agents are to know."""
+
+    max_restarts: int
+    min_workers: int
+    record: Callable[..., None]
+    roster: Roster
+    epoch: int = 1
+    version: int = 1
+    seats: dict[int, Seat] = field(default_factory=dict)
+    logs: dict[str, str] = field(default_factory=dict)  # by agent: where its workers' logs are
+    leaving: set[str] = field(default_factory=set)  # agents that end
+    failing: list[int] = field(default_factory=list)  # workers whose failure ends the run
+    stop: bool = False
+    lines: list[tuple[int, str, bool]] = field(default_factory=list)
+    order: Announcement | None = None
+    step: int = 0  # of the training
+    recovering: float = -math.inf  # until when agents have to come back
+
+    def __post_init__(self) -> None:
+        self._asked = self._judged = self._again = math.inf  # when to act on notices, on exceptions, on who is alone
+        self._raised_now: list[int] = []
+        self._raised: set[Any] = set()  # the exceptions that were survived
+        self._causes: Counter[str] = Counter()
+        self._left: set[int] = set()  # workers that are to leave with the generation that was announced
+
+    # ---- agents
+
+    def join(self, agent: str, logs: str, numbers: Collection[int], count: int) -> list[int]:
+        """An agent comes, with workers that have their numbers or to be given some; also one that comes again."""
+        self.logs[agent] = logs
+        known = numbers or [number for number, seat in self.seats.items() if seat.agent == agent]
+        first = max([-1, *self.seats, *self.roster.members]) + 1
+        for number in known or range(first, first + count):
+            seat = self.seats.setdefault(number, Seat(agent, newcomer=True))
+            if seat.agent not in (agent, ""):
+                continue
+            seat.agent = agent
+            if number in self.roster.members and not self.roster.begun:
+                seat.newcomer = False
+            elif known and seat.said == Said():
+                seat.life = UNKNOWN
+        return [number for number, seat in self.seats.items() if seat.agent == agent]
+
+    def report(self, agent: str, workers: Mapping[int, Said], step: int, now: float) -> None:
+        """The state of an agent's workers."""
+        self.step = max(self.step, step)
+        changed = []
+        for number, said in workers.items():
+            seat = self.seats.get(number)
+            if seat is None or seat.agent != agent:
+                continue
+            if seat.life == UNKNOWN:
+                seat.life = said.life
+                if self.recovering == -math.inf:  # it was of a team that is gone
+                    self._restart(number)
+            if said.life == seat.life and said != seat.said:
+                changed.append((number, seat, seat.said))
+                seat.said = said
+        if self.recovering > -math.inf:
+            self._recover(now)
+            return
+        for number, seat, before in changed:
+            self._advanced(number, seat, before, now)
+        for number, seat, before in changed:
+            self._ended(number, seat, before, now)
+        self._stopped([number for number, seat, before in changed if seat.said.stopped and not before.stopped])
+        if changed:
+            self._announce(self.roster.plan())
+            self.version += self.over
+
+    def lost_agent(self, agent: str, why: str) -> None:
+        """An agent is silent, or gone, with all its workers."""
+        gone = [number for number, seat in self.seats.items() if seat.agent == agent]
+        members = [n for n in gone if self.seats[n].alive and not self.seats[n].newcomer]
+        left = self._survivors(members)
+        if members and not self.over and not (self.max_restarts and self.roster.begun and left):
+            self._fail(members)
+        elif members:
+            self._lose(members, f"{'is' if len(members) == 1 else 'are'} lost ({why})")
+        for number in gone:
+            if agent in self.leaving:
+                del self.seats[number]
+            else:
+                self._restart(number)
+
+    def bye(self, agent: str) -> None:
+        """An agent ends, all its workers have ended."""
+        self.leaving.add(agent)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether something that was reported is still to be judged."""
+        return self.recovering > -math.inf or bool(self._raised_now)
+
+    # ---- time
+
+    @property
+    def due(self) -> float:
+        """When `tick` is to be called next."""
+        return min(self._asked, self._judged, self._again, self.recovering if self.recovering > -math.inf else math.inf)
+
+    def tick(self, now: float) -> None:
+        """What was put off, if it is time."""
+        if self.recovering > -math.inf:
+            self._recover(now)
+        if now >= self._judged:
+            self._judge()
+        if now >= self._asked:
+            self._let_go()
+        if now >= self._again:
+            self._form_again()
+
+    # ---- what agents are to know
+
+    @property
+    def over(self) -> bool:
+        """Whether all whom the run depends on have ended."""
+        counting = [seat for seat in self.seats.values() if not seat.newcomer and not seat.out]
+        return bool(counting) and all(seat.said.status is not None for seat in counting)
+
+    def orders(self, agent: str) -> dict[str, Any]:
+        """The state that an agent is to bring about: of each worker which life, and whether it is of the team."""
+        order = self.order
+        generation = None
+        if order is not None:
+            first = self.seats.get(order.members[0])
+            generation = {
+                "number": order.number,
+                "members": list(order.members),
+                "store": list(first.said.store) if first else ["", 0],
+                "planned": order.planned,
+                "hold": len(order.members) < self.min_workers and not self.stop,
+            }
+        mine = {number: seat for number, seat in self.seats.items() if seat.agent == agent}
+        return {
+            "epoch": self.epoch,
+            "version": self.version,
+            "generation": generation,
+            "workers": {number: {"life": seat.life, "out": seat.out} for number, seat in mine.items()},
+            "failing": [[number, self.seats[number].agent, self._why(number)] for number in self.failing],
+            "over": self.over,
+            "stop": self.stop,
+            "lines": self.lines,
+        }
+
+    def status(self) -> dict[str, Any]:
+        """What anybody may know."""
+        roster = self.roster
+        return {
+            "epoch": self.epoch,
+            "generation": roster.number,
+            "members": list(roster.members),
+            "step": self.step,
+            "workers": {number: self._state(number, seat) for number, seat in sorted(self.seats.items())},
+            "min_workers": self.min_workers,
+            "paused": self._paused,
+            "stopping": self.stop,
+        }
+
+    @property
+    def _paused(self) -> bool:
+        return self.order is not None and len(self.order.members) < self.min_workers and not self.stop
+
+    def _state(self, number: int, seat: Seat) -> dict[str, Any]:
+        said = seat.said
+        if seat.out or said.declined:
+            state = "out"
+        elif said.status is not None:
+            state = f"ended with {said.status}"
+        elif number in self.roster.leaving:
+            state = "leaving"
+        elif number in self.roster.members:
+            state = "member" if number in self.roster.entered else "forming"
+        else:
+            state = "waiting" if said.waiting else "starting"
+        return {"agent": seat.agent, "life": seat.life, "state": state}
+
+    def _say(self, text: str, always: bool = False) -> None:
+        self.version += 1
+        self.lines = [*self.lines[1 - LINES :], (self.version, text, always)]
+
+    # ---- one worker's news
+
+    def _advanced(self, number: int, seat: Seat, before: Said, now: float) -> None:
+        """How far it has come."""
+        said, roster = seat.said, self.roster
+        if said.ready and not before.ready and not seat.newcomer:
+            roster.ready(number)
+        if said.waiting and not before.waiting:
+            roster.waits(number)
+        if said.formed > before.formed:
+            new = number not in roster.established
+            roster.formed(number, said.formed)
+            if new and number in roster.established:
+                seat.newcomer = False
+                self._say(f"{ranks([number])} has joined: {plural(len(roster.members), 'worker')}")
+        if said.leaves and not before.leaves:
+            roster.leaves(number)
+            all_of_them = roster.leaving >= roster.established
+            self._asked = min(self._asked, now + (0.0 if all_of_them else TOGETHER))
+        if said.alone > before.alone:
+            self._again = min(self._again, now + ALONE)
+        if said.ended and not before.ended:
+            roster.end(number)
+
+    def _ended(self, number: int, seat: Seat, before: Said, now: float) -> None:
+        """How it ended, or that it is about to."""
+        said = seat.said
+        if said.declined:
+            seat.out = True
+        elif said.failed is not None and before.failed is None:
+            if not seat.newcomer and not seat.out and self.roster.begun:
+                self._raised_now.append(number)
+                self._judged = min(self._judged, now + ALIKE)
+            elif not self._spared(number):
+                self._fail([number])
+        elif said.status is None or before.status is not None or seat.out:
+            return
+        elif said.status == POLITE and number in self._left:
+            self._left.remove(number)
+            seat.out = True
+            self.roster.end(number)
+            self._say(f"{ranks([number])} left, as it was told: {_go_on(self.roster.members)}")
+        elif said.status in (0, POLITE) and (said.status or not self._vanished(said)):
+            self.roster.end(number)
+        elif number not in self._raised_now and not self._spared(number):
+            self._fail([number])
+
+    def _vanished(self, said: Said) -> bool:
+        """Whether it ended without a word, in the midst of training."""
+        return self.roster.begun and not said.ended
+
+    def _stopped(self, stopped: list[int]) -> None:
+        """The others go on without these, if there are enough; else whoever stopped them may let them go on."""
+        stopped = [number for number in stopped if self.seats[number].alive]
+        if stopped and self.max_restarts and self.roster.begun and self._survivors(stopped):
+            self._lose(stopped, "was stopped" if len(stopped) == 1 else "were stopped")
+            for number in stopped:
+                self._restart(number)
+
+    def _judge(self) -> None:
+        """Goes on without whoever raised an exception, unless all the others did as well."""
+        raised, self._raised_now, self._judged = self._raised_now, [], math.inf
+        everybody = not self.roster.survivors(raised)
+        for number in raised:
+            if everybody or not self._spared(number):
+                self._fail([number])
+
+    def _fail(self, numbers: Iterable[int]) -> None:
+        """These end the run."""
+        self.failing += [number for number in numbers if number not in self.failing]
+        self.version += 1
+
+    # ---- who is of the team
+
+    def _let_go(self) -> None:
+        self._asked = math.inf
+        if any(seat.said.ended for seat in self.seats.values()):
+            return  # all of them are about to
+        if self.roster.leaving >= self.roster.established:
+            self.stop_all()
+        else:
+            self._announce(self.roster.plan())
+
+    def stop_all(self) -> None:
+        """The whole run is to stop, and save."""
+        if not self.stop:
+            paused, self.stop = self._paused, True
+            self.version += 1
+            if paused:  # the step at whose end it stops is still to be made
+                self._announce(self.roster.renew())
+
+    def _survivors(self, lost: Collection[int]) -> list[int]:
+        return [number for number in self.roster.survivors(lost) if self.seats[number].alive]
+
+    def _spared(self, number: int) -> bool:
+        """Whether the others can go on without a worker that failed; then they do."""
+        seat = self.seats[number]
+        if seat.out:
+            return True
+        if self.failing or not self.max_restarts or not self.roster.begun:
+            return False
+        said, why = seat.said, self._why(number)
+        known = said.failed is not None and (said.final or said.failed in self._raised)
+        if said.failed is not None:
+            self._raised.add(said.failed)
+        left = self._survivors([number])
+        self._causes[why] += 1
+        restarts = not known and self._causes[why] <= self.max_restarts
+        few = not left or (len(left) < self.min_workers and not restarts)
+        if not seat.newcomer and (known or few or (said.failed and not restarts)):
+            return False
+        self._lose([number], why, "" if restarts else "; it is not started again")
+        if restarts:
+            self._restart(number)
+        return True
+
+    def _why(self, number: int) -> str:
+        said = self.seats[number].said
+        return f"raised {said.failed[0]}" if said.failed else said.why
+
+    def _restart(self, number: int) -> None:
+        """Its agent starts another process in its place."""
+        seat = self.seats[number]
+        if seat.agent not in self.leaving and not seat.said.declined:
+            self.seats[number] = Seat(seat.agent, seat.life + 1, newcomer=True)
+            self.version += 1
+
+    def _lose(self, lost: list[int], why: str, then: str = "") -> None:
+        new = all(self.seats[number].newcomer for number in lost)
+        for number in lost:
+            self.seats[number].out = True
+        order = self.roster.lose(lost)
+        self.record("lost", workers=lost, why=why, step=self.step)
+        if order is not None:
+            self._say(f"{ranks(lost)} {why}: {self._how_on(order.members)}{then}")
+        elif new:
+            self._say(f"{ranks(lost)} {why} before it was back{then}; see {self.logs[self.seats[lost[0]].agent]}")
+        self._announce(order)
+        self.version += 1
+
+    def _how_on(self, members: Collection[int]) -> str:
+        if len(members) < self.min_workers and not self.stop:
+            return f"{plural(len(members), 'worker')} left, paused until there are {self.min_workers}"
+        return _go_on(members)
+
+    def _announce(self, order: Announcement | None) -> None:
+        """A generation: it is in the journal before anybody hears of it."""
+        if order is None:
+            return
+        self._left |= self.roster.leaving - set(order.members)
+        self.record("generation", number=order.number, workers=list(order.members), planned=order.planned)
+        self.order = order
+        self._again = math.inf
+        self.version += 1
+
+    def _form_again(self) -> None:
+        """Somebody misses others that all live: the same team forms once more, over fresh connections."""
+        self._again = math.inf
+        alone = [n for n, seat in self.seats.items() if seat.said.alone >= self.roster.number and seat.alive]
+        what = "connections were lost"
+        self._causes[what] += bool(alone)
+        if alone and (self._causes[what] > self.max_restarts or any(seat.said.ended for seat in self.seats.values())):
+            self._fail(alone)
+        elif alone:
+            self._say(f"{what}: {_go_on(self.roster.members)} over new ones")
+            self._announce(self.roster.renew())
+
+    # ---- after a coordinator was started again
+
+    def _recover(self, now: float) -> None:
+        """Once all members' agents are back, or their time is over: who is there, from what they said."""
+        here = {number for number, seat in self.seats.items() if seat.said != Said()}
+        if not here >= set(self.roster.members) and now < self.recovering:
+            return
+        self.recovering = -math.inf
+        roster = self.roster
+        for number in sorted(here):
+            seat = self.seats[number]
+            said, seat.newcomer = seat.said, seat.said.newcomer and seat.said.formed < 0
+            if said.formed >= 0 or (said.ready and not said.newcomer):
+                roster.established.add(number)
+            if said.formed == roster.number or (roster.number == 0 and said.ready and not said.newcomer):
+                roster.entered.add(number)
+            if seat.newcomer and said.waiting:
+                roster.waits(number)
+            if said.leaves:
+                roster.leaves(number)
+            if said.ended:
+                roster.end(number)
+        roster.before = tuple(sorted(roster.established))
+        missing = [number for number in roster.members if number not in here]
+        for number in missing:
+            self.seats.setdefault(number, Seat(agent="", life=UNKNOWN))
+        if missing:
+            self._lose(missing, "did not come back")
+        for number in sorted(here):
+            seat = self.seats[number]
+            self._ended(number, seat, Said(), now)
+            if seat.said.alone >= 0:
+                self._again = min(self._again, now + ALONE)
+        self._stopped([number for number in here if self.seats[number].said.stopped])
+        if roster.leaving:
+            self._asked = now
+        self._announce(roster.plan())
+        self.version += 1
+
+
+def _go_on(members: Collection[int]) -> str:
+    return f"{plural(len(members), 'worker')} go{'es' if len(members) == 1 else ''} on"

@@ -1,0 +1,225 @@
+"""An agent's line to the coordinator: two threads, one that reports, one that hears orders. No torch."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.team.coordinator import BEAT, HELD
+from paceline.team.token import authorization
+
+ANSWER = 1.0  # seconds to wait for an answer that needs no time
+AGAIN = 0.05  # seconds between two attempts
+AWAY = 3.0  # seconds without an answer, after which people are told
+
+
+class RefusedError(Exception):
+    """The coordinator refuses what was sent."""
+
+    def __init__(self, code: int, said: Mapping[str, Any]) -> None:
+        super().__init__(said.get("refused", f"status {code}"))
+        self.code, self.said = code, said
+
+
+class Link:
+    """`newest` are the orders heard last; `fileno` becomes readable with each. `introduction` is what a join says.
+
+    What is reported is a state: only the newest is sent, at once and then at intervals.
+    """
+
+    def __init__(self, address: tuple[str, int], token: bytes, introduction: Mapping[str, Any]) -> None:
+        self.address, self._token, self._introduction = address, token, dict(introduction)
+        self.newest: dict[str, Any] = {}
+        self.epoch = 0
+        self.step = 0  # of the team
+        self.size = 0  # workers that the run began with
+        self.given: dict[str, Any] = {}  # options of the run
+        self.from_here = ""  # the address of ours that the coordinator sees
+        self.answered = time.monotonic()
+        self._session = ""
+        self._report: Mapping[str, Any] = {}
+        self._heard: tuple[Mapping[str, Any], dict[str, Any]] = ({}, {})  # a report and its answer
+        self._fresh = threading.Condition()
+        self._joined = threading.Event()
+        self._closed = False
+        self._news, self._wake = socket.socketpair()
+        self._news.setblocking(False)
+        self._wake.setblocking(False)
+        self._hearing: _Wire | None = None
+        self._numbers = {"/report": 0, "/orders": 0}
+        self._threads: list[threading.Thread] = []
+
+    # ---- for the agent
+
+    def introduce(self) -> list[int]:
+        """Joins; the numbers of this agent's workers.
+
+        UsageError: this agent's script, plan or torch differs from the run's, or its token is wrong. OSError: there is
+        no coordinator.
+        """
+        with _Wire(self.address) as wire:
+            return self._join(wire)
+
+    def start(self) -> None:
+        """From now on reports are sent and orders heard."""
+        for what in (self._send, self._listen):
+            thread = threading.Thread(target=what, name=f"paceline-{what.__name__.strip('_')}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def fileno(self) -> int:
+        return self._news.fileno()
+
+    def take(self) -> dict[str, Any]:
+        """The newest orders."""
+        with suppress(BlockingIOError):
+            while self._news.recv(4096):
+                pass
+        return self.newest
+
+    def put(self, report: Mapping[str, Any]) -> None:
+        """The state that is to be reported."""
+        with self._fresh:
+            self._report = report
+            self._fresh.notify_all()
+
+    def settled(self, report: Mapping[str, Any]) -> bool:
+        """Whether the coordinator knows of a report, has judged it, and its orders since then have come."""
+        heard, answer = self._heard
+        return heard is report and not answer["open"] and self.newest.get("version", 0) >= answer["version"]
+
+    @property
+    def away(self) -> float:
+        """Seconds since the coordinator's last answer."""
+        return time.monotonic() - self.answered
+
+    def close(self, report: Mapping[str, Any]) -> None:
+        """Says a last word, if the coordinator is there."""
+        self._closed = True
+        with self._fresh:
+            self._fresh.notify_all()
+        if self._hearing is not None:
+            self._hearing.interrupt()
+        for thread in self._threads:
+            thread.join(2 * ANSWER)
+        with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), _Wire(self.address) as wire:
+            self._ask(wire, "POST", "/report", {"epoch": self.epoch, **report})
+        self._news.close()
+        self._wake.close()
+
+    # ---- the threads
+
+    def _send(self) -> None:
+        sent: Mapping[str, Any] = {}
+        while not self._closed:
+            try:
+                with _Wire(self.address) as wire:
+                    if not self._session:
+                        self._join(wire)
+                    while not self._closed:
+                        with self._fresh:
+                            if self._report is sent:
+                                self._fresh.wait(BEAT)
+                            sent = self._report
+                        if sent:
+                            said = self._ask(wire, "POST", "/report", {"epoch": self.epoch, **sent})
+                            self._heard = (sent, said)
+                            self.step = said["step"]
+                            self._tell()
+            except RefusedError as refused:
+                if refused.code in (409, 410):  # it was started again
+                    self._session = ""
+                    self._joined.clear()
+            except (OSError, http.client.HTTPException, ValueError):
+                pass
+            time.sleep(AGAIN)
+            sent = {}
+
+    def _listen(self) -> None:
+        known = 0
+        while not self._closed:
+            self._joined.wait(AGAIN)
+            try:
+                with _Wire(self.address, HELD + ANSWER) as wire:
+                    self._hearing = wire
+                    while self._joined.is_set() and not self._closed:
+                        said = self._ask(wire, "GET", f"/orders?version={known}", None)
+                        known = said["version"]
+                        self.newest = said
+                        self._tell()
+            except RefusedError:
+                known = 0
+            except (OSError, http.client.HTTPException, ValueError):
+                pass
+            time.sleep(AGAIN)
+
+    def _tell(self) -> None:
+        with suppress(OSError):  # closed, or full of news
+            self._wake.send(b"!")
+
+    def _join(self, wire: _Wire) -> list[int]:
+        said = wire.ask("GET", "/challenge", "", b"")
+        body = json.dumps(self._introduction).encode()
+        signed = authorization(self._token, "POST", "/join", said["challenge"], 0, body)
+        try:
+            said = wire.ask("POST", "/join", signed, body)
+        except RefusedError as refused:
+            if refused.code == 401:
+                cure = "copy the file token of its run folder here"
+                raise UsageError("the coordinator refuses this token", cure) from None
+            raise
+        self._introduction["numbers"] = said["numbers"]
+        self._numbers = dict.fromkeys(self._numbers, 0)
+        self._session, self.epoch = said["session"], said["epoch"]
+        self.size, self.given, self.from_here = said["size"], said["given"], wire.from_here
+        self.answered = time.monotonic()
+        self._joined.set()
+        return list(said["numbers"])
+
+    def _ask(self, wire: _Wire, method: str, path: str, said: Any) -> Any:
+        kind = path.partition("?")[0]
+        self._numbers[kind] += 1
+        body = b"" if said is None else json.dumps(said).encode()
+        signed = authorization(self._token, method, path, self._session, self._numbers[kind], body)
+        answer = wire.ask(method, path, signed, body)
+        self.answered = time.monotonic()
+        return answer
+
+
+class _Wire:
+    """One connection."""
+
+    from_here = ""
+
+    def __init__(self, address: tuple[str, int], patience: float = ANSWER) -> None:
+        self._http = http.client.HTTPConnection(*address, timeout=patience)
+
+    def __enter__(self) -> _Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def interrupt(self) -> None:
+        """Ends whoever waits for an answer. From any thread."""
+        with suppress(OSError, AttributeError):
+            self._http.sock.shutdown(socket.SHUT_RDWR)
+
+    def ask(self, method: str, path: str, signed: str, body: bytes) -> Any:
+        """The answer, read from JSON. RefusedError; OSError and HTTPException: there is none."""
+        headers = {"Authorization": signed} if signed else {}
+        self._http.request(method, path, body or None, headers)
+        if self._http.sock is not None:
+            self.from_here = self._http.sock.getsockname()[0]
+        answer = self._http.getresponse()
+        said = json.loads(answer.read())
+        if answer.status != 200:
+            raise RefusedError(answer.status, said)
+        return said

@@ -1,0 +1,354 @@
+"""The coordinator as a process: HTTP for agents, who sign what they send, and a status for everybody. No torch.
+
+    GET  /status      as JSON, for anybody who can reach the port: curl http://127.0.0.1:PORT/status
+    GET  /challenge   what a join must be signed with
+    POST /join        an agent comes, with its workers, and gets a session
+    POST /report      the state of its workers; several times a second, so that its silence is noticed
+    GET  /orders      the state that it is to bring about, as soon as that is another version than the one it knows
+
+Whatever is not signed with the token, was sent before, or is of another time is refused, and logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import secrets
+import socket
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tornado.httpserver import HTTPServer
+from tornado.web import Application, RequestHandler
+
+from paceline.observe.journal import NAME, Journal
+from paceline.team.coordinator import HELD, RETURN, Coordinator, Said
+from paceline.team.roster import Roster
+from paceline.team.token import make_token, read_authorization, same, sign
+
+SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
+GONE = 0.5  # seconds after its connection broke
+BODY = 1 << 18  # bytes of a request
+CONNECTIONS = 200
+EASY, SLOW = 20, 1.0  # refusals a second, after which each takes its sender so many seconds
+CHALLENGES = 1000
+UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
+LOOK = 0.1  # seconds between two looks at who is silent
+
+
+class RefusalError(Exception):
+    """A request that has no effect."""
+
+    def __init__(self, code: int, why: str, **more: Any) -> None:
+        super().__init__(why)
+        self.code, self.why, self.more = code, why, more
+
+
+@dataclass
+class Session:
+    """An agent's: the number of its last request by path, when it was heard, the gaps between its reports."""
+
+    agent: str
+    host: str
+    numbers: dict[str, int] = field(default_factory=dict)
+    seen: float = 0.0
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=40))
+    broken: float = math.inf  # when its connection for orders broke
+    lost: bool = False
+
+    @property
+    def deadline(self) -> float:
+        """When it is taken for lost: the slower it reports in general, the later."""
+        patience = min(PATIENCE, max(SILENT, 4 * max(self.gaps, default=0.0)))
+        return min(self.seen + patience, self.broken + GONE)
+
+
+class Service:
+    """Answers requests with the coordinator's decisions, and brings it news and time."""
+
+    def __init__(self, coordinator: Coordinator, token: bytes, run: Mapping[str, Any], record: Any) -> None:
+        self._coordinator, self._token, self._run, self._record = coordinator, token, run, record
+        self._sessions: dict[str, Session] = {}  # by their keys
+        self._challenges: deque[str] = deque(maxlen=CHALLENGES)
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._news = asyncio.Event()
+        self._told = 0
+        self._refused: Counter[str] = Counter()
+        self._refusals: deque[float] = deque(maxlen=EASY)
+
+    # ---- requests
+
+    def challenge(self, body: bytes) -> Any:
+        self._challenges.append(secrets.token_hex(16))
+        return {"challenge": self._challenges[-1], "epoch": self._coordinator.epoch}
+
+    def status(self, body: bytes) -> Any:
+        hosts = {session.agent: session.host for session in self._sessions.values() if not session.lost}
+        return {"run": self._run["folder"], "agents": hosts, **self._coordinator.status()}
+
+    def join(self, body: bytes) -> Any:
+        said = json.loads(body)
+        agent = str(said["agent"])
+        here, there = self._run["same"], said["same"]
+        differs = [[name, mine, there.get(name)] for name, mine in here.items() if there.get(name) not in (mine, None)]
+        if differs:
+            script = Path(self._run["script"]).read_text(errors="replace")[:BODY]
+            why = f"{agent} differs in {', '.join(name for name, *_ in differs)}"
+            raise RefusalError(412, why, differs=differs, script=script)
+        numbers = self._coordinator.join(
+            agent, str(said["logs"]), [int(n) for n in said["numbers"]], int(said["count"])
+        )
+        self._sessions = {key: session for key, session in self._sessions.items() if session.agent != agent}
+        key = secrets.token_hex(16)
+        self._sessions[key] = Session(agent, str(said["host"]), seen=time.monotonic())
+        self._publish()
+        run = {"size": self._run["workers"], "given": self._run["given"]}
+        return {"session": key, "numbers": numbers, "epoch": self._coordinator.epoch, **run}
+
+    def report(self, session: Session, body: bytes) -> Any:
+        said = json.loads(body)
+        if said["epoch"] != self._coordinator.epoch:
+            raise RefusalError(409, f"a report of epoch {said['epoch']}, this is {self._coordinator.epoch}")
+        workers = {int(number): read_said(worker) for number, worker in said["workers"].items()}
+        now = time.monotonic()
+        session.gaps.append(now - session.seen)
+        session.seen, session.lost = now, False
+        if said.get("leaving"):
+            self._coordinator.leaving.add(session.agent)
+        self._coordinator.report(session.agent, workers, int(said["step"]), now)
+        if said.get("stop"):
+            self._coordinator.stop_all()
+        if said.get("bye"):
+            session.lost = True
+        self._publish()
+        coordinator = self._coordinator
+        return {"version": coordinator.version, "open": coordinator.undecided, "step": coordinator.step}
+
+    async def orders(self, session: Session, known: int) -> Any:
+        deadline = time.monotonic() + HELD
+        session.broken = math.inf
+        while known == self._coordinator.version and (left := deadline - time.monotonic()) > 0:
+            news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.add(news)
+            try:
+                await asyncio.wait_for(news, left)
+            except TimeoutError:
+                break
+            finally:
+                self._waiting.discard(news)
+        return self._coordinator.orders(session.agent)
+
+    def session(self, method: str, path: str, header: str, body: bytes) -> Session | None:
+        """Whose request this is; None for one that joins. RefusalError: it is not signed, or was sent before."""
+        given = read_authorization(header)
+        if given is None:
+            raise RefusalError(401, "no token")
+        key, number, signature = given
+        if not same(signature, sign(self._token, method, path, key, number, body)):
+            raise RefusalError(401, "a wrong token")
+        session = self._sessions.get(key)
+        if session is None and path == "/join":
+            if key not in self._challenges:
+                raise RefusalError(409, "a join that was sent before, or answers an old challenge")
+            self._challenges.remove(key)
+            return None
+        if session is None:
+            raise RefusalError(UNKNOWN, "a session that is not known here")
+        kind = path.partition("?")[0]
+        if number <= session.numbers.get(kind, 0):
+            raise RefusalError(409, "a request that was sent before")
+        session.numbers[kind] = number
+        return session
+
+    def broke(self, session: Session) -> None:
+        session.broken = min(session.broken, time.monotonic())
+
+    def refuse(self, address: str, what: str) -> float:
+        """Takes note of a request without effect; the seconds to let its sender wait."""
+        self._refused[f"{what}, from {address}" if address else what] += 1
+        now = time.monotonic()
+        self._refusals.append(now)
+        many = len(self._refusals) == EASY and now - self._refusals[0] < 1.0
+        return SLOW if many else 0.0
+
+    # ---- time
+
+    async def watch(self) -> None:
+        """Brings the coordinator time, and word of silent agents, for ever."""
+        logged = time.monotonic()
+        before = time.monotonic()
+        while True:
+            due = min(self._coordinator.due - time.monotonic(), LOOK)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), max(due, 0.0))
+            self._news.clear()
+            now = time.monotonic()
+            if now - before > SILENT / 2:  # it was we who were not there
+                for session in self._sessions.values():
+                    session.seen = max(session.seen, now)
+            before = now
+            self._coordinator.tick(now)
+            self._look(now)
+            self._publish()
+            if self._refused and now - logged > 1.0:
+                logged = now
+                for what, times in self._refused.items():
+                    self._record("refused", what=what, times=times)
+                self._refused.clear()
+
+    def _look(self, now: float) -> None:
+        for session in self._sessions.values():
+            if now > session.deadline and not session.lost:
+                session.lost = True
+                gone = session.broken + GONE < now
+                why = "has gone" if gone else f"has been silent for {now - session.seen:.1f} s"
+                self._coordinator.lost_agent(session.agent, f"the agent on {session.host} {why}")
+
+    def _publish(self) -> None:
+        if self._coordinator.version != self._told:
+            self._told = self._coordinator.version
+            self._news.set()
+            for news in self._waiting:
+                if not news.done():
+                    news.set_result(None)
+
+
+def read_said(given: Mapping[str, Any]) -> Said:
+    """What JSON holds of a worker. ValueError, TypeError: it is not that."""
+    said = Said(**given)
+    host, port = said.store
+    failed = None if said.failed is None else (str(said.failed[0]), int(said.failed[1]), str(said.failed[2]))
+    return Said(**{**given, "store": (str(host), int(port)), "failed": failed})
+
+
+class Handler(RequestHandler):
+    """One request."""
+
+    _session: Session | None = None
+
+    def initialize(self, service: Service) -> None:
+        self._service = service
+
+    def set_default_headers(self) -> None:
+        self.clear_header("Server")
+
+    async def _answer(self) -> None:
+        request, service = self.request, self._service
+        what, body = request.path.lstrip("/"), bytes(request.body)
+        address = str(request.remote_ip)
+        try:
+            if (request.method, what) in (("GET", "challenge"), ("GET", "status")):
+                said = getattr(service, what)(body)
+            elif (request.method, what) in (("POST", "join"), ("POST", "report"), ("GET", "orders")):
+                header = request.headers.get("Authorization", "")
+                self._session = service.session(str(request.method), str(request.uri), header, body)
+                if self._session is None:
+                    said = service.join(body)
+                elif what == "orders":
+                    said = await service.orders(self._session, int(self.get_query_argument("version")))
+                else:
+                    said = service.report(self._session, body)
+            else:
+                raise RefusalError(404, "there is no such thing here")
+        except RefusalError as refused:
+            if refused.code != UNKNOWN:
+                await asyncio.sleep(service.refuse(address, f"{request.method} /{what}: {refused.why}"))
+            self.set_status(refused.code)
+            said = {"refused": refused.why, **refused.more}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            await asyncio.sleep(service.refuse(address, f"{request.method} /{what}: not understood"))
+            self.set_status(400)
+            said = {"refused": f"not understood ({type(error).__name__})"}
+        self.set_header("Content-Type", "application/json")
+        self.finish(json.dumps(said) + "\n")
+
+    get = post = _answer
+
+    def on_connection_close(self) -> None:
+        if self._session is not None and self.request.path == "/orders":
+            self._service.broke(self._session)
+
+
+class Server(HTTPServer):
+    """With a limit to the connections that are open at a time."""
+
+    open = 0
+
+    def handle_stream(self, stream: Any, address: Any) -> None:
+        if self.open >= CONNECTIONS:
+            stream.close()
+            return
+        self.open += 1
+        super().handle_stream(stream, address)
+
+    def on_close(self, server_conn: object) -> None:
+        self.open -= 1
+        super().on_close(server_conn)
+
+
+class _Log(logging.Handler):
+    """Takes what tornado says of malformed, oversized and slow requests for refusals."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(logging.INFO)
+        self._service = service
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            logging.lastResort.handle(record)  # type: ignore[union-attr]
+        self._service.refuse("", record.getMessage()[:200])
+
+
+async def serve(listener: socket.socket, service: Service) -> None:
+    """Answers on a listening socket, for ever."""
+    for name in ("tornado.general", "tornado.application"):
+        logger = logging.getLogger(name)
+        logger.addHandler(_Log(service))
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    limits = {"max_body_size": BODY, "max_header_size": 1 << 14, "max_buffer_size": 2 * BODY}
+    handlers = [(".*", Handler, {"service": service})]
+    app = Application(handlers, log_function=lambda _: None)
+    server = Server(app, idle_connection_timeout=10.0, body_timeout=5.0, **limits)
+    listener.setblocking(False)
+    server.add_socket(listener)
+    await service.watch()
+
+
+def last_generation(folder: Path, since: int, workers: int) -> Roster:
+    """Who the team was when the journal's last generation was written, after byte `since`; else the first workers."""
+    with (folder / NAME).open("rb") as file:
+        file.seek(since)
+        lines = [line for line in file if b'"generation"' in line and line.endswith(b"\n")]
+    for line in reversed(lines):
+        event = json.loads(line)
+        if event.get("event") == "generation":
+            return Roster(tuple(event["workers"]), event["number"])
+    return Roster(tuple(range(workers)))
+
+
+def main(listener: int, given: Mapping[str, Any]) -> None:
+    """A coordinator on an inherited listening socket. `given` is what its agent says of the run."""
+    folder = Path(given["folder"])
+    journal = Journal(folder)
+    roster = last_generation(folder, given["since"], given["workers"])
+    coordinator = Coordinator(given["max_restarts"], given["min_workers"], journal.write, roster, given["epoch"])
+    coordinator.version = time.time_ns() // 1_000_000  # beyond all of a coordinator before this one
+    if given["again"]:
+        coordinator.recovering = time.monotonic() + RETURN
+    service = Service(coordinator, make_token(folder), given, journal.write)
+    asyncio.run(serve(socket.socket(fileno=listener), service))
+
+
+if __name__ == "__main__":
+    os.set_inheritable(int(sys.argv[1]), False)
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))

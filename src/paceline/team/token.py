@@ -1,0 +1,67 @@
+"""The run's token: whoever has it may join and report. It never travels; messages are signed with it. No torch."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+from paceline.errors import UsageError
+
+NAME = "token"
+SCHEME = "Paceline"
+
+
+def make_token(folder: Path) -> bytes:
+    """The token of a run folder, made if there is none: 32 random bytes as hexadecimal digits, mode 0600."""
+    path = folder / NAME
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return read_token(path)
+    token = secrets.token_hex(32).encode()
+    with open(fd, "wb") as file:
+        file.write(token + b"\n")
+    return token
+
+
+def read_token(path: Path) -> bytes:
+    """The token in a file. UsageError: there is none, or others than its owner may read it."""
+    try:
+        with path.open("rb") as file:
+            mode, token = os.fstat(file.fileno()).st_mode, file.read(1024).strip()
+    except OSError as error:
+        cure = "copy the file token of the run folder here, readable by nobody else"
+        raise UsageError(f"there is no token to read at {path} ({error.strerror})", cure) from error
+    if mode & 0o077:
+        raise UsageError(f"the token {path} can be read by others", f"chmod 600 {path}")
+    if len(token) < 32:
+        raise UsageError(f"{path} holds no token", "copy the file token of the run folder again")
+    return token
+
+
+def sign(token: bytes, method: str, path: str, key: str, number: int, body: bytes) -> str:
+    """HMAC-SHA-256 of a request. `key` is a challenge of the coordinator, or the session that it gave for one; `number`
+    grows with each request of the session, so that none can be sent again.
+    """
+    head = f"{method} {path}\n{key} {number}\n".encode()
+    return hmac.new(token, head + body, "sha256").hexdigest()
+
+
+def authorization(token: bytes, method: str, path: str, key: str, number: int, body: bytes) -> str:
+    """The header of a signed request."""
+    return f"{SCHEME} {key} {number} {sign(token, method, path, key, number, body)}"
+
+
+def read_authorization(header: str) -> tuple[str, int, str] | None:
+    """Key, number and signature of a header; None if it is none of ours."""
+    words = header.split(" ")
+    if len(words) != 4 or words[0] != SCHEME or not words[2].isdecimal() or len(words[2]) > 18:
+        return None
+    return words[1], int(words[2]), words[3]
+
+
+def same(one: str, other: str) -> bool:
+    """Compares signatures in a time that does not tell where they differ."""
+    return hmac.compare_digest(one.encode(), other.encode())
