@@ -9,7 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
+from paceline.launch import keeper
 from paceline.launch.chaos import chaos
 from paceline.launch.check import check
 from paceline.launch.local import launch
@@ -21,7 +22,11 @@ from paceline.plan import describe
 RESTARTS = "how often workers lost to one cause are started again (default 10); 0: any loss ends the run"
 
 
-def _run(**options: Any) -> int:
+def _run(take_over: Path | None, **options: Any) -> int | str:
+    if take_over is not None:
+        return keeper.take_over(take_over)
+    if options["script"] is None:
+        raise UsageError("no script was given", "give the path of the Python file that trains")
     return launch(LaunchOptions(**options))
 
 
@@ -108,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     option("--min-workers", type=int, default=1, metavar="N", help="pause while there are fewer (default 1)")
     option("--debug", type=int, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--quiet", action="store_true", help="print only how the run ended, where it did not finish")
-    option("script", help="the training script")
+    option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")
+    option("script", nargs="?", help="the training script")
     option("arguments", nargs=argparse.REMAINDER, help="its own arguments")
 
     _rehearsals(add)

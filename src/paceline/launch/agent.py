@@ -18,6 +18,7 @@ from typing import Any
 from paceline.errors import LaunchError
 from paceline.launch.ending import Ending
 from paceline.launch.failure import short
+from paceline.launch.keeper import TAKE_OVER, Keeper
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import end_sessions
@@ -30,13 +31,15 @@ from paceline.team.link import AWAY, Link
 # Seconds a failure waits for other failures, for the cause of a lost peer, for the end of what says it fails.
 OTHERS, CAUSE, EXIT = 1.0, 3.0, 10.0
 STILL = 0.3  # seconds that a worker may be stopped before the others go on without it
+FAREWELL, PATIENCE = 5.0, 60.0  # seconds for the other hosts to end when the run is cut short, and else
+LOOK = 0.5  # seconds between two looks at whether the coordinator is there
 GIVEN_UP = 6.0  # seconds without a coordinator, after which workers that all have ended are not waited for
 
 
 class Agent:
     """Hears of everything in one loop: what workers say and print, their ends and stops, orders, and our own signals.
 
-    `numbers` are those of its workers; `first`, whose workers begin the run: else they join it.
+    `numbers` are those of its workers. The coordinator that it keeps, or may keep one day, listens on `standby`.
     """
 
     def __init__(
@@ -47,14 +50,17 @@ class Agent:
         progress: Progress,
         link: Link,
         numbers: list[int],
+        standby: socket.socket,
     ) -> None:
         self._options, self._folder, self._journal, self._progress = options, folder, journal, progress
-        self._link, self._first = link, options.join is None
+        self._link, self._standby = link, standby
+        self._first = options.join is None  # whose workers begin the run: else they join it
+        self._keeper: Keeper | None = None
         self._stop: int | None = None  # the signal that asked for a polite stop
         self._at_once = self._over = self._leaving = self._away = False
         self._deadline = math.inf  # of the wait after a failure
         self._lines = 0  # the version of the orders with the last line that was shown
-        self._number = 0  # of the generation that the workers were told
+        self._number = (0, 0)  # epoch and number of the generation that the workers were told
         self._failing: list[Any] = []  # whose failure ends the run, as the coordinator said
         logs = folder / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
@@ -66,24 +72,24 @@ class Agent:
         self._script = _Script(Path(options.script))
         self._declined: dict[int, dict[str, Any]] = {}  # what is reported of workers that were not started again
         self._report: dict[str, Any] = {}
+        self._epoch = link.epoch
+        self._own: tuple[str, int] = standby.getsockname()[:2]
         self._ending = Ending(options, folder, journal, self._output, self.say, coloured)
-
-    @property
-    def selector(self) -> selectors.BaseSelector:
-        return self._workers.selector
 
     def run(self, wakeup: socket.socket) -> int:
         """From the workers' start to the exit code; no process is left. `wakeup` brings the numbers of signals."""
-        self.selector.register(wakeup, selectors.EVENT_READ, partial(self._signalled, wakeup))
-        self.selector.register(self._link, selectors.EVENT_READ, self._ordered)
+        self._workers.selector.register(wakeup, selectors.EVENT_READ, partial(self._signalled, wakeup))
+        self._workers.selector.register(self._link, selectors.EVENT_READ, self._ordered)
         try:
+            if self._first:
+                self._keep(1, None)
             self._start()
             self._tell()
             self._link.start()
             while not self._done():
                 now = time.monotonic()
                 due = min(self._deadline, self._output.deadline(), self._still(), self._patience(now)) - now
-                for key, _ in self.selector.select(None if due == math.inf else max(due, 0.0)):
+                for key, _ in self._workers.selector.select(None if due == math.inf else max(due, 0.0)):
                     key.data()
                 self._output.tick(time.monotonic())
                 self._look_at_the_link()
@@ -130,7 +136,7 @@ class Agent:
         main = self._output.shown == worker.rank and not worker.out
         if kind == "failed":
             worker.ended = time.monotonic()
-        elif kind == "formed" and event.get("number") == self._number and self._link.newest.get("generation"):
+        elif kind == "formed" and event.get("number") == self._number[1] and self._link.newest.get("generation"):
             self._output.lead(self._link.newest["generation"]["members"][0])
         elif main and kind == "line":
             self.say(str(event.get("text", "")))
@@ -193,8 +199,8 @@ class Agent:
         for number, wanted in orders["workers"].items():
             self._want(int(number), wanted["life"], wanted["out"])
         generation = orders["generation"]
-        if generation is not None and generation["number"] > self._number:
-            self._number = generation["number"]
+        if generation is not None and (orders["epoch"], generation["number"]) > self._number:
+            self._number = orders["epoch"], generation["number"]
             for worker in self._workers.all:
                 if worker.alive:
                     worker.tell(generation)
@@ -205,6 +211,9 @@ class Agent:
         if orders["stop"] and self._stop is None:
             self._stop_all(signal.SIGTERM)
         self._over |= orders["over"]
+        self._link.others = [(host, port) for host, port in orders["standbys"] if (host, port) != self._own]
+        if orders["moved"] is not None:
+            self._move(tuple(orders["moved"]))
 
     def _want(self, number: int, life: int, out: bool) -> None:
         """Brings about that a worker is in the life that it should, and none that is out goes on."""
@@ -243,15 +252,50 @@ class Agent:
     def _look_at_the_link(self) -> None:
         away = self._link.away > AWAY
         if away and not self._away:
-            host, port = self._link.address
-            self.say(f"no word from the coordinator at {host}:{port}: this host's workers wait for it when they must")
+            host, port = self._link.home
+            self.say(
+                f"no word from the coordinator at {host}:{port}: this host's workers wait for it; if its host is lost, "
+                f"`paceline run --take-over {short(self._folder)}` goes on without it"
+            )
         elif self._away and not away:
-            self.say("the coordinator is back")
-        self._away = away
+            self.say(f"the coordinator {'is back' if self._link.epoch == self._epoch else 'is another one now'}")
+        self._away, self._epoch = away, self._link.epoch if not away else self._epoch
+        asked = self._folder / TAKE_OVER
+        if asked.exists():
+            asked.unlink()
+            if away and self._keeper is None:
+                self._keep(self._link.epoch + 1, self._link.home)
+                self.say("this host takes over the coordinator")
+
+    def _keep(self, epoch: int, before: tuple[str, int] | None) -> None:
+        """Starts a coordinator of our own."""
+        newest = self._link.newest.get("generation") or {"number": 0, "members": []}
+        given = {
+            "run": {**self._link.run, "script": self._options.script},
+            "generation": [newest["number"], newest["members"]],
+            "epoch": epoch,
+            "before": before,
+        }
+        self._standby.listen(256)
+        self._keeper = Keeper(self._standby, self._folder, given, self._workers.selector, self.say)
+        if before is not None:
+            self._link.move(self._own)
+
+    def _move(self, address: tuple[str, int]) -> None:
+        """Another host has taken over: our workers come to it as new ones."""
+        if self._keeper is None:
+            self._link.move(address)
+        elif address != self._own:
+            host, port = address
+            self.say(f"the host at {host}:{port} has taken over: this host's workers come to it as new ones")
+            self._first, self._ending.first = False, False
+            self._link.move(address)
+            self._keeper.close()
+            self._keeper = None
 
     def _patience(self, now: float) -> float:
         """When to look whether the coordinator is there."""
-        return now + AWAY if self._first else now + 1.0
+        return now + AWAY if self._keeper is not None else now + LOOK
 
     def _still(self) -> float:
         """When the next stopped worker is to be reported."""
@@ -265,14 +309,29 @@ class Agent:
         """Ends all processes and takes the last of what they wrote."""
         self._workers.kill()
         left = end_sessions({worker.process.pid for worker in self._workers.all})
-        self._workers.close()
+        if self._keeper is not None:
+            self._see_off()
         self._link.close({**self._report, "bye": True})
+        if self._keeper is not None:
+            self._keeper.close()
+        self._standby.close()
+        self._workers.close()
         if self._ending.failures(self._workers.all, self._stop):
             self._output.failing(self._output.shown)  # what it still holds back came of the failure
         self._output.close()
         if left and not any(worker.killed for worker in self._workers.all):
             names = ", ".join(f"{name} ({pid})" for pid, name in left.items())
             self.say(f"ended what the workers left running: {names}")
+
+    def _see_off(self) -> None:
+        """The other hosts hear the last orders of our coordinator before it goes, and end by themselves."""
+        cut_short = self._at_once or self._failing
+        if cut_short:
+            self._report = {**self._report, "over": True}
+            self._link.put(self._report)
+        end = time.monotonic() + (FAREWELL if cut_short else PATIENCE)
+        while self._link.take().get("agents", 1) > 1 and time.monotonic() < end:
+            time.sleep(0.02)
 
 
 class _Script:

@@ -35,6 +35,7 @@ class Ending:
     ) -> None:
         self._options, self._folder, self._journal, self._output = options, folder, journal, output
         self._say, self._coloured = say, coloured
+        self.first = options.join is None  # this agent's workers began the run, and wrote its journal
         self._events: ChainMap[str, Any] = ChainMap()  # of all workers, the last of each kind, members first
 
     def failures(self, workers: Sequence[Worker], stop: int | None) -> list[Worker]:
@@ -81,7 +82,7 @@ class Ending:
     def _finished(self, workers: Sequence[Worker]) -> int:
         name, size = Path(self._options.script).name, self._options.workers
         events = self._events
-        if self._options.join is not None:
+        if not self.first:
             self._say("the run has ended; its report is in the folder of its first worker")
             return 0
         if "join" not in events and size > 1:

@@ -35,13 +35,14 @@ def likeness(options: LaunchOptions) -> dict[str, Any]:
     }
 
 
-def introduction(options: LaunchOptions, folder: Path, numbers: list[int]) -> dict[str, Any]:
-    """What an agent says when it comes."""
+def introduction(options: LaunchOptions, folder: Path, numbers: list[int], standby: socket.socket) -> dict[str, Any]:
+    """What an agent says when it comes. `standby` is where a coordinator of its own listens, or may one day."""
     host = socket.gethostname()
     return {
         "agent": f"{host} ({secrets.token_hex(4)})",
         "host": host,
         "logs": str(short(folder / "logs")),
+        "standby": standby.getsockname()[:2],
         "numbers": numbers,
         "count": options.workers,
         "same": likeness(options),
@@ -72,6 +73,20 @@ def listen(options: LaunchOptions) -> socket.socket:
     return listener
 
 
+def stand_by(towards: tuple[str, int]) -> socket.socket:
+    """A socket at the address from which the coordinator is reached, for one that takes over. Nobody answers yet."""
+    standby = socket.socket()
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(towards)
+            standby.bind((probe.getsockname()[0], 0))
+    except OSError as error:
+        standby.close()
+        host, port = towards
+        raise LaunchError(f"there is no way to {host}:{port} ({error.strerror})", "see `ip route`") from error
+    return standby
+
+
 def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
     """Where the coordinator of the run to join is, its token, and its folder if that is here."""
     assert options.join is not None
@@ -97,6 +112,9 @@ def join(options: LaunchOptions, link: Link) -> tuple[LaunchOptions, list[int]]:
     try:
         numbers = link.introduce()
     except RefusedError as refused:
+        if refused.code == 401:
+            cure = f"copy the file {NAME} of its folder here again"
+            raise UsageError(f"the run at {host}:{port} refuses this token", cure) from None
         differs = refused.said.get("differs")
         if not differs:
             raise LaunchError(f"the run at {host}:{port} refuses to be joined: {refused}", "see its console") from None
@@ -106,9 +124,10 @@ def join(options: LaunchOptions, link: Link) -> tuple[LaunchOptions, list[int]]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "no answer"
         raise LaunchError(f"there is no run to join at {host}:{port} ({why})", "see whether it still runs") from error
-    given = {name: value for name, value in link.given.items() if getattr(options, name) is None}
-    address = link.from_here
-    return replace(options, **given, size=link.size, address=address), numbers
+    run = link.run
+    given = {name: value for name, value in run["given"].items() if getattr(options, name) is None}
+    rules = {name: run[name] for name in ("max_restarts", "min_workers")}
+    return replace(options, **given, **rules, size=run["workers"]), numbers
 
 
 def _difference(options: LaunchOptions, name: str, theirs: Any, mine: Any, script: str) -> str:

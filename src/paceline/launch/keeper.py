@@ -15,16 +15,44 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, UsageError
 from paceline.launch.processes import die_with_us
 from paceline.observe.journal import NAME
 
+TAKE_OVER = "take-over"  # in the run folder: a wish that this host's agent keeps the coordinator from now on
 ADDRESS = "coordinator.json"  # in the run folder: where it listens
+PATIENCE = 5.0  # seconds for the agent to see that it is to take over
 OFTEN, WITHIN = 5, 10.0  # so many ends within so many seconds are too many
 
 
+def take_over(folder: Path) -> str:
+    """Asks the agent that uses `folder` to keep the coordinator from now on. UsageError: there is none to take over."""
+    before = _epoch(folder)
+    asked = folder / TAKE_OVER
+    if not (folder / "lock").exists():
+        raise UsageError(f"{folder} is no run folder", "give that of a `paceline run --join` on this host")
+    asked.touch(0o600)
+    end = time.monotonic() + PATIENCE
+    while asked.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    if asked.exists():
+        asked.unlink()
+        raise UsageError(f"nobody uses {folder}", "start `paceline run --join` again, or resume from its checkpoint")
+    if _epoch(folder) == before:
+        raise UsageError("the coordinator answers: there is nothing to take over", "see `curl HOST:PORT/status`")
+    return "this host keeps the coordinator now; the others come to it by themselves"
+
+
+def _epoch(folder: Path) -> int:
+    path = folder / ADDRESS
+    return int(json.loads(path.read_text())["epoch"]) if path.exists() else 0
+
+
 class Keeper:
-    """`given` is what the coordinator is told of the run. `say` prints a line."""
+    """Starts a coordinator of an `epoch` on a listening socket. `given` is what it is told: of the `run`, the last
+    `generation` that is known here, and the address of the coordinator `before`, if one is taken over from. `say`
+    prints a line.
+    """
 
     def __init__(
         self,
@@ -35,15 +63,15 @@ class Keeper:
         say: Callable[..., None],
     ) -> None:
         self._listener, self._folder, self._selector, self._say = listener, folder, selector, say
-        self._given = {**given, "folder": str(folder), "since": (folder / NAME).stat().st_size, "epoch": 1}
+        host, port = listener.getsockname()[:2]
+        self._given = {**given, "folder": str(folder), "since": (folder / NAME).stat().st_size, "address": [host, port]}
         self._log = os.open(folder / "logs" / "coordinator.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._ends: list[float] = []
-        host, port = listener.getsockname()[:2]
         said = folder / f".{ADDRESS}"
         said.write_text(json.dumps({"host": host, "port": port, "epoch": self._given["epoch"]}))
         said.chmod(0o600)
         said.replace(folder / ADDRESS)
-        self._start(again=False)
+        self._start(again=given["before"] is not None)
 
     def _start(self, again: bool) -> None:
         command = [sys.executable, "-m", "paceline.team.server", str(self._listener.fileno())]
@@ -64,9 +92,7 @@ class Keeper:
         self._selector.register(self._pidfd, selectors.EVENT_READ, partial(self._ended))
 
     def _ended(self) -> None:
-        self._selector.unregister(self._pidfd)
-        os.close(self._pidfd)
-        code = self._process.wait()
+        code = self._forget()
         now = time.monotonic()
         self._ends = [end for end in self._ends if now - end < WITHIN] + [now]
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -76,9 +102,16 @@ class Keeper:
         self._say(f"the coordinator ended ({how}) and is started again; training goes on")
         self._start(again=True)
 
+    def _forget(self) -> int:
+        """Reaps the process; its exit code."""
+        if self._pidfd >= 0:
+            self._selector.unregister(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        return self._process.wait()
+
     def close(self) -> None:
+        """Ends the coordinator. Before the selector is closed."""
         self._process.kill()
-        self._process.wait()
-        os.close(self._pidfd)
+        self._forget()
         os.close(self._log)
-        self._listener.close()

@@ -18,15 +18,14 @@ from rich.console import Console
 from paceline.checkpoint.lock import hold_lock
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
-from paceline.launch.joining import find, introduction, join, likeness, listen
-from paceline.launch.keeper import Keeper
+from paceline.launch.joining import find, introduction, join, likeness, listen, stand_by
 from paceline.launch.options import LaunchOptions
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
 from paceline.plan import Plan
 from paceline.team.link import Link
-from paceline.team.token import make_token
+from paceline.team.token import keep_token, make_token
 from paceline.world import parse_save_every, parse_shares
 
 GIVEN = ("plan", "shares", "save_every", "max_steps")  # options of a run that those who join it take over
@@ -53,18 +52,14 @@ def _begin(options: LaunchOptions, compared: Summary | None) -> int:
         if compared:
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
         numbers = list(range(options.workers))
-        link = Link(listener.getsockname(), make_token(folder), introduction(options, folder, numbers))
+        link = Link(listener.getsockname(), make_token(folder), introduction(options, folder, numbers, listener))
         given = {name: getattr(options, name) for name in GIVEN}
-        run = {name: getattr(options, name) for name in ("script", "workers", "max_restarts", "min_workers")}
-        run |= {"same": likeness(options), "given": given}
+        link.run = {name: getattr(options, name) for name in ("script", "workers", "max_restarts", "min_workers")}
+        link.run |= {"same": likeness(options), "given": given}
         with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
-            agent = Agent(options, folder, journal, progress, link, numbers)
-            keeper = Keeper(listener, folder, run, agent.selector, agent.say)
-            try:
-                with _signals() as wakeup:
-                    return agent.run(wakeup)
-            finally:
-                keeper.close()
+            agent = Agent(options, folder, journal, progress, link, numbers, listener)
+            with _signals() as wakeup:
+                return agent.run(wakeup)
 
 
 def _join(options: LaunchOptions) -> int:
@@ -73,10 +68,13 @@ def _join(options: LaunchOptions) -> int:
     own = folder is None
     if folder is None:
         folder = _folder(options)
-    link = Link(address, token, introduction(options, folder, []))
-    options, numbers = join(options, link)
+    standby = stand_by(address)
+    link = Link(address, token, introduction(options, folder, [], standby))
+    options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
     with _held(folder) if own else _open(folder) as journal, Progress(Console(stderr=True)) as progress:
-        agent = Agent(options, folder, journal, progress, link, numbers)
+        if own:
+            keep_token(folder, token)  # it may be this host that is joined one day
+        agent = Agent(options, folder, journal, progress, link, numbers, standby)
         with _signals() as wakeup:
             return agent.run(wakeup)
 

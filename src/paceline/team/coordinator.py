@@ -78,9 +78,13 @@ class Coordinator:
     version: int = 1
     seats: dict[int, Seat] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)  # by agent: where its workers' logs are
+    standbys: dict[str, tuple[str, int]] = field(default_factory=dict)  # by agent
+    moved: tuple[str, int] | None = None  # where a coordinator of a higher epoch is
     leaving: set[str] = field(default_factory=set)  # agents that end
     failing: list[int] = field(default_factory=list)  # workers whose failure ends the run
     stop: bool = False
+    ended: bool = False
+    aborted: bool = False
     lines: list[tuple[int, str, bool]] = field(default_factory=list)
     order: Announcement | None = None
     step: int = 0  # of the training
@@ -95,9 +99,12 @@ class Coordinator:
 
     # ---- agents
 
-    def join(self, agent: str, logs: str, numbers: Collection[int], count: int) -> list[int]:
-        """An agent comes, with workers that have their numbers or to be given some; also one that comes again."""
-        self.logs[agent] = logs
+    def join(self, agent: str, logs: str, standby: tuple[str, int], numbers: Collection[int], count: int) -> list[int]:
+        """An agent comes, with workers that have their numbers or to be given some; also one that comes again.
+
+        `standby` is where a coordinator can be reached that it keeps, or may keep one day.
+        """
+        self.logs[agent], self.standbys[agent] = logs, standby
         known = numbers or [number for number, seat in self.seats.items() if seat.agent == agent]
         first = max([-1, *self.seats, *self.roster.members]) + 1
         for number in known or range(first, first + count):
@@ -123,6 +130,7 @@ class Coordinator:
                 seat.life = said.life
                 if self.recovering == -math.inf:  # it was of a team that is gone
                     self._restart(number)
+                    continue
             if said.life == seat.life and said != seat.said:
                 changed.append((number, seat, seat.said))
                 seat.said = said
@@ -138,8 +146,16 @@ class Coordinator:
             self._announce(self.roster.plan())
             self.version += self.over
 
+    def heard_of(self, number: int, members: Iterable[int]) -> None:
+        """An agent comes back, and knows of this generation."""
+        if self.recovering > -math.inf and number > self.roster.number:
+            self.roster = Roster(tuple(members), number)
+
     def lost_agent(self, agent: str, why: str) -> None:
         """An agent is silent, or gone, with all its workers."""
+        self.standbys.pop(agent, None)
+        self.version += 1
+        self.standbys.pop(agent, None)
         gone = [number for number, seat in self.seats.items() if seat.agent == agent]
         members = [n for n in gone if self.seats[n].alive and not self.seats[n].newcomer]
         left = self._survivors(members)
@@ -156,6 +172,8 @@ class Coordinator:
     def bye(self, agent: str) -> None:
         """An agent ends, all its workers have ended."""
         self.leaving.add(agent)
+        self.standbys.pop(agent, None)
+        self.version += 1
 
     @property
     def undecided(self) -> bool:
@@ -185,6 +203,10 @@ class Coordinator:
     @property
     def over(self) -> bool:
         """Whether all whom the run depends on have ended."""
+        if self.aborted:
+            return True
+        if self.ended:
+            return True
         counting = [seat for seat in self.seats.values() if not seat.newcomer and not seat.out]
         return bool(counting) and all(seat.said.status is not None for seat in counting)
 
@@ -209,6 +231,9 @@ class Coordinator:
             "workers": {number: {"life": seat.life, "out": seat.out} for number, seat in mine.items()},
             "failing": [[number, self.seats[number].agent, self._why(number)] for number in self.failing],
             "over": self.over,
+            "agents": len(self.standbys),
+            "standbys": list(self.standbys.values()),
+            "moved": self.moved,
             "stop": self.stop,
             "lines": self.lines,
         }

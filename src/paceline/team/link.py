@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from paceline.errors import UsageError
 from paceline.team.coordinator import BEAT, HELD
 from paceline.team.token import authorization
 
@@ -39,10 +38,10 @@ class Link:
         self.newest: dict[str, Any] = {}
         self.epoch = 0
         self.step = 0  # of the team
-        self.size = 0  # workers that the run began with
-        self.given: dict[str, Any] = {}  # options of the run
-        self.from_here = ""  # the address of ours that the coordinator sees
+        self.run: dict[str, Any] = {}  # what all agents must know of it
+        self.others: list[tuple[str, int]] = []  # where a coordinator may be that has taken over
         self.answered = time.monotonic()
+        self.home = address  # where the last answer came from
         self._session = ""
         self._report: Mapping[str, Any] = {}
         self._heard: tuple[Mapping[str, Any], dict[str, Any]] = ({}, {})  # a report and its answer
@@ -61,8 +60,8 @@ class Link:
     def introduce(self) -> list[int]:
         """Joins; the numbers of this agent's workers.
 
-        UsageError: this agent's script, plan or torch differs from the run's, or its token is wrong. OSError: there is
-        no coordinator.
+        RefusedError: this agent's script, plan or torch differs from the run's (412), or its token is wrong (401).
+        OSError: there is no coordinator.
         """
         with _Wire(self.address) as wire:
             return self._join(wire)
@@ -95,6 +94,12 @@ class Link:
         heard, answer = self._heard
         return heard is report and not answer["open"] and self.newest.get("version", 0) >= answer["version"]
 
+    def move(self, address: tuple[str, int]) -> None:
+        """The coordinator is elsewhere from now on."""
+        self.address, self._session = address, ""
+        self._joined.clear()
+        self._interrupt()
+
     @property
     def away(self) -> float:
         """Seconds since the coordinator's last answer."""
@@ -105,8 +110,7 @@ class Link:
         self._closed = True
         with self._fresh:
             self._fresh.notify_all()
-        if self._hearing is not None:
-            self._hearing.interrupt()
+        self._interrupt()
         for thread in self._threads:
             thread.join(2 * ANSWER)
         with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), _Wire(self.address) as wire:
@@ -138,7 +142,12 @@ class Link:
                     self._session = ""
                     self._joined.clear()
             except (OSError, http.client.HTTPException, ValueError):
-                pass
+                if self.away > AWAY:
+                    self._interrupt()  # what it waits for may never come
+                if self.away > AWAY and self.others:  # one of these may have taken over
+                    known = [self.address, *(other for other in self.others if other != self.address)]
+                    self.move(known[1 % len(known)])
+                    self.others = [*known[1:], known[0]]
             time.sleep(AGAIN)
             sent = {}
 
@@ -151,6 +160,8 @@ class Link:
                     self._hearing = wire
                     while self._joined.is_set() and not self._closed:
                         said = self._ask(wire, "GET", f"/orders?version={known}", None)
+                        if said["epoch"] < self.epoch:  # of a coordinator that was taken over from
+                            break
                         known = said["version"]
                         self.newest = said
                         self._tell()
@@ -160,25 +171,22 @@ class Link:
                 pass
             time.sleep(AGAIN)
 
+    def _interrupt(self) -> None:
+        if self._hearing is not None:
+            self._hearing.interrupt()
+
     def _tell(self) -> None:
         with suppress(OSError):  # closed, or full of news
             self._wake.send(b"!")
 
     def _join(self, wire: _Wire) -> list[int]:
-        said = wire.ask("GET", "/challenge", "", b"")
-        body = json.dumps(self._introduction).encode()
-        signed = authorization(self._token, "POST", "/join", said["challenge"], 0, body)
-        try:
-            said = wire.ask("POST", "/join", signed, body)
-        except RefusedError as refused:
-            if refused.code == 401:
-                cure = "copy the file token of its run folder here"
-                raise UsageError("the coordinator refuses this token", cure) from None
-            raise
+        generation = self.newest.get("generation") or {"number": 0, "members": []}
+        said = {**self._introduction, "generation": [generation["number"], generation["members"]]}
+        said = ask_once(wire, self._token, "/join", said, self.epoch)
         self._introduction["numbers"] = said["numbers"]
         self._numbers = dict.fromkeys(self._numbers, 0)
         self._session, self.epoch = said["session"], said["epoch"]
-        self.size, self.given, self.from_here = said["size"], said["given"], wire.from_here
+        self.run = said["run"]
         self.answered = time.monotonic()
         self._joined.set()
         return list(said["numbers"])
@@ -189,14 +197,28 @@ class Link:
         body = b"" if said is None else json.dumps(said).encode()
         signed = authorization(self._token, method, path, self._session, self._numbers[kind], body)
         answer = wire.ask(method, path, signed, body)
-        self.answered = time.monotonic()
+        self.answered, self.home = time.monotonic(), self.address
         return answer
+
+
+def ask_once(wire: _Wire, token: bytes, path: str, said: Any, epoch: int) -> Any:
+    """A signed request without a session, to a coordinator that is not of an earlier epoch."""
+    challenge = wire.ask("GET", "/challenge", "", b"")
+    if challenge["epoch"] < epoch:
+        raise ConnectionError(f"a coordinator of epoch {challenge['epoch']}, which is over")
+    body = json.dumps(said).encode()
+    signed = authorization(token, "POST", path, challenge["challenge"], 0, body)
+    return wire.ask("POST", path, signed, body)
+
+
+def fence(before: tuple[str, int], token: bytes, epoch: int, own: tuple[str, int]) -> None:
+    """Tells the coordinator at `before` that one of a higher epoch listens at `own`."""
+    with _Wire(before) as wire:
+        ask_once(wire, token, "/fence", {"epoch": epoch, "address": own}, 0)
 
 
 class _Wire:
     """One connection."""
-
-    from_here = ""
 
     def __init__(self, address: tuple[str, int], patience: float = ANSWER) -> None:
         self._http = http.client.HTTPConnection(*address, timeout=patience)
@@ -216,8 +238,6 @@ class _Wire:
         """The answer, read from JSON. RefusedError; OSError and HTTPException: there is none."""
         headers = {"Authorization": signed} if signed else {}
         self._http.request(method, path, body or None, headers)
-        if self._http.sock is not None:
-            self.from_here = self._http.sock.getsockname()[0]
         answer = self._http.getresponse()
         said = json.loads(answer.read())
         if answer.status != 200:

@@ -4,6 +4,7 @@
     GET  /challenge   what a join must be signed with
     POST /join        an agent comes, with its workers, and gets a session
     POST /report      the state of its workers; several times a second, so that its silence is noticed
+    POST /fence       a coordinator of a higher epoch has taken over
     GET  /orders      the state that it is to bring about, as soon as that is another version than the one it knows
 
 Whatever is not signed with the token, was sent before, or is of another time is refused, and logged.
@@ -24,6 +25,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from tornado.web import Application, RequestHandler
 
 from paceline.observe.journal import NAME, Journal
 from paceline.team.coordinator import HELD, RETURN, Coordinator, Said
+from paceline.team.link import RefusedError, fence
 from paceline.team.roster import Roster
 from paceline.team.token import make_token, read_authorization, same, sign
 
@@ -42,6 +45,7 @@ CONNECTIONS = 200
 EASY, SLOW = 20, 1.0  # refusals a second, after which each takes its sender so many seconds
 CHALLENGES = 1000
 UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
+FENCE = 1.0  # seconds between two attempts to reach the coordinator before us
 LOOK = 0.1  # seconds between two looks at who is silent
 
 
@@ -98,21 +102,36 @@ class Service:
     def join(self, body: bytes) -> Any:
         said = json.loads(body)
         agent = str(said["agent"])
-        here, there = self._run["same"], said["same"]
+        if self._coordinator.moved is not None:
+            raise RefusalError(409, "this coordinator was taken over from")
+        here, there = self._run["run"]["same"], said["same"]
         differs = [[name, mine, there.get(name)] for name, mine in here.items() if there.get(name) not in (mine, None)]
         if differs:
-            script = Path(self._run["script"]).read_text(errors="replace")[:BODY]
+            script = Path(self._run["run"]["script"]).read_text(errors="replace")[:BODY]
             why = f"{agent} differs in {', '.join(name for name, *_ in differs)}"
             raise RefusalError(412, why, differs=differs, script=script)
-        numbers = self._coordinator.join(
-            agent, str(said["logs"]), [int(n) for n in said["numbers"]], int(said["count"])
-        )
+        claimed = [int(number) for number in said["numbers"]]
+        host, port = said["standby"]
+        number, members = said["generation"]
+        self._coordinator.heard_of(int(number), [int(member) for member in members])
+        numbers = self._coordinator.join(agent, str(said["logs"]), (str(host), int(port)), claimed, int(said["count"]))
         self._sessions = {key: session for key, session in self._sessions.items() if session.agent != agent}
         key = secrets.token_hex(16)
         self._sessions[key] = Session(agent, str(said["host"]), seen=time.monotonic())
         self._publish()
-        run = {"size": self._run["workers"], "given": self._run["given"]}
-        return {"session": key, "numbers": numbers, "epoch": self._coordinator.epoch, **run}
+        return {"session": key, "numbers": numbers, "epoch": self._coordinator.epoch, "run": self._run["run"]}
+
+    def fence(self, body: bytes) -> Any:
+        said = json.loads(body)
+        (host, port), epoch = said["address"], int(said["epoch"])
+        if epoch <= self._coordinator.epoch:
+            raise RefusalError(409, f"a fence of epoch {epoch}, this is {self._coordinator.epoch}")
+        if self._coordinator.moved is None:
+            self._record("fenced", epoch=epoch, by=f"{host}:{port}")
+        self._coordinator.moved = (str(host), int(port))
+        self._coordinator.version += 1
+        self._publish()
+        return {}
 
     def report(self, session: Session, body: bytes) -> Any:
         said = json.loads(body)
@@ -125,10 +144,15 @@ class Service:
         if said.get("leaving"):
             self._coordinator.leaving.add(session.agent)
         self._coordinator.report(session.agent, workers, int(said["step"]), now)
+        self._coordinator.aborted |= bool(said.get("abort"))
+        if said.get("over") and not self._coordinator.ended:
+            self._coordinator.ended = True
+            self._coordinator.version += 1
         if said.get("stop"):
             self._coordinator.stop_all()
         if said.get("bye"):
             session.lost = True
+            self._coordinator.bye(session.agent)
         self._publish()
         coordinator = self._coordinator
         return {"version": coordinator.version, "open": coordinator.undecided, "step": coordinator.step}
@@ -156,7 +180,7 @@ class Service:
         if not same(signature, sign(self._token, method, path, key, number, body)):
             raise RefusalError(401, "a wrong token")
         session = self._sessions.get(key)
-        if session is None and path == "/join":
+        if session is None and path in ("/join", "/fence"):
             if key not in self._challenges:
                 raise RefusalError(409, "a join that was sent before, or answers an old challenge")
             self._challenges.remove(key)
@@ -205,6 +229,15 @@ class Service:
                     self._record("refused", what=what, times=times)
                 self._refused.clear()
 
+    async def take_over(self) -> None:
+        """Tells the coordinator before us that it is not any more, as soon as it can be reached."""
+        before, own = self._run.get("before"), self._run["address"]
+        while before is not None:
+            with suppress(OSError, HTTPException, RefusedError, ValueError):
+                await asyncio.to_thread(fence, tuple(before), self._token, self._coordinator.epoch, own)
+                return
+            await asyncio.sleep(FENCE)
+
     def _look(self, now: float) -> None:
         for session in self._sessions.values():
             if now > session.deadline and not session.lost:
@@ -248,11 +281,11 @@ class Handler(RequestHandler):
         try:
             if (request.method, what) in (("GET", "challenge"), ("GET", "status")):
                 said = getattr(service, what)(body)
-            elif (request.method, what) in (("POST", "join"), ("POST", "report"), ("GET", "orders")):
+            elif (request.method, what) in (("POST", "fence"), ("POST", "join"), ("POST", "report"), ("GET", "orders")):
                 header = request.headers.get("Authorization", "")
                 self._session = service.session(str(request.method), str(request.uri), header, body)
                 if self._session is None:
-                    said = service.join(body)
+                    said = getattr(service, what)(body)
                 elif what == "orders":
                     said = await service.orders(self._session, int(self.get_query_argument("version")))
                 else:
@@ -321,7 +354,7 @@ async def serve(listener: socket.socket, service: Service) -> None:
     server = Server(app, idle_connection_timeout=10.0, body_timeout=5.0, **limits)
     listener.setblocking(False)
     server.add_socket(listener)
-    await service.watch()
+    await asyncio.gather(service.watch(), service.take_over())
 
 
 def last_generation(folder: Path, since: int, workers: int) -> Roster:
@@ -340,8 +373,12 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     """A coordinator on an inherited listening socket. `given` is what its agent says of the run."""
     folder = Path(given["folder"])
     journal = Journal(folder)
-    roster = last_generation(folder, given["since"], given["workers"])
-    coordinator = Coordinator(given["max_restarts"], given["min_workers"], journal.write, roster, given["epoch"])
+    run = given["run"]
+    if given["generation"][0] > 0:
+        roster = Roster(tuple(given["generation"][1]), given["generation"][0])
+    else:
+        roster = last_generation(folder, given["since"], run["workers"])
+    coordinator = Coordinator(run["max_restarts"], run["min_workers"], journal.write, roster, given["epoch"])
     coordinator.version = time.time_ns() // 1_000_000  # beyond all of a coordinator before this one
     if given["again"]:
         coordinator.recovering = time.monotonic() + RETURN

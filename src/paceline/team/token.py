@@ -14,16 +14,19 @@ SCHEME = "Paceline"
 
 
 def make_token(folder: Path) -> bytes:
-    """The token of a run folder, made if there is none: 32 random bytes as hexadecimal digits, mode 0600."""
+    """The token of a run folder, made if there is none: 32 random bytes as hexadecimal digits."""
     path = folder / NAME
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return read_token(path)
-    token = secrets.token_hex(32).encode()
-    with open(fd, "wb") as file:
+    if not path.exists():
+        keep_token(folder, secrets.token_hex(32).encode())
+    return read_token(path)
+
+
+def keep_token(folder: Path, token: bytes) -> None:
+    """Writes a token into a run folder, mode 0600."""
+    new = folder / f".{NAME}"
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(token + b"\n")
-    return token
+    new.replace(folder / NAME)
 
 
 def read_token(path: Path) -> bytes:

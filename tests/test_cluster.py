@@ -1,0 +1,305 @@
+"""Several hosts, each with its agent: joins, losses of hosts, links and coordinators. The weights are always those of
+an undisturbed run, to the byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from clusters import Cluster
+from launching import SCRIPTS, paceline
+from networks import Network
+from networks import hosts as hosts
+
+from paceline.observe.journal import effective_steps
+
+pytestmark = pytest.mark.root
+STEPS = 80
+
+
+@pytest.fixture
+def cluster(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Callable[[int], Cluster]]:
+    made: list[Cluster] = []
+
+    def make(count: int) -> Cluster:
+        made.append(Cluster(hosts(count), tmp_path, STEPS))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one worker gives."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    paceline("run", "--workers", "1", SCRIPTS / "survivor.py", folder / "out", str(STEPS), cwd=folder)
+    return folder
+
+
+def same(cluster: Cluster, undisturbed: Path, first: int = 0) -> None:
+    """Equal bytes and losses; with one writer, whose run folder is that of agent `first`, every step once."""
+    for name in ("out.safetensors", "out.json"):
+        assert (cluster.folder / name).read_bytes() == (undisturbed / name).read_bytes()
+    steps = effective_steps(cluster.agents[first].events("step"))
+    assert [event["step"] for event in steps] == sorted({event["step"] for event in steps})
+    if first == 0:
+        assert sum(event["steps"] for event in steps) == STEPS, "a step is missing in the journal, or there twice"
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            here = os.readlink(f"/proc/{entry}/cwd")
+        except OSError:
+            continue
+        assert here != str(cluster.folder), f"process {entry} is left"
+
+
+def test_a_host_joins_a_run_and_leaves_it_again(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+    here = cluster(2)
+    here.start(0, 1)
+    here.until(lambda: here.status().get("workers", {}).get("0", {}).get("state") == "member")
+    here.start(1, 2)
+    here.members(3)
+    assert sorted(here.status()["members"]) == [0, 1, 2]
+    here.stop(1)
+    here.members(1)
+    here.end(0, 75)
+    same(here, undisturbed)
+    assert "\nworker 1 has joined: " in here.agents[0].text
+    assert re.search(r"^worker 2 left, as it was told: 1 worker goes on$", here.agents[0].text, re.M)
+    left = f"paceline run --join 10.77.0.1:29400 --token-file {here.folder / 'run-0' / 'token'} --workers 2 "
+    assert f"left the run, which goes on\ncome back with: {left}" in here.agents[1].text
+
+
+def test_a_host_is_cut_off_and_comes_back(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+    """Two workers and four: those that cannot reach the coordinator wait, also where they are more."""
+    here = cluster(2)
+    here.start(0, 2)
+    here.until(lambda: here.status().get("step", 0) > 2)
+    here.start(1, 4)
+    here.members(6)
+    here.network.hosts[1].cut()
+    here.members(2)
+    time.sleep(2.0)
+    assert "no word from the coordinator at 10.77.0.1:29400" in here.agents[1].text
+    here.network.hosts[1].mend()
+    here.members(6)
+    here.end(0, 0)
+    same(here, undisturbed)
+    (lost,) = here.agents[0].events("lost")
+    assert sorted(lost["workers"]) == [2, 3, 4, 5]
+    assert re.fullmatch(r"are lost \(the agent on nowhere-2 has been silent for \d\.\d s\)", str(lost["why"]))
+    formed = [event["workers"] for event in here.agents[1].events("formed")]
+    assert formed == [], "a side without the coordinator made a generation"
+
+
+@pytest.mark.slow
+def test_halves_are_parted(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+    here = cluster(2)
+    here.start(0, 3)
+    here.until(lambda: here.status().get("step", 0) > 2)
+    here.start(1, 3)
+    here.members(6)
+    here.network.hosts[0].cut()
+    here.until(
+        lambda: len(here.agents[0].events("formed")) > 0 and here.agents[0].events("formed")[-1]["workers"] == [0, 1, 2]
+    )
+    before = here.agents[0].events("formed")[-1]["step"]
+    here.until(lambda: here.agents[0].events("step")[-1]["step"] > before)
+    here.network.hosts[0].mend()
+    here.members(6)
+    here.end(0, 0)
+    same(here, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_whole_host_is_killed_and_comes_back(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+    here = cluster(3)
+    here.start(0, 2)
+    here.until(lambda: here.status().get("step", 0) > 2)
+    here.start(1, 2)
+    here.start(2, 2)
+    here.members(6)
+    here.agents[1].kill()
+    here.members(4)
+    here.start(1, 2)
+    here.members(6)
+    here.end(0, -9, 0, 0)
+    same(here, undisturbed)
+    (lost,) = here.agents[0].events("lost")
+    assert lost["why"] == "are lost (the agent on nowhere-2 has gone)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meanwhile", ["", "a worker", "a worker on the other host"])
+def test_the_coordinator_is_killed(cluster: Callable[[int], Cluster], undisturbed: Path, meanwhile: str) -> None:
+    """Training goes on meanwhile; a loss waits until it is back."""
+    here = cluster(2)
+    here.start(0, 3)
+    here.until(lambda: here.status().get("step", 0) > 2)
+    here.start(1, 3)
+    here.members(6)
+    (pid,) = here.coordinators()
+    os.kill(pid, signal.SIGKILL)
+    if meanwhile:
+        path = here.agents[0].folder if meanwhile == "a worker" else here.agents[1].folder
+        os.kill(worker_of(path), signal.SIGKILL)
+    here.until(lambda: "the coordinator ended (SIGKILL) and is started again" in here.agents[0].text)
+    here.members(6)
+    here.end(0, 0)
+    same(here, undisturbed)
+    assert len(here.agents[0].events("lost")) == bool(meanwhile)
+
+
+def worker_of(folder: Path) -> int:
+    """The process of one worker whose run folder is this."""
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path("/proc", entry, "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"PACELINE_RUN_DIR={folder}".encode() in words and any(w.startswith(b"PACELINE_RANK=") for w in words):
+            return int(entry)
+    raise AssertionError("there is no such worker")
+
+
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.slow), "cut"])
+def test_another_host_takes_over(cluster: Callable[[int], Cluster], undisturbed: Path, how: str) -> None:
+    """The first host is lost, or only cut off: then it goes on by itself until it hears of the other coordinator."""
+    here = cluster(3)
+    here.start(0, 2)
+    here.until(lambda: here.status().get("step", 0) > 2)
+    here.start(1, 2)
+    here.start(2, 2)
+    here.members(6)
+    if how == "kill":
+        here.agents[0].kill()
+    else:
+        here.network.hosts[0].cut()
+    here.until(lambda: "no word from the coordinator" in here.agents[1].text)
+    here.until(lambda: "no word from the coordinator" in here.agents[2].text)
+    done = paceline("run", "--take-over", here.agents[1].folder, cwd=here.folder)
+    assert done.stdout == "this host keeps the coordinator now; the others come to it by themselves\n"
+    here.members(4, agent=1)
+    assert here.status(1)["epoch"] == 2
+    if how == "cut":
+        here.network.hosts[0].mend()
+        here.members(6, agent=1)
+        assert [event["epoch"] for event in here.agents[0].events("fenced")] == [2]
+        assert "has taken over: this host's workers come to it as new ones" in here.agents[0].text
+    here.end(-9 if how == "kill" else 0, 0, 0)
+    same(here, undisturbed, first=1)
+
+
+def test_nothing_to_take_over(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
+    here = cluster(2)
+    here.start(0, 1)
+    here.until(lambda: here.status().get("step", 0) > 2)
+    here.start(1, 1)
+    here.members(2)
+    done = paceline("run", "--take-over", here.agents[1].folder, cwd=tmp_path, code=2)
+    assert done.stderr == (
+        "paceline: the coordinator answers: there is nothing to take over; see `curl HOST:PORT/status`\n"
+    )
+    done = paceline("run", "--take-over", tmp_path / "none", cwd=tmp_path, code=2)
+    what = f"paceline: {tmp_path / 'none'} is no run folder; give that of a `paceline run --join` on this host\n"
+    assert done.stderr == what
+
+
+@pytest.mark.slow
+def test_too_few_wait_for_others(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+    here = cluster(2)
+    here.start(0, 2, "--min-workers", "2")
+    here.until(lambda: here.status().get("step", 0) > 2)
+    here.start(1, 1)
+    here.members(3)
+    here.stop(1)
+    here.until(lambda: here.agents[1].process.poll() is not None)
+    os.kill(worker_of(here.agents[0].folder), signal.SIGKILL)
+    here.until(lambda: "1 worker left, paused until there are 2" in here.agents[0].text)
+    assert here.status()["paused"]
+    here.members(2)
+    assert not here.status()["paused"]
+    here.end(0, 75)
+    same(here, undisturbed)
+
+
+# ---- who may not join
+
+
+def refused(cluster: Cluster, code: str | None = None, **changed: str) -> str:
+    """What a host is told that wants to join."""
+    cluster.start(1, 1, *(word for name, value in changed.items() for word in (f"--{name}", value)), code=code)
+    agent = cluster.agents.pop()
+    assert agent.process.wait(60) == 2
+    return agent.text
+
+
+def test_who_differs_or_has_no_token_is_refused(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
+    here = cluster(2)
+    here.start(0, 1, "--plan", "micro=4")
+    here.until(lambda: here.status().get("step", 0) > 2)
+    script = (SCRIPTS / "survivor.py").read_text()
+    told = refused(here, code=script.replace("lr=1e-2", "lr=1e-3"))
+    assert told == (
+        "paceline: the script differs from the run's:\n"
+        "--- script of the run\n+++ script here\n@@ -47,3 +47,3 @@\n"
+        "     loss=lambda output, batch: F.cross_entropy(output, batch[1]),\n"
+        "-    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),\n"
+        "+    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),\n"
+        "     schedule=lambda step: 1 / (1 + step / 50),; bring the same here, and join again\n"
+    )
+    assert refused(here, plan="micro=3") == (
+        "paceline: plan: micro=4 in the run, micro=3 here; bring the same here, and join again\n"
+    )
+    other = tmp_path / "other-token"
+    other.write_text(64 * "0")
+    other.chmod(0o600)
+    assert refused(here, **{"token-file": str(other)}) == (
+        "paceline: the run at 10.77.0.1:29400 refuses this token; copy the file token of its folder here again\n"
+    )
+    other.chmod(0o644)
+    assert refused(here, **{"token-file": str(other)}) == (
+        f"paceline: the token {other} can be read by others; chmod 600 {other}\n"
+    )
+    what = "POST /join: a wrong token, from 10.77.0.2"
+    here.until(lambda: what in [event["what"] for event in here.agents[0].events("refused")])
+    assert json.loads((here.agents[0].folder / "coordinator.json").read_text())["port"] == 29400
+
+
+def test_there_is_no_run_to_join(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    run = ("run", "--workers", "1", "--join")
+    (tmp_path / "empty").mkdir()
+    told = {
+        (*run, "empty", script): "no run to join was started in empty; start it first, without --join",
+        (*run, "none", script): "there is no folder none; give the run's folder, or HOST:PORT of its coordinator and "
+        "--token-file",
+        (*run, "127.0.0.1:9", script): "a run at HOST:PORT needs its token; copy the file token of its folder: "
+        "--token-file FILE",
+        ("run", "--listen", "0.0.0.0", script): "--listen 0.0.0.0 is every address; give the one at which the other "
+        "hosts reach this one",
+        (
+            "run",
+            "--listen",
+            "192.0.2.1",
+            script,
+        ): "--listen 192.0.2.1: Cannot assign requested address; give an address of this host, and a port that is free",
+    }
+    for command, said in told.items():
+        assert paceline(*command, cwd=tmp_path, code=2).stderr == f"paceline: {said}\n"
+    token = tmp_path / "token"
+    token.write_text(64 * "0")
+    token.chmod(0o600)
+    done = paceline(*run, "127.0.0.1:9", "--token-file", token, script, cwd=tmp_path, code=2)
+    assert done.stderr == (
+        "paceline: there is no run to join at 127.0.0.1:9 (Connection refused); see whether it still runs\n"
+    )
