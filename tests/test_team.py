@@ -14,6 +14,7 @@ from launching import SCRIPTS, paceline
 
 from paceline.launch.chaos import draw
 from paceline.observe.journal import effective_steps, read_journal
+from paceline.observe.summary import Summary
 from paceline.team.chaos import parse_faults, read_log
 
 WORKERS, STEPS, LONG = 6, 24, 90
@@ -140,6 +141,21 @@ def test_a_worker_that_is_told_to_leave_leaves_alone(undisturbed, tmp_path):
     assert ended.events("lost") == []
     assert [event["workers"] for event in ended.events("formed")] == [[0, 2]]
     assert "\nworker 1 left, as it was told: 2 workers go on\n" in ended.text
+
+
+def test_every_second_is_on_one_account(tmp_path):
+    """What brings the training forward, and what losses cost, add up to the wall clock."""
+    faults = "stop:1@5.reduced,kill:2@9.backward"
+    ended = train(tmp_path, 3, LONG, faults, 'journal.jsonl "formed" 4')
+    (start,) = ended.events("start")
+    summary = Summary(ended.folder)
+    (finished,) = ended.events("finished")
+    assert sum(summary.account.values()) == pytest.approx(finished["at"] - start["began"], rel=0.01)
+    assert summary.account["detection"] == pytest.approx(0.3, abs=0.1), "for which the stopped one was waited for"
+    assert {"starting", "steps", "script", "saving", "evaluating", "forming", "hand-over", "redone"} <= {
+        *summary.account
+    }
+    assert re.search(r"^goodput +\d+% of \S+ s \(steps \d+%, ", ended.text, re.M)
 
 
 # ---- the rehearsal

@@ -26,6 +26,7 @@ from paceline.checkpoint.files import Checkpoint, find_checkpoint, write_checkpo
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.errors import CheckpointError, UsageError
+from paceline.observe.account import process_began
 from paceline.observe.figures import plural
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
@@ -200,6 +201,7 @@ class Run:
             threads=torch.get_num_threads(),
             device=str(device),
             resumed_from=self.resumed.step if self.resumed else None,
+            began=process_began(),
         )
 
     # -- saying -------------------------------------------------------------------------------------------------
@@ -324,16 +326,16 @@ class Run:
 
     # -- results of collectives outside of the loops ------------------------------------------------------------
 
-    def outside(self, compute: Callable[[], Any]) -> Any:
+    def outside(self, compute: Callable[[], Any], spends: str = "script") -> Any:
         """The result of a collective; in a resumed run, before its first step, the one that was recorded."""
         self.need_team()
         if self.loops or self.stepping:
-            return self.team.operations.run(Simple(compute))
+            return self.team.operations.run(Simple(compute, spends=spends))
         passing = self.passing and not self.took_step
         if passing and self._replayed < len(self.results):
             self._replayed += 1
             return self.results[self._replayed - 1]
-        result = self.team.operations.run(Simple(compute))
+        result = self.team.operations.run(Simple(compute, spends=spends))
         if not passing:  # a finished run that goes through its script's end records nothing
             self.results.append(result)
         return result
@@ -364,7 +366,8 @@ class Run:
         self.save_asked = False
         if self.folder is None or (self.step == self._saved_steps and not must):
             return
-        trouble = self.team.operations.run(Simple(partial(self._checkpoint, self.folder)))
+        write = Simple(partial(self._checkpoint, self.folder), spends="saving")
+        trouble = self.team.operations.run(write)
         self._saved_at = time.monotonic()
         if trouble is None:
             self._saved_steps = self.step
@@ -409,6 +412,7 @@ class Run:
         """Ends the script here, politely, after a checkpoint."""
         self.save(must=False)
         path = f"checkpoints/step-{self._saved_steps:012d}" if self.folder and self._saved_steps else None
+        self._close_account()
         self.journal.write("stopped", step=self.step, why=why)
         if self.main:
             self.team.world.tell("stopped", step=self.step, checkpoint=path)
@@ -417,6 +421,10 @@ class Run:
             self.say(f"stopped at step {self.step}{then if path else ': there is no run folder, nothing was saved'}")
         self._left = True
         raise SystemExit(code)
+
+    def _close_account(self) -> None:
+        if self.took_step:
+            self.journal.write("account", seconds=self.team.operations.account.take())
 
     def close(self, failed: bool) -> None:
         """At the end of the script: what is owed is written; the report is made."""
@@ -427,6 +435,7 @@ class Run:
         if not failed and not self._left and self.members:
             if self.save_asked or self.step > self._saved_steps:
                 self.save(must=True)
+            self._close_account()
             if not done and self.took_step:
                 self.journal.write("stopped", step=self.step, why="the script ended before its loops did")
             if done and self.step:

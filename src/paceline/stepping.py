@@ -81,6 +81,7 @@ class OneStep:
     agreed: Agreed
     norm: float
     whole: Rows
+    spends = "steps"
 
     def __init__(self, stepper: Stepper, deal: Callable[[], Rows], name: str) -> None:
         self._of, self._deal, self._name = stepper, deal, name

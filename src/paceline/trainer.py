@@ -318,12 +318,14 @@ class Trainer:
     def flush(self) -> None:
         """A record of the steps since the last one, for the journal and the progress line."""
         report = self._last
+        account = self._run.team.operations.account
         if not self._run.main:
             self._ledger.forget()
+            account.take()
         elif self._ledger and report is not None:
             figures = self._ledger.take(self._group.sent)
             own = {name: getattr(report, name) for name in ("step", "epoch", "loss", "metrics", "lr", "grad_norm")}
-            self._run.show("step", trainer=self._number, **own, **figures)
+            self._run.show("step", trainer=self._number, **own, **figures, account=account.take())
 
     # -- beside training ----------------------------------------------------------------------------------------
 
@@ -348,7 +350,7 @@ class Trainer:
             self._run.journal.write("evaluate", trainer=self._number, step=self.steps_done, results=found)
             return found
 
-        results: dict[str, float] = self._run.outside(compute)
+        results: dict[str, float] = self._run.outside(compute, spends="evaluating")
         return dict(results)
 
     def log(self, **values: Any) -> None:

@@ -22,7 +22,7 @@ from paceline.launch.keeper import TAKE_OVER, Keeper
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import end_sessions
-from paceline.launch.workers import CHUNK, Worker, Workers
+from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
@@ -30,7 +30,6 @@ from paceline.team.link import AWAY, Link
 
 # Seconds a failure waits for other failures, for the cause of a lost peer, for the end of what says it fails.
 OTHERS, CAUSE, EXIT = 1.0, 3.0, 10.0
-STILL = 0.3  # seconds that a worker may be stopped before the others go on without it
 FAREWELL, PATIENCE = 5.0, 60.0  # seconds for the other hosts to end when the run is cut short, and else
 LOOK = 0.5  # seconds between two looks at whether the coordinator is there
 GIVEN_UP = 6.0  # seconds without a coordinator, after which workers that all have ended are not waited for

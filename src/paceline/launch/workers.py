@@ -29,6 +29,7 @@ from paceline.world import worker_environment
 CHUNK = 1 << 16
 DRAIN = 100  # pieces that are read at most of what an ended worker left: its children may go on writing
 
+STILL = 0.3  # seconds that a worker may be stopped before the others go on without it
 FINAL = (*USAGE, *WEIGHTS, "WorkersDifferError")  # exceptions that another worker would raise as well
 
 
@@ -93,6 +94,7 @@ class Worker:
             "failed": (told.get("kind", ""), told.get("step") or 0, told.get("text", "")) if told else None,
             "final": told is not None and told.get("kind") in FINAL,
             "stopped": self.still,
+            "since": STILL if self.still else 0.0,
             "status": self.status,
             "why": self.how,
         }

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.observe.account import COSTS, USEFUL
 from paceline.observe.figures import duration, number, plural, shares_of, size_of, total, totals
 from paceline.observe.journal import NAME, Event, effective_steps, read_journal
 
@@ -57,6 +58,7 @@ class Summary:
                 if "trainer" in event:
                     event["what"] = f"trainer {event['trainer']}: {event.get('what')}"
         self._add_steps(events, last)
+        self._add_account(events)
         self._add_values(events)
 
     def _add_steps(self, events: list[Event], last: list[Event]) -> None:
@@ -77,6 +79,26 @@ class Summary:
         counted, steps = any(record.get("bytes") is not None for record in records), total(own, "steps")
         self.bytes_per_step = self.bytes_moved / steps if counted and steps > 0 else None
         self.time, self.waited_for = totals(own, "time"), totals(own, "waited_for")
+
+    def _add_account(self, events: list[Event]) -> None:
+        """Where the wall clock went. Steps that a later attempt did again were made for nothing."""
+        kept = {id(record) for record in effective_steps(events)}
+        spent = dict.fromkeys((*USEFUL, *COSTS), 0.0)
+        for event in events:
+            superseded = event["event"] == "step" and id(event) not in kept
+            seconds = event.get("account" if event["event"] == "step" else "seconds") or {}
+            for name, value in seconds.items() if event["event"] in ("step", "account") else ():
+                spent["redone" if superseded else name] += value or 0.0
+        waited = min(spent["steps"], sum(self.waited_for.values()))
+        spent["steps"] -= waited
+        spent["waiting"] += waited
+        self.account = {name: seconds for name, seconds in spent.items() if seconds > 0}
+
+    @property
+    def goodput(self) -> float | None:
+        """The part of the wall clock that brought the training forward."""
+        whole = sum(self.account.values())
+        return sum(self.account.get(name, 0.0) for name in USEFUL) / whole if whole else None
 
     def _add_values(self, events: list[Event]) -> None:
         """What was evaluated and then logged under the same name is one curve."""
@@ -141,7 +163,7 @@ def _span(attempt: list[Event]) -> list[tuple[float, float]]:
     What the agent writes before its workers start is left out: it would count the pause between two attempts.
     """
     own = (e for e in attempt if e["event"] != "compare" and (e["event"] != "decision" or "trainer" in e))
-    stamps = [float(event["at"]) for event in own if event.get("at")]
+    stamps = [float(event.get("began") or event["at"]) for event in own if event.get("at")]
     return [(stamps[0], stamps[-1])] if stamps else []
 
 
@@ -157,6 +179,17 @@ def _steady_speed(records: list[Event]) -> float | None:
     steady = [record for record, begin in zip(records, begins, strict=True) if begin >= warm] or records
     seconds = total(steady, "seconds")
     return total(steady, "samples") / seconds if seconds > 0 else None
+
+
+def _goodput(s: Summary) -> str:
+    """How much of the time brought the training forward, and where the rest went."""
+    if s.goodput is None:
+        return ""
+    whole = sum(s.account.values())
+    useful = ", ".join(f"{name} {s.account[name] / whole:.0%}" for name in USEFUL if name in s.account)
+    costs = sorted(((s.account[name], name) for name in COSTS if name in s.account), reverse=True)
+    rest = ", ".join(f"{name} {duration(seconds)}" for seconds, name in costs)
+    return f"{s.goodput:.0%} of {duration(whole)} ({useful})" + (f"; {rest}" if rest else "")
 
 
 def _by_kind(summary: Summary) -> Rows:
@@ -215,6 +248,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
         "Results": [
             *losses,
             ("evaluation", f"{values} (step {evaluation.get('step')})" if values else ""),
+            ("goodput", _goodput(s)),
             ("done", done if s.steps_done else ""),
             ("speed", rate),
         ],

@@ -29,9 +29,9 @@ POLITE = 75  # exit code of a worker that left, or stopped, as it was told
 @dataclass(frozen=True)
 class Said:
     """What an agent says of a worker. `life` counts the processes that were started for it; all else is of the present
-    one. `formed` is the last generation that it entered; `failed` what it said of its exception, `final` one that
-    another worker would raise as well; `why` is how it ended, in words, `status` its exit code; `declined`: it cannot
-    be started again; `alone`: the generation in which it misses others.
+    one. `formed` is the last generation that it entered, `alone` the one in which it misses others; `failed` what it
+    said of its exception, `final` one that another worker would raise as well; it has been `stopped` for `since`
+    seconds; `status` is its exit code and `why` how it ended, in words; `declined`: it cannot be started again.
     """
 
     life: int = 0
@@ -46,6 +46,7 @@ class Said:
     failed: tuple[str, int, str] | None = None
     final: bool = False
     stopped: bool = False
+    since: float = 0.0
     status: int | None = None
     why: str = ""
     declined: bool = False
@@ -84,7 +85,6 @@ class Coordinator:
     failing: list[int] = field(default_factory=list)  # workers whose failure ends the run
     stop: bool = False
     ended: bool = False
-    aborted: bool = False
     lines: list[tuple[int, str, bool]] = field(default_factory=list)
     order: Announcement | None = None
     step: int = 0  # of the training
@@ -95,6 +95,7 @@ class Coordinator:
         self._raised_now: list[int] = []
         self._raised: set[Any] = set()  # the exceptions that were survived
         self._causes: Counter[str] = Counter()
+        self._detection = 0.0  # seconds for which the last loss was not known
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
 
     # ---- agents
@@ -151,18 +152,20 @@ class Coordinator:
         if self.recovering > -math.inf and number > self.roster.number:
             self.roster = Roster(tuple(members), number)
 
-    def lost_agent(self, agent: str, why: str) -> None:
-        """An agent is silent, or gone, with all its workers."""
+    def lost_agent(self, agent: str, why: str, seconds: float = 0.0) -> None:
+        """An agent is silent, or gone, for so many seconds, with all its workers."""
         self.standbys.pop(agent, None)
         self.version += 1
         self.standbys.pop(agent, None)
         gone = [number for number, seat in self.seats.items() if seat.agent == agent]
         members = [n for n in gone if self.seats[n].alive and not self.seats[n].newcomer]
         left = self._survivors(members)
-        if members and not self.over and not (self.max_restarts and self.roster.begun and left):
+        if members and not left:  # nobody else could go on: it may come back
+            return
+        if members and not self.max_restarts:
             self._fail(members)
         elif members:
-            self._lose(members, f"{'is' if len(members) == 1 else 'are'} lost ({why})")
+            self._lose(members, f"{'is' if len(members) == 1 else 'are'} lost ({why})", detection=seconds)
         for number in gone:
             if agent in self.leaving:
                 del self.seats[number]
@@ -203,8 +206,6 @@ class Coordinator:
     @property
     def over(self) -> bool:
         """Whether all whom the run depends on have ended."""
-        if self.aborted:
-            return True
         if self.ended:
             return True
         counting = [seat for seat in self.seats.values() if not seat.newcomer and not seat.out]
@@ -221,6 +222,7 @@ class Coordinator:
                 "members": list(order.members),
                 "store": list(first.said.store) if first else ["", 0],
                 "planned": order.planned,
+                "detection": self._detection,
                 "hold": len(order.members) < self.min_workers and not self.stop,
             }
         mine = {number: seat for number, seat in self.seats.items() if seat.agent == agent}
@@ -329,7 +331,8 @@ class Coordinator:
         """The others go on without these, if there are enough; else whoever stopped them may let them go on."""
         stopped = [number for number in stopped if self.seats[number].alive]
         if stopped and self.max_restarts and self.roster.begun and self._survivors(stopped):
-            self._lose(stopped, "was stopped" if len(stopped) == 1 else "were stopped")
+            how = "was stopped" if len(stopped) == 1 else "were stopped"
+            self._lose(stopped, how, detection=max(self.seats[number].said.since for number in stopped))
             for number in stopped:
                 self._restart(number)
 
@@ -401,7 +404,7 @@ class Coordinator:
             self.seats[number] = Seat(seat.agent, seat.life + 1, newcomer=True)
             self.version += 1
 
-    def _lose(self, lost: list[int], why: str, then: str = "") -> None:
+    def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:
         new = all(self.seats[number].newcomer for number in lost)
         for number in lost:
             self.seats[number].out = True
@@ -412,6 +415,7 @@ class Coordinator:
         elif new:
             self._say(f"{ranks(lost)} {why} before it was back{then}; see {self.logs[self.seats[lost[0]].agent]}")
         self._announce(order)
+        self._detection = detection
         self.version += 1
 
     def _how_on(self, members: Collection[int]) -> str:
@@ -425,7 +429,7 @@ class Coordinator:
             return
         self._left |= self.roster.leaving - set(order.members)
         self.record("generation", number=order.number, workers=list(order.members), planned=order.planned)
-        self.order = order
+        self.order, self._detection = order, 0.0
         self._again = math.inf
         self.version += 1
 
@@ -477,6 +481,8 @@ class Coordinator:
         self._stopped([number for number in here if self.seats[number].said.stopped])
         if roster.leaving:
             self._asked = now
+        if self.order is None and roster.established and roster.entered != set(roster.members):
+            self._announce(roster.renew())  # the last one was journaled, and did not come to everybody
         self._announce(roster.plan())
         self.version += 1
 

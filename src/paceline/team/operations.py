@@ -22,6 +22,7 @@ import torch
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.comm.group import Group
 from paceline.errors import PeerLostError, UsageError
+from paceline.observe.account import Account
 from paceline.step import Moment, StateLostError, Status, Transaction, resolve
 from paceline.team.chaos import Chaos, parse_faults
 from paceline.team.orders import Generation, Orders
@@ -41,8 +42,11 @@ class LeftError(Exception):
 class Operation(Protocol):
     """One thing that all workers do together. Only `compute` and `settle` may use collectives.
 
-    Whoever has computed holds what it takes to apply it, but for the settled values, which are the same everywhere.
+    Whoever has computed holds what it takes to apply it, but for the settled values, which are the same everywhere. Its
+    time is on the account `spends`.
     """
+
+    spends: str
 
     def compute(self) -> None:
         """Everything up to the last large collective; may be called again after `void`."""
@@ -80,8 +84,10 @@ class Holder(Protocol):
 class Simple:
     """An operation without a state of its own: its result is all there is."""
 
-    def __init__(self, compute: Callable[[], Any], apply: Callable[[Any], Any] | None = None) -> None:
-        self._compute, self._apply = compute, apply
+    def __init__(
+        self, compute: Callable[[], Any], apply: Callable[[Any], Any] | None = None, spends: str = "script"
+    ) -> None:
+        self._compute, self._apply, self.spends = compute, apply, spends
         self.value: Any = None
 
     def compute(self) -> None:
@@ -112,6 +118,8 @@ class Operations:
         self.number = 0
         self.members: tuple[int, ...] = tuple(range(world.size))
         self.waiting = world.newcomer
+        self.account = Account()
+        self._detection = 0.0  # seconds for which the last loss was not known
         self.hold = False  # too few are here: no further step is to be made
         self.holder: Holder | None = None
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
@@ -160,20 +168,32 @@ class Operations:
         if self._tx.moment is not Moment.IDLE:  # called in the midst of another one, of which it is a part
             operation.compute()
             return operation.apply(operation.settle())
-        while True:
-            self._tx.begin(self.number)
-            try:
-                operation.compute()
-                self._tx.prepared()
-                return self._end(operation, operation.settle())
-            except PeerLostError as error:
-                if not self.elastic:
-                    raise
-                if self._form(error, operation):
-                    return operation.taken(self._last[1]) if self._took else self._last[1]
-            finally:
-                if self._tx.moment in (Moment.COMPUTING, Moment.PREPARED):
-                    self._void(operation)
+        with self.account.of(operation.spends):
+            while True:
+                began = time.perf_counter()
+                self._tx.begin(self.number)
+                try:
+                    operation.compute()
+                    self._tx.prepared()
+                    return self._end(operation, operation.settle())
+                except PeerLostError as error:
+                    if not self.elastic:
+                        raise
+                    tried = time.perf_counter() - began
+                    ended = self._form(error, operation)
+                    self._charge(tried, ended)
+                    if ended:
+                        return operation.taken(self._last[1]) if self._took else self._last[1]
+                finally:
+                    if self._tx.moment in (Moment.COMPUTING, Moment.PREPARED):
+                        self._void(operation)
+
+    def _charge(self, tried: float, ended: bool) -> None:
+        """An attempt of so many seconds that a loss has interrupted: for as long as it was not known, nobody worked."""
+        unknown = min(tried, self._detection)
+        self.account.move(unknown, "detection")
+        if not ended:
+            self.account.move(tried - unknown, "redone")
 
     def _end(self, operation: Operation, settled: Any) -> Any:
         self._tx.updating()
@@ -200,6 +220,10 @@ class Operations:
 
     def _form(self, error: PeerLostError | None, operation: Operation | None) -> bool:
         """Enters the newest generation. Whether the operation under way has ended meanwhile."""
+        with self.account.of("forming"):
+            return self._enter(error, operation)
+
+    def _enter(self, error: PeerLostError | None, operation: Operation | None) -> bool:
         began = time.monotonic()
         self._took = False
         done = self._tx.done
@@ -207,7 +231,8 @@ class Operations:
             self._void(operation)
         while True:
             lost = error is not None and not self.waiting
-            order = self._orders.wait(self.number, lost, self._alone if lost else None)
+            with self.account.of("paused" if self.hold else "forming"):
+                order = self._orders.wait(self.number, lost, self._alone if lost else None)
             with self._entering:
                 self.number = order.number
             if self.worker not in order.members:
@@ -216,7 +241,7 @@ class Operations:
             try:
                 self._group.form(order.world(self.world, self.worker), lambda: self._orders.newer(self.number, True))
                 self._resolve(operation if self._tx.done == done else None)
-                self.members, self.hold = order.members, order.hold
+                self.members, self.hold, self._detection = order.members, order.hold, order.detection
                 if self.holder is not None:
                     self.holder.formed(order, time.monotonic() - began)
                 break
@@ -258,7 +283,8 @@ class Operations:
                 self._end(operation, last[0])
             elif operation is not None:
                 self._void(operation)
-            self._hand_over(found.sources, last)
+            with self.account.of("hand-over"):
+                self._hand_over(found.sources, last)
         elif operation is not None:
             self._void(operation)
 

@@ -17,7 +17,8 @@ EXPECTED = 1.0  # seconds to the order after a peer was lost; then it is said th
 @dataclass(frozen=True)
 class Generation:
     """Number and members (workers by their numbers in the run, in the order of their ranks); the address of the store
-    that the first one serves. A `planned` one is entered between two steps, another one at once.
+    that the first one serves. A `planned` one is entered between two steps, another one at once. On `hold` its workers
+    wait for the next one when they have made a step. `detection`: the seconds for which a loss was not known.
     """
 
     number: int
@@ -25,6 +26,7 @@ class Generation:
     store: tuple[str, int]
     planned: bool = False
     hold: bool = False
+    detection: float = 0.0
 
     def world(self, mine: World, worker: int) -> World:
         """The world of a member."""
@@ -53,7 +55,12 @@ class Orders:
             for line in lines:
                 said = json.loads(line)
                 order = Generation(
-                    said["number"], tuple(said["members"]), tuple(said["store"]), said["planned"], said["hold"]
+                    said["number"],
+                    tuple(said["members"]),
+                    tuple(said["store"]),
+                    said["planned"],
+                    said["hold"],
+                    said["detection"],
                 )
                 with self._news:
                     self.newest = order

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tornado.httpserver import HTTPServer
+from tornado.iostream import IOStream
 from tornado.web import Application, RequestHandler
 
 from paceline.observe.journal import NAME, Journal
@@ -41,7 +42,7 @@ from paceline.team.token import make_token, read_authorization, same, sign
 SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
 GONE = 0.5  # seconds after its connection broke
 BODY = 1 << 18  # bytes of a request
-CONNECTIONS = 200
+CONNECTIONS = 100  # from one address
 EASY, SLOW = 20, 1.0  # refusals a second, after which each takes its sender so many seconds
 CHALLENGES = 1000
 UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
@@ -144,7 +145,6 @@ class Service:
         if said.get("leaving"):
             self._coordinator.leaving.add(session.agent)
         self._coordinator.report(session.agent, workers, int(said["step"]), now)
-        self._coordinator.aborted |= bool(said.get("abort"))
         if said.get("over") and not self._coordinator.ended:
             self._coordinator.ended = True
             self._coordinator.version += 1
@@ -244,7 +244,8 @@ class Service:
                 session.lost = True
                 gone = session.broken + GONE < now
                 why = "has gone" if gone else f"has been silent for {now - session.seen:.1f} s"
-                self._coordinator.lost_agent(session.agent, f"the agent on {session.host} {why}")
+                silence = now - min(session.seen, session.broken)
+                self._coordinator.lost_agent(session.agent, f"the agent on {session.host} {why}", silence)
 
     def _publish(self) -> None:
         if self._coordinator.version != self._told:
@@ -312,19 +313,22 @@ class Handler(RequestHandler):
 
 
 class Server(HTTPServer):
-    """With a limit to the connections that are open at a time."""
+    """With a limit to the connections that one address may have open at a time."""
 
-    open = 0
+    def initialize(self, *arguments: Any, **options: Any) -> None:
+        super().initialize(*arguments, **options)
+        self._open: Counter[str] = Counter()
 
-    def handle_stream(self, stream: Any, address: Any) -> None:
-        if self.open >= CONNECTIONS:
+    def handle_stream(self, stream: IOStream, address: tuple[str, int]) -> None:
+        if self._open[address[0]] >= CONNECTIONS:
             stream.close()
             return
-        self.open += 1
+        self._open[address[0]] += 1
+        stream.from_address = address[0]  # type: ignore[attr-defined]
         super().handle_stream(stream, address)
 
-    def on_close(self, server_conn: object) -> None:
-        self.open -= 1
+    def on_close(self, server_conn: Any) -> None:
+        self._open[server_conn.stream.from_address] -= 1
         super().on_close(server_conn)
 
 

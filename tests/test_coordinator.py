@@ -1,0 +1,221 @@
+"""The coordinator's decisions, through any order of losses, arrivals, silent hosts and restarts of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.team.coordinator import RETURN, Coordinator, Said
+from paceline.team.roster import Roster
+
+HOSTS = {"a": [0, 1], "b": [2, 3], "c": [4]}
+STORE = ("127.0.0.1", 1)
+
+
+@dataclass
+class Play:
+    """Agents with their workers, which do at once what they are told, and a coordinator that may be started again.
+
+    `journal` is what the coordinator wrote: its generations are all that a new one knows.
+    """
+
+    now: float = 0.0
+    workers: dict[str, dict[int, Said]] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
+    journal: list[dict[str, Any]] = field(default_factory=list)
+    heard: dict[int, int] = field(default_factory=dict)  # by worker: the last generation that it was told
+    raised: int = 0
+
+    def __post_init__(self) -> None:
+        self.coordinator = self.start()
+        for agent, numbers in HOSTS.items():
+            self.workers[agent] = {n: Said(store=STORE, newcomer=agent != "a") for n in numbers}
+            self.join(agent)
+        self.settle()
+        for number in HOSTS["a"]:
+            self.change(number, ready=True)
+        self.settle()
+
+    def start(self) -> Coordinator:
+        generations = [entry for entry in self.journal if entry["event"] == "generation"]
+        known = generations[-1] if generations else {"workers": HOSTS["a"], "number": 0}
+        made = Coordinator(100, 1, self.record, Roster(tuple(known["workers"]), known["number"]))
+        made.version = 1_000_000 * (1 + len(self.journal))
+        return made
+
+    def record(self, event: str, /, **fields: Any) -> None:
+        self.journal.append({"event": event, **fields})
+
+    def join(self, agent: str) -> None:
+        numbers = list(self.workers[agent])
+        assert self.coordinator.join(agent, "logs", STORE, numbers, len(numbers)) == numbers
+
+    def change(self, number: int, **fields: Any) -> None:
+        for workers in self.workers.values():
+            if number in workers and workers[number].status is None:
+                workers[number] = replace(workers[number], **fields)
+
+    def again(self) -> None:
+        """The coordinator dies and is started again."""
+        self.coordinator = self.start()
+        self.coordinator.recovering = self.now + RETURN
+        for agent in self.workers:
+            if agent not in self.silent:
+                self.join(agent)
+
+    def settle(self, seconds: float = 1.0) -> None:
+        """Time goes on: agents report, and do what they are told."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.05
+            for agent in self.workers:
+                if agent not in self.silent:
+                    self.coordinator.report(agent, self.workers[agent], 1, self.now)
+            self.coordinator.tick(self.now)
+            for agent in self.workers:
+                if agent not in self.silent:
+                    self.obey(agent)
+
+    def obey(self, agent: str) -> None:
+        orders = self.coordinator.orders(agent)
+        for number, wanted in orders["workers"].items():
+            said = self.workers[agent][number]
+            if wanted["life"] > said.life:
+                self.workers[agent][number] = Said(life=wanted["life"], store=STORE, newcomer=True)
+            elif wanted["out"] and said.life == wanted["life"] and said.status is None:
+                self.workers[agent][number] = replace(said, status=-9, why="was ended")
+        generation = orders["generation"]
+        for number, said in self.workers[agent].items():
+            if generation is None or said.status is not None or said.stopped or said.failed is not None:
+                continue
+            state = said.formed >= 0 or said.ready
+            if generation["number"] <= said.formed or (said.waiting and number not in generation["members"]):
+                continue
+            if number in generation["members"] and (state or said.waiting):
+                assert said.life == wanted_life(orders, number), "a process of before is told of a team it is not of"
+                self.workers[agent][number] = replace(said, formed=generation["number"])
+            elif state:
+                self.workers[agent][number] = replace(said, status=75 if generation["planned"] else 76)
+
+    @property
+    def members(self) -> set[int]:
+        return set(self.coordinator.roster.members)
+
+
+def wanted_life(orders: dict[str, Any], number: int) -> int:
+    return int(orders["workers"][number]["life"])
+
+
+NUMBERS = st.sampled_from([number for numbers in HOSTS.values() for number in numbers])
+EVENTS = st.one_of(
+    st.tuples(st.sampled_from(["kill", "stop", "raise", "arrive"]), NUMBERS),
+    st.tuples(st.sampled_from(["silent", "back"]), st.sampled_from(["b", "c"])),
+    st.tuples(st.sampled_from(["again", "wait", "moment"]), st.none()),
+)
+
+
+def happen(play: Play, what: str, who: Any) -> None:
+    if what == "kill":
+        play.change(who, status=-9, why="was killed")
+    elif what == "stop":
+        play.change(who, stopped=True)
+    elif what == "raise":
+        play.raised += 1
+        play.change(who, failed=("ValueError", play.raised, "no"))
+    elif what == "arrive":
+        for workers in play.workers.values():
+            if who in workers and workers[who].newcomer and workers[who].formed < 0:
+                play.change(who, waiting=True)
+    elif what == "silent" and who not in play.silent:
+        play.silent.add(who)
+        play.coordinator.lost_agent(who, "it is silent")
+    elif what == "back" and who in play.silent:
+        play.silent.discard(who)
+        play.join(who)
+    elif what == "again":
+        play.again()
+    elif what == "wait":
+        play.settle()
+    else:
+        play.settle(0.05)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(EVENTS, max_size=25))
+def test_whatever_happens_one_team_is_left_with_all_that_live(events: list[tuple[str, Any]]) -> None:
+    play = Play()
+    for what, who in events:
+        happen(play, what, who)
+        numbers = [entry["number"] for entry in play.journal if entry["event"] == "generation"]
+        assert numbers == sorted(set(numbers)), "a generation was announced twice"
+    for agent in sorted(play.silent):
+        happen(play, "back", agent)
+    for _ in range(4):
+        play.settle(5.0)
+        for workers in play.workers.values():
+            for number in workers:
+                happen(play, "arrive", number)
+                play.change(number, stopped=False)  # where nobody could go on without it
+    if play.coordinator.failing or play.coordinator.over:
+        return  # all that had the state were lost at once
+    living = {n for workers in play.workers.values() for n, said in workers.items() if said.status is None}
+    assert play.members == living == {0, 1, 2, 3, 4}
+    assert play.coordinator.roster.entered == living
+    for workers in play.workers.values():
+        for said in workers.values():
+            assert said.formed == play.coordinator.roster.number or play.coordinator.roster.number == 0
+
+
+def admitted() -> Play:
+    play = Play()
+    for number in (2, 3, 4):
+        happen(play, "arrive", number)
+    play.settle()
+    assert play.members == {0, 1, 2, 3, 4}
+    return play
+
+
+def test_a_coordinator_that_is_started_again_changes_nothing() -> None:
+    play = admitted()
+    before = play.coordinator.roster
+    play.again()
+    play.settle()
+    after = play.coordinator.roster
+    assert (after.members, after.number, after.established) == (before.members, before.number, before.established)
+    assert not play.coordinator.failing
+
+
+def test_what_died_while_no_coordinator_was_there_is_lost() -> None:
+    play = admitted()
+    happen(play, "kill", 0)
+    play.again()
+    play.settle()
+    assert play.members == {1, 2, 3, 4}
+    play.silent.add("b")
+    play.again()
+    play.settle(RETURN + 1)
+    assert play.members == {1, 4}
+    assert [entry for entry in play.journal if entry["event"] == "lost"][-1]["why"] == "did not come back"
+
+
+def test_the_last_host_is_not_given_up_because_it_is_silent() -> None:
+    """As after Ctrl-Z: nobody else could go on."""
+    play = Play()
+    play.coordinator.lost_agent("a", "it is silent")
+    play.settle()
+    assert play.members == {0, 1}
+    assert not play.coordinator.failing
+
+
+def test_who_misses_others_that_live_meets_them_again() -> None:
+    play = admitted()
+    number = play.coordinator.roster.number
+    play.change(3, alone=number)
+    play.settle(2.0)
+    assert play.coordinator.roster.number == number
+    play.settle(2.0)
+    assert play.coordinator.roster.number == number + 1
+    assert play.members == {0, 1, 2, 3, 4}
