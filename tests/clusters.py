@@ -53,7 +53,7 @@ class Cluster:
     def gate(self) -> Path:
         return self.folder / "gate"
 
-    def start(self, host: int, workers: int, *options: str, code: str | None = None) -> Agent:
+    def start(self, host: int, workers: int, *options: str, code: str | None = None, faults: str = "") -> Agent:
         """The first one begins the run, on host 0 unless said; others join it."""
         name = f"run-{len(self.agents)}"
         here = self.network.hosts[host]
@@ -72,7 +72,7 @@ class Cluster:
             process = subprocess.Popen(
                 here.command(*map(str, [*command, *options, script, "out", self.steps])),
                 cwd=self.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "WAIT": f"{self.gate} go 1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "WAIT": f"{self.gate} go 1", "PACELINE_CHAOS": faults},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -19,6 +19,7 @@ from networks import Network
 from networks import hosts as hosts
 
 from paceline.observe.journal import effective_steps
+from paceline.team.chaos import read_log
 
 pytestmark = pytest.mark.root
 STEPS = 80
@@ -211,6 +212,47 @@ def test_nothing_to_take_over(cluster: Callable[[int], Cluster], tmp_path: Path)
     done = paceline("run", "--take-over", tmp_path / "none", cwd=tmp_path, code=2)
     what = f"paceline: {tmp_path / 'none'} is no run folder; give that of a `paceline run --join` on this host\n"
     assert done.stderr == what
+
+
+MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "forming", "hand-over")
+QUICK = {("coordinator", "backward"), ("link", "reduced")}
+CELLS = [
+    pytest.param(kind, moment, marks=[] if (kind, moment) in QUICK else [pytest.mark.slow], id=f"{kind}-{moment}")
+    for kind in ("link", "agent", "coordinator")
+    for moment in MOMENTS
+]
+
+
+@pytest.mark.parametrize(("kind", "moment"), CELLS)
+def test_the_matrix_between_hosts(cluster: Callable[[int], Cluster], undisturbed: Path, kind: str, moment: str) -> None:
+    """A worker waits at the moment, while its host's link, its agent, or the coordinator is taken away."""
+    here = cluster(2)
+    here.start(0, 3)
+    here.until(lambda: here.status().get("step", 0) > 2)
+    fault = "wait:5@0.hand-over" if moment == "hand-over" else f"wait:4@45.{moment}"
+    faults = {fault} | ({"kill:5@44.loading"} if moment == "forming" else set())
+    here.start(1, 3, faults=",".join(faults))
+    here.until(lambda: {entry["fault"] for entry in read_log(here.agents[1].folder)} == faults)
+    if kind == "coordinator":
+        (pid,) = here.coordinators()
+        os.kill(pid, signal.SIGKILL)
+    elif kind == "agent":
+        here.agents[1].kill()
+    else:
+        here.network.hosts[1].cut()
+    if kind != "agent":
+        (here.agents[1].folder / "chaos-go").touch()
+    if kind == "coordinator":
+        here.until(lambda: "the coordinator ended (SIGKILL) and is started again" in here.agents[0].text)
+    else:
+        here.until(
+            lambda: any(3 in event["workers"] or 4 in event["workers"] for event in here.agents[0].events("lost"))
+        )
+        here.members(3)
+    if kind == "link":
+        here.network.hosts[1].mend()
+    here.end(0, -9 if kind == "agent" else 0)
+    same(here, undisturbed)
 
 
 @pytest.mark.slow

@@ -143,6 +143,23 @@ def test_a_worker_that_is_told_to_leave_leaves_alone(undisturbed, tmp_path):
     assert "\nworker 1 left, as it was told: 2 workers go on\n" in ended.text
 
 
+def test_who_is_lost_next_is_back_sooner(tmp_path):
+    """After the first loss a process is kept in reserve; it runs the script as one that was started with it."""
+    script = (SCRIPTS / "survivor.py").read_text().replace("for report in", "who = 'reserve'\nfor report in") + (
+        "\nimport __main__\n"
+        "reserve = 'paceline.launch.spare' in open('/proc/self/cmdline').read()\n"
+        "print(__name__, __main__.who, os.path.basename(__file__), sys.path[0] == os.path.dirname(__file__), reserve)\n"
+        "if reserve:\n    raise ValueError('to see where its traceback begins')\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    faults, wait = "kill:2@5.forward,kill:1@50.loading", 'journal.jsonl "formed" 4'
+    run = ("run", "--workers", "3", "--run-dir", "out", tmp_path / "train.py", "w", str(LONG))
+    paceline(*run, cwd=tmp_path, PACELINE_CHAOS=faults, WAIT=wait)
+    log = (tmp_path / "out" / "logs" / "worker-1.log").read_text()
+    assert f'\n__main__ reserve train.py True True\nTraceback (most recent call last):\n  File "{tmp_path}' in log
+    assert "\n__main__ reserve train.py True False\n" in (tmp_path / "out" / "logs" / "worker-2.log").read_text()
+
+
 def test_every_second_is_on_one_account(tmp_path):
     """What brings the training forward, and what losses cost, add up to the wall clock."""
     faults = "stop:1@5.reduced,kill:2@9.backward"
@@ -181,8 +198,8 @@ def test_the_rehearsal_shows_each_loss_and_that_nothing_else_was(tmp_path):
         (["--faults", "kill:4@1.forward"], "there is no such worker: kill:4@1.forward; name workers 0 to 3"),
         (
             ["--faults", "kill:0@1"],
-            "'kill:0@1' is no fault; write KIND:WORKER@STEP.MOMENT with a kind of kill, stop, raise, exit, leave, slow "
-            "and a moment of loading, forward, backward, reduced, saving, forming, hand-over",
+            "'kill:0@1' is no fault; write KIND:WORKER@STEP.MOMENT with a kind of kill, stop, raise, exit, leave, slow, "
+            "wait, memory and a moment of loading, forward, backward, reduced, saving, forming, hand-over",
         ),
     ],
 )

@@ -25,7 +25,7 @@ from paceline.checkpoint.export import write_model
 from paceline.checkpoint.files import Checkpoint, find_checkpoint, write_checkpoint
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.tree import flatten, unflatten
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, UsageError, WorkersDifferError
 from paceline.observe.account import process_began
 from paceline.observe.figures import plural
 from paceline.observe.journal import Journal
@@ -126,11 +126,17 @@ class Run:
 
     def hand_over(self) -> Any:
         trainers = [member.snapshot() for member in self.members]
-        own = {"streams": _user_streams(), "saved": self._saved_steps}
+        own = {"streams": _user_streams(), "saved": self._saved_steps, "capability": _capability()}
         return {"trainers": trainers, "results": self.results, **own}
 
     def take_over(self, tree: Any, newcomer: bool) -> None:
         self.tree, self._saved_steps = tree, tree["saved"]
+        if newcomer and "exact" in self._plan.split() and tree["capability"] != _capability():
+            worker, theirs = self.team.operations.worker, tree["capability"]
+            raise WorkersDifferError(
+                f"worker {worker} computes with {_capability()} and the others with {theirs}: their bits differ",
+                "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them",
+            )
         if newcomer:
             self.passing, self.results, self._streams = True, list(tree["results"]), [tree["streams"]]
         for member in self.members:
@@ -453,6 +459,10 @@ class Run:
                 console = Console(stderr=True)
                 print(write_report(self.folder, console.width, console.is_terminal), file=sys.stderr)
         self.journal.close()
+
+
+def _capability() -> str:
+    return str(torch.backends.cpu.get_cpu_capability())
 
 
 def _script() -> str:

@@ -222,6 +222,16 @@ def worker_environment(base: Mapping[str, str] | None = None, **values: str | No
     return env
 
 
+def assume(values: Mapping[str, str]) -> None:
+    """Takes these variables as if they had been there from the beginning."""
+    os.environ.update(values)
+
+
+def read_spare() -> int:
+    """The descriptor on which a process that is kept in reserve is told what it becomes."""
+    return int(os.environ["PACELINE_ORDERS_FD"])
+
+
 def gloo_interface() -> str:
     """The interface that the user chose for gloo, if any."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "")

@@ -135,8 +135,12 @@ class Agent:
         main = self._output.shown == worker.rank and not worker.out
         if kind == "failed":
             worker.ended = time.monotonic()
-        elif kind == "formed" and event.get("number") == self._number[1] and self._link.newest.get("generation"):
-            self._output.lead(self._link.newest["generation"]["members"][0])
+        elif kind == "formed":
+            if worker.newcomer and worker.life > 0:  # where one was lost, more may be
+                self._workers.prepare()
+            generation = self._link.newest.get("generation")
+            if generation and generation["number"] == event.get("number"):
+                self._output.lead(generation["members"][0])
         elif main and kind == "line":
             self.say(str(event.get("text", "")))
         elif main and kind in ("phase", "step") and not self._options.quiet:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from paceline.world import worker_environment
 CHUNK = 1 << 16
 DRAIN = 100  # pieces that are read at most of what an ended worker left: its children may go on writing
 
+RESERVE = "from paceline.launch.spare import main; main()"  # the script's own names are to be __main__'s
 STILL = 0.3  # seconds that a worker may be stopped before the others go on without it
 FINAL = (*USAGE, *WEIGHTS, "WorkersDifferError")  # exceptions that another worker would raise as well
 
@@ -109,6 +110,23 @@ class Worker:
             signal.pidfd_send_signal(self.pidfd, number)
 
 
+@dataclass
+class _Started:
+    """A process that has been started, and our ends of what connects us."""
+
+    process: subprocess.Popen[bytes]
+    orders: socket.socket
+    store: tuple[str, int]
+    pipes: dict[str, int]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.orders.close()
+        for fd in self.pipes.values():
+            os.close(fd)
+
+
 class Workers:
     """Starts the workers with these `numbers` and reads their pipes. `told` hears each event of one."""
 
@@ -124,6 +142,7 @@ class Workers:
         self._told = told
         self.selector = selectors.DefaultSelector()
         self.all: list[Worker] = []  # those of before, too
+        self._spare: _Started | None = None
         given = worker_environment() | dict(options.environment)
         self._variables, self._pins, self.done = surround(options.workers, given, sorted(os.sched_getaffinity(0)))
 
@@ -143,6 +162,8 @@ class Workers:
 
     def again(self, rank: int, life: int) -> None:
         """Starts a worker that waits until it is admitted."""
+        if self._become(rank, life):
+            return
         listener = self._listener()
         self._start(rank, listener, listener.getsockname(), life)
         listener.close()
@@ -161,14 +182,52 @@ class Workers:
             raise LaunchError(f"worker {rank} cannot be started ({error.strerror})", cure) from error
 
     def _run(self, rank: int, listener: socket.socket, store: tuple[str, int], life: int | None) -> None:
+        command = [sys.executable, self._options.script, *self._options.arguments]
+        seat = self._seat(rank) | {"PACELINE_NEWCOMER": "1" if life is not None else None}
+        started = self._spawn(command, listener, store, seat, own=self._options.debug == rank)
+        self._take_in(rank, life, started)
+
+    def prepare(self) -> None:
+        """Keeps a process in reserve that has imported torch already, for the place of the next one that is lost."""
+        if self._spare is not None or not self._options.max_restarts:
+            return
+        listener = self._listener()
+        command = [sys.executable, "-c", RESERVE, self._options.script, *self._options.arguments]
+        seat = dict.fromkeys(self._seat(self.numbers[0])) | {"PACELINE_NEWCOMER": "1"}
+        with suppress(OSError):  # then there is none
+            self._spare = self._spawn(command, listener, listener.getsockname(), seat)
+        listener.close()
+
+    def _become(self, rank: int, life: int) -> bool:
+        """Lets the spare become this worker, if there is one that lives."""
+        spare, self._spare = self._spare, None
+        if spare is None or self._options.debug == rank:
+            return False
+        said = json.dumps(self._seat(rank)).encode() + b"\n"
+        try:
+            spare.orders.send(said, socket.MSG_DONTWAIT)
+        except OSError:  # it has ended
+            spare.end()
+            return False
+        self._take_in(rank, life, spare)
+        return True
+
+    def _spawn(
+        self,
+        command: Sequence[str],
+        listener: socket.socket,
+        store: tuple[str, int],
+        seat: Mapping[str, str | None],
+        own: bool = False,
+    ) -> _Started:
+        """Starts a process; one on its `own` has the terminal's streams."""
         pipes = {name: os.pipe() for name in ("events", "stdout", "stderr")}
         ours, theirs = socket.socketpair()
         handed = (pipes["events"][1], theirs.fileno(), listener.fileno())
-        own = self._options.debug == rank  # the terminal's streams
         try:
             process = subprocess.Popen(
-                [sys.executable, self._options.script, *self._options.arguments],
-                env=self._environment(rank, store, handed, newcomer=life is not None),
+                command,
+                env=self._environment(store, handed, seat),
                 stdin=None if own else subprocess.DEVNULL,
                 stdout=None if own else pipes["stdout"][1],
                 stderr=None if own else pipes["stderr"][1],
@@ -180,19 +239,29 @@ class Workers:
             theirs.close()
             for _, write in pipes.values():
                 os.close(write)
+        return _Started(process, ours, listener.getsockname(), {name: read for name, (read, _) in pipes.items()})
+
+    def _take_in(self, rank: int, life: int | None, started: _Started) -> None:
+        process = started.process
         pin(process.pid, self._pins[self.numbers.index(rank)])
         memory = MemoryKills(process.pid)
-        worker = Worker(rank, life or 0, process, os.pidfd_open(process.pid), memory, ours, listener.getsockname())
+        worker = Worker(rank, life or 0, process, os.pidfd_open(process.pid), memory, started.orders, started.store)
         worker.newcomer = life is not None
         self.all.append(worker)
         self.selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._ended, worker))
-        for name, (read, _) in pipes.items():
+        for name, read in started.pipes.items():
             take = partial(self._output.take, rank, name)
             worker.pipes[read] = partial(self._events, worker) if name == "events" else take
             os.set_blocking(read, False)
             self.selector.register(read, selectors.EVENT_READ, partial(self._read, worker, read))
 
-    def _environment(self, rank: int, store: tuple[str, int], handed: Sequence[int], newcomer: bool) -> dict[str, str]:
+    def _seat(self, rank: int) -> dict[str, str | None]:
+        """The variables that are this worker's own."""
+        return {"PACELINE_RANK": str(rank), "PACELINE_LOCAL_RANK": str(self.numbers.index(rank))}
+
+    def _environment(
+        self, store: tuple[str, int], handed: Sequence[int], seat: Mapping[str, str | None]
+    ) -> dict[str, str]:
         options = self._options
         events, orders, listener = map(str, handed)
         given = {
@@ -202,17 +271,16 @@ class Workers:
             "PACELINE_MAX_STEPS": options.max_steps,
         }
         environment = worker_environment(
-            PACELINE_RANK=str(rank),
+            None,
             PACELINE_WORLD_SIZE=str(options.size or options.workers),
-            PACELINE_LOCAL_RANK=str(self.numbers.index(rank)),
             PACELINE_LOCAL_SIZE=str(len(self.numbers)),
             PACELINE_STORE=f"{store[0]}:{store[1]}",
             PACELINE_STORE_FD=listener,
             PACELINE_RUN_DIR=str(self._folder.absolute()),
             PACELINE_EVENTS_FD=events,
             PACELINE_ORDERS_FD=orders if options.max_restarts else None,
-            PACELINE_NEWCOMER="1" if newcomer else None,
             PYTHONUNBUFFERED="1",
+            **seat,
         )
         environment |= {name: str(value) for name, value in given.items() if value is not None}
         environment |= options.environment
@@ -277,6 +345,9 @@ class Workers:
     # ---- ending
 
     def kill(self) -> None:
+        if self._spare is not None:
+            self._spare.end()
+            self._spare = None
         for worker in self.all:
             if worker.alive:
                 worker.killed = True

@@ -22,10 +22,12 @@ KINDS = {
     "exit": "ends with exit code 0, without a word",
     "leave": "SIGTERM: it is told to leave",
     "slow": "sleeps for a second",
+    "wait": "waits until there is a file RUN/chaos-go: for what only somebody outside can do meanwhile",
+    "memory": "takes memory until the kernel ends it: to be tried in a memory cgroup only",
 }
 MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "forming", "hand-over")
 ASLEEP = 2.0  # seconds that a stopped worker stays so
-LOG = "chaos.jsonl"
+LOG, GO = "chaos.jsonl", "chaos-go"
 _FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>\d+)@(?P<step>\d+)\.(?P<moment>[a-z-]+)")
 
 
@@ -100,6 +102,13 @@ class Chaos:
                 os.kill(os.getpid(), signal.SIGTERM)
             case "slow":
                 time.sleep(1.0)
+            case "wait":
+                while not self._log.with_name(GO).exists():
+                    time.sleep(0.01)
+            case "memory":
+                taken = []
+                while True:
+                    taken.append(bytearray(os.urandom(1 << 20) * 16))
 
 
 def read_log(folder: Path) -> list[dict[str, object]]:
