@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -139,7 +140,7 @@ def torchrun() -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--losses", type=int, default=12)
+    parser.add_argument("--losses", type=int, default=6)
     parser.add_argument("--record", type=Path, metavar="FILE", help="writes the raw figures")
     parser.add_argument("--as", nargs=3, dest="role", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -148,13 +149,13 @@ def main() -> None:
         (train if role == "paceline" else train_ddp)(Path(out), int(steps))
         return
     results = {}
-    for name, found in (
-        ("killed", lose("kill", options.losses)),
-        ("stopped", lose("stop", options.losses)),
-        ("torchrun, killed", torchrun()),
-    ):
-        results[name] = found
-        print(f"{name:18} {len(found)} losses: median {statistics.median(found):.3f} s, most {max(found):.3f} s")
+    sides = {"killed": partial(lose, "kill", options.losses), "stopped": partial(lose, "stop", options.losses)}
+    for name, side in (sides | {"torchrun, killed": torchrun}).items():
+        found = results[name] = side()
+        print(
+            f"{name:18} {len(found)} losses: median {statistics.median(found):.3f} s, most {max(found):.3f} s",
+            flush=True,
+        )
     if options.record:
         record(options.record, workers=WORKERS, threads=1, results=results)
 

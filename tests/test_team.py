@@ -157,7 +157,7 @@ def test_who_is_lost_next_is_back_sooner(tmp_path):
     paceline(*run, cwd=tmp_path, PACELINE_CHAOS=faults, WAIT=wait)
     log = (tmp_path / "out" / "logs" / "worker-1.log").read_text()
     assert f'\n__main__ reserve train.py True True\nTraceback (most recent call last):\n  File "{tmp_path}' in log
-    assert "\n__main__ reserve train.py True False\n" in (tmp_path / "out" / "logs" / "worker-2.log").read_text()
+    assert "__main__ reserve train.py True False\n" in (tmp_path / "out" / "logs" / "worker-2.log").read_text()
 
 
 def test_every_second_is_on_one_account(tmp_path):
