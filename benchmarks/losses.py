@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -82,7 +83,9 @@ def train_ddp(out: Path, steps: int) -> None:
 
 
 def gaps(out: Path, faults: list[float]) -> list[float]:
-    """For each fault, the seconds to the first step that anybody had done after it, less a usual step."""
+    """For each fault, the seconds to the first step that anybody had done after it, less a usual step. Infinite where
+    nobody went on.
+    """
     done: dict[int, float] = {}
     for file in out.glob("*.times"):
         for line in file.read_text().splitlines():
@@ -90,7 +93,7 @@ def gaps(out: Path, faults: list[float]) -> list[float]:
             done[int(step)] = min(float(at), done.get(int(step), float("inf")))
     ends = [done[step] for step in sorted(done)]
     usual = statistics.median(after - before for before, after in pairwise(ends))
-    return [min(end for end in ends if end > fault) - fault - usual for fault in faults]
+    return [min((end for end in ends if end > fault), default=math.inf) - fault - usual for fault in faults]
 
 
 def lose(kind: str, losses: int) -> list[float]:

@@ -1,5 +1,5 @@
-"""Minutes of kills, stops and joins, one every 5 to 15 seconds: what is left of the speed, and whether the bytes are those
-of an undisturbed run.
+"""Minutes of kills, stops and joins, one every 5 to 15 seconds: what is left of the speed, and whether the bytes are
+those of an undisturbed run.
 
 Usage: soak.py [--minutes M] [--seed N] [--record FILE]. Four workers train with `exact`; of a step's time the larger
 part is a pause, which stands for an accelerator, so that what a lost process costs in importing torch is not taken from
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from turns import record
@@ -173,10 +174,8 @@ def torchrun(folder: Path, steps: int, faults: list[tuple[float, str, int]], lim
         while time.monotonic() - began < at and process.poll() is None:
             time.sleep(0.02)
         if what == "kill" and process.poll() is None:  # it would wait for ever for one that is stopped
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(int((folder / f"{turn}.pid").read_text()), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
     try:
         hung = process.wait(limit) != 0
     except subprocess.TimeoutExpired:

@@ -156,7 +156,7 @@ def test_who_is_lost_next_is_back_sooner(tmp_path):
     run = ("run", "--workers", "3", "--run-dir", "out", tmp_path / "train.py", "w", str(LONG))
     paceline(*run, cwd=tmp_path, PACELINE_CHAOS=faults, WAIT=wait)
     log = (tmp_path / "out" / "logs" / "worker-1.log").read_text()
-    assert f'\n__main__ reserve train.py True True\nTraceback (most recent call last):\n  File "{tmp_path}' in log
+    assert f'__main__ reserve train.py True True\nTraceback (most recent call last):\n  File "{tmp_path}' in log
     assert "__main__ reserve train.py True False\n" in (tmp_path / "out" / "logs" / "worker-2.log").read_text()
 
 
@@ -198,8 +198,8 @@ def test_the_rehearsal_shows_each_loss_and_that_nothing_else_was(tmp_path):
         (["--faults", "kill:4@1.forward"], "there is no such worker: kill:4@1.forward; name workers 0 to 3"),
         (
             ["--faults", "kill:0@1"],
-            "'kill:0@1' is no fault; write KIND:WORKER@STEP.MOMENT with a kind of kill, stop, raise, exit, leave, slow, "
-            "wait, memory and a moment of loading, forward, backward, reduced, saving, forming, hand-over",
+            "'kill:0@1' is no fault; write KIND:WORKER@STEP.MOMENT with a kind of kill, stop, raise, exit, leave, slow"
+            ", wait, memory and a moment of loading, forward, backward, reduced, saving, forming, hand-over",
         ),
     ],
 )
