@@ -158,14 +158,14 @@ class Coordinator:
         self.version += 1
         self.standbys.pop(agent, None)
         gone = [number for number, seat in self.seats.items() if seat.agent == agent]
-        members = [n for n in gone if self.seats[n].alive and not self.seats[n].newcomer]
-        left = self._survivors(members)
-        if members and not left:  # nobody else could go on: it may come back
+        lost = [number for number in gone if self.seats[number].alive]
+        members = [number for number in lost if not self.seats[number].newcomer]
+        if members and not self._survivors(lost):  # nobody else could go on: it may come back
             return
         if members and not self.max_restarts:
             self._fail(members)
-        elif members:
-            self._lose(members, f"{'is' if len(members) == 1 else 'are'} lost ({why})", detection=seconds)
+        elif lost and not self.over:
+            self._lose(lost, f"{'is' if len(lost) == 1 else 'are'} lost ({why})", detection=seconds)
         for number in gone:
             if agent in self.leaving:
                 del self.seats[number]
@@ -413,7 +413,8 @@ class Coordinator:
         if order is not None:
             self._say(f"{ranks(lost)} {why}: {self._how_on(order.members)}{then}")
         elif new:
-            self._say(f"{ranks(lost)} {why} before it was back{then}; see {self.logs[self.seats[lost[0]].agent]}")
+            before = "before it was back" if len(lost) == 1 else "before they were back"
+            self._say(f"{ranks(lost)} {why} {before}{then}; see {self.logs[self.seats[lost[0]].agent]}")
         self._announce(order)
         self._detection = detection
         self.version += 1
