@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def paceline(
-    *arguments: str | Path, cwd: Path, code: int | None = 0, timeout: float = 240, **env: str
+    *arguments: str | Path,
+    cwd: Path,
+    code: int | None = 0,
+    timeout: float = 240,
+    preexec: Callable[[], None] | None = None,
+    **env: str,
 ) -> subprocess.CompletedProcess[str]:
-    """`paceline ARGUMENTS...`; with `code` the exit code must be that."""
+    """`paceline ARGUMENTS...`; with `code` the exit code must be that. `preexec` runs in the child before it."""
     done = subprocess.run(
         [sys.executable, "-m", "paceline.cli", *map(str, arguments)],
         cwd=cwd,
@@ -21,6 +27,7 @@ def paceline(
         capture_output=True,
         text=True,
         timeout=timeout,
+        preexec_fn=preexec,
     )
     assert code is None or done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from agents import until
+from clusters import worker_of
 from launching import SCRIPTS, paceline
 
 from paceline.observe.journal import effective_steps, read_journal
@@ -209,8 +210,7 @@ def test_a_flood_hinders_nobody(target: Target, undisturbed: bytes) -> None:
         until(lambda: len(answers) > 20)
         status = target.ask("GET", "/status")[1]["workers"]
         assert {worker["state"] for worker in status.values()} == {"member"}
-        victims = subprocess.run(["pgrep", "-f", f"survivor.py out {STEPS}"], capture_output=True, text=True).stdout
-        os.kill(int(victims.split()[-1]), signal.SIGKILL)
+        os.kill(worker_of(target.folder), signal.SIGKILL)
         until(lambda: len(target.members()) == 1)
         until(lambda: len(target.members()) == 2)
     finally:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from clusters import Cluster
+from clusters import Cluster, worker_of
 from launching import SCRIPTS, paceline
 from networks import Network
 from networks import hosts as hosts
@@ -157,18 +157,6 @@ def test_the_coordinator_is_killed(cluster: Callable[[int], Cluster], undisturbe
     here.end(0, 0)
     same(here, undisturbed)
     assert len(here.agents[0].events("lost")) == bool(meanwhile)
-
-
-def worker_of(folder: Path) -> int:
-    """The process of one worker whose run folder is this."""
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path("/proc", entry, "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"PACELINE_RUN_DIR={folder}".encode() in words and any(w.startswith(b"PACELINE_RANK=") for w in words):
-            return int(entry)
-    raise AssertionError("there is no such worker")
 
 
 @pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.slow), "cut"])

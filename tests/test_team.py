@@ -6,10 +6,12 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from conftest import enter_group
 from launching import SCRIPTS, paceline
 
 from paceline.launch.chaos import draw
@@ -32,12 +34,21 @@ class Ended:
         return [event for event in read_journal(self.folder) if event["event"] == kind]
 
 
-def train(folder: Path, workers: int, steps: int, faults: str = "", wait: str = "", loaders: int = 0) -> Ended:
+def train(
+    folder: Path,
+    workers: int,
+    steps: int,
+    faults: str = "",
+    wait: str = "",
+    loaders: int = 0,
+    preexec: Callable[[], None] | None = None,
+) -> Ended:
     """Runs the script to its end, with faults; a long one goes slowly until what it is to `wait` for has happened."""
     out, run = folder / "out", folder / "run"
     env = {"PACELINE_CHAOS": faults} | ({"WAIT": wait} if wait else {})
     options = ("--workers", str(workers), "--run-dir", str(run))
-    done = paceline("run", *options, SCRIPTS / "survivor.py", out, str(steps), str(loaders), cwd=folder, **env)
+    command = ("run", *options, SCRIPTS / "survivor.py", out, str(steps), str(loaders))
+    done = paceline(*command, cwd=folder, preexec=preexec, **env)
     steps_written = effective_steps(read_journal(run))
     samples = [event["samples"] for event in steps_written]
     assert [event["step"] for event in steps_written] == sorted({event["step"] for event in steps_written})
@@ -104,6 +115,20 @@ def test_lost_while_a_state_is_handed_over(kind, moment, who, undisturbed, tmp_p
     ended = train(tmp_path, WORKERS, LONG, ",".join({"kill:5@5.forward"} | faults), wait)
     assert fired(ended) == {"kill:5@5.forward"} | faults, "a fault did not fire"
     same(ended, undisturbed[LONG])
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("worker", [0, 3])
+def test_who_takes_too_much_memory_is_lost_alone(worker, moment, undisturbed, memory_group, tmp_path):
+    """The kernel's out-of-memory killer strikes in a memory cgroup that all are in."""
+    at = 9 if moment == "saving" else 11
+    faults = {f"memory:{worker}@{at}.{moment}"} | ({"kill:5@11.loading"} if moment == "forming" else set())
+    ended = train(tmp_path, WORKERS, STEPS, ",".join(faults), preexec=enter_group(memory_group(4 << 30)))
+    assert fired(ended) == faults, "a fault did not fire"
+    same(ended, undisturbed[STEPS])
+    assert f"worker {worker} was killed for want of memory: " in ended.text
 
 
 @pytest.mark.slow

@@ -36,6 +36,13 @@ def _export(**options: Any) -> str:
     return export_model(**options)
 
 
+def _script(option: Callable[..., Any]) -> None:
+    """What a rehearsal starts, and with which plan."""
+    option("script", help="the training script")
+    option("--plan", metavar="TEXT", help="how the work is spread among the N workers")
+    option("arguments", nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
+
+
 def _rehearsals(add: Callable[..., Any]) -> None:
     option = add(
         "check",
@@ -45,12 +52,9 @@ def _rehearsals(add: Callable[..., Any]) -> None:
         "Tells whether a script trains the same on N workers as on one: it runs a few steps with one "
         "worker, with one worker that sums in another order (that is what rounding looks like), and with N.",
     )
-    option("script", help="the training script")
     option("--workers", type=int, default=2, metavar="N", help="workers to compare with one (default 2)")
     option("--steps", type=int, default=5, metavar="K", help="optimizer steps to compare after (default 5)")
-    option("--plan", metavar="TEXT", help="the plan of the N workers")
-    option("arguments", nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
-
+    _script(option)
     option = add(
         "chaos",
         chaos,
@@ -61,14 +65,12 @@ def _rehearsals(add: Callable[..., Any]) -> None:
         "A rehearsal: trains a few steps undisturbed and again while workers are killed, stopped and made to fail, and "
         "compares the weights.",
     )
-    option("script", help="the training script")
     option("--workers", type=int, default=4, metavar="N", help="workers (default 4)")
     option("--steps", type=int, default=100, metavar="K", help="optimizer steps (default 100)")
     option("--losses", type=int, default=4, metavar="N", help="how many workers to lose (default 4)")
     option("--seed", type=int, default=0, help="draws who is lost, when and how (default 0)")
     option("--faults", default="", metavar="TEXT", help="instead: KIND:WORKER@STEP.MOMENT, with commas between")
-    option("--plan", metavar="TEXT", help="how the work is spread")
-    option("arguments", nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
+    _script(option)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from rich.console import Console
+from torch.backends.cpu import get_cpu_capability
 
 from paceline.checkpoint.export import write_model
 from paceline.checkpoint.files import Checkpoint, find_checkpoint, write_checkpoint
@@ -126,15 +127,15 @@ class Run:
 
     def hand_over(self) -> Any:
         trainers = [member.snapshot() for member in self.members]
-        own = {"streams": _user_streams(), "saved": self._saved_steps, "capability": _capability()}
+        own = {"streams": _user_streams(), "saved": self._saved_steps, "capability": get_cpu_capability()}
         return {"trainers": trainers, "results": self.results, **own}
 
     def take_over(self, tree: Any, newcomer: bool) -> None:
         self.tree, self._saved_steps = tree, tree["saved"]
-        if newcomer and "exact" in self._plan.split() and tree["capability"] != _capability():
+        if newcomer and "exact" in self._plan.split() and tree["capability"] != get_cpu_capability():
             worker, theirs = self.team.operations.worker, tree["capability"]
             raise WorkersDifferError(
-                f"worker {worker} computes with {_capability()} and the others with {theirs}: their bits differ",
+                f"worker {worker} computes with {get_cpu_capability()} and the others with {theirs}: their bits differ",
                 "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them",
             )
         if newcomer:
@@ -459,10 +460,6 @@ class Run:
                 console = Console(stderr=True)
                 print(write_report(self.folder, console.width, console.is_terminal), file=sys.stderr)
         self.journal.close()
-
-
-def _capability() -> str:
-    return str(torch.backends.cpu.get_cpu_capability())
 
 
 def _script() -> str:

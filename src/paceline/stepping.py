@@ -85,7 +85,6 @@ class OneStep:
 
     def __init__(self, stepper: Stepper, deal: Callable[[], Rows], name: str) -> None:
         self._of, self._deal, self._name = stepper, deal, name
-        self._began = time.perf_counter()
         self._begun = False  # gradients have been touched
         self._sums: Sums | None = None
         self.number = stepper.done

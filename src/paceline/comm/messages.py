@@ -110,7 +110,7 @@ class Mailbox:
             yield lambda until=until: self._pumped() and until()  # type: ignore[misc]
 
     def _pumped(self) -> bool:
-        """Whoever waits to send takes in meanwhile: two that send to each other first do not wait for ever."""
+        """Whoever waits takes in meanwhile what comes from anybody: those that send first do not wait for ever."""
         for inbox in self._inboxes.values():
             inbox.pump()
         return True
@@ -142,7 +142,7 @@ class Mailbox:
         def served() -> bool:
             for source in sources:
                 self._inboxes[source].pump()
-            return wanted.done
+            return wanted.done or (self._pumped() and wanted.done)
 
         yield served
         if wanted.error:

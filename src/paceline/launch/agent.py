@@ -87,8 +87,9 @@ class Agent:
             self._link.start()
             while not self._done():
                 now = time.monotonic()
-                due = min(self._deadline, self._output.deadline(), self._still(), self._patience(now)) - now
-                for key, _ in self._workers.selector.select(None if due == math.inf else max(due, 0.0)):
+                look = now + (LOOK if self._keeper is None else AWAY)
+                due = min(self._deadline, self._output.deadline(), self._still(), look) - now
+                for key, _ in self._workers.selector.select(max(due, 0.0)):
                     key.data()
                 self._output.tick(time.monotonic())
                 self._look_at_the_link()
@@ -295,10 +296,6 @@ class Agent:
             self._link.move(address)
             self._keeper.close()
             self._keeper = None
-
-    def _patience(self, now: float) -> float:
-        """When to look whether the coordinator is there."""
-        return now + AWAY if self._keeper is not None else now + LOOK
 
     def _still(self) -> float:
         """When the next stopped worker is to be reported."""

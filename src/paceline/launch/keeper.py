@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ class Keeper:
             cure = "see `ulimit -a`, or take fewer workers"
             raise LaunchError(f"the coordinator cannot be started ({error.strerror})", cure) from error
         self._pidfd = os.pidfd_open(self._process.pid)
-        self._selector.register(self._pidfd, selectors.EVENT_READ, partial(self._ended))
+        self._selector.register(self._pidfd, selectors.EVENT_READ, self._ended)
 
     def _ended(self) -> None:
         code = self._forget()

@@ -80,8 +80,14 @@ def _join(options: LaunchOptions) -> int:
 
 
 def _folder(options: LaunchOptions) -> Path:
-    try:
+    with _made():
         return Path(options.run_dir) if options.run_dir else _new_folder(Path(options.script).stem)
+
+
+@contextmanager
+def _made() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise LaunchError(f"the run folder cannot be made ({error})", "give another --run-dir") from error
 
@@ -89,10 +95,8 @@ def _folder(options: LaunchOptions) -> Path:
 @contextmanager
 def _held(folder: Path) -> Iterator[Journal]:
     """The journal of a folder that nobody else uses meanwhile."""
-    try:
+    with _made():
         lock = hold_lock(folder)
-    except OSError as error:
-        raise LaunchError(f"the run folder cannot be made ({error})", "give another --run-dir") from error
     try:
         with _open(folder) as journal:
             yield journal
@@ -102,10 +106,8 @@ def _held(folder: Path) -> Iterator[Journal]:
 
 @contextmanager
 def _open(folder: Path) -> Iterator[Journal]:
-    try:
+    with _made():
         journal = Journal(folder)
-    except OSError as error:
-        raise LaunchError(f"the run folder cannot be made ({error})", "give another --run-dir") from error
     try:
         yield journal
     finally:

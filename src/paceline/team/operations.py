@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -231,8 +232,9 @@ class Operations:
             self._void(operation)
         while True:
             lost = error is not None and not self.waiting
+            alone = partial(self.world.tell, "alone", number=self.number) if lost else None
             with self.account.of("paused" if self.hold else "forming"):
-                order = self._orders.wait(self.number, lost, self._alone if lost else None)
+                order = self._orders.wait(self.number, lost, alone)
             with self._entering:
                 self.number = order.number
             if self.worker not in order.members:
@@ -249,9 +251,6 @@ class Operations:
                 error = again
         self.world.tell("formed", number=self.number, seconds=time.monotonic() - began)
         return operation is not None and self._tx.done > done
-
-    def _alone(self) -> None:
-        self.world.tell("alone", number=self.number)
 
     def _refused(self, order: Generation) -> None:
         """This worker is not of the new generation: it asked to leave, or was taken for dead. A newcomer waits on."""

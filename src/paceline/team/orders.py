@@ -54,14 +54,8 @@ class Orders:
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
                 said = json.loads(line)
-                order = Generation(
-                    said["number"],
-                    tuple(said["members"]),
-                    tuple(said["store"]),
-                    said["planned"],
-                    said["hold"],
-                    said["detection"],
-                )
+                said |= {"members": tuple(said["members"]), "store": tuple(said["store"])}
+                order = Generation(**said)
                 with self._news:
                     self.newest = order
                     self._news.notify_all()

@@ -63,8 +63,3 @@ def read_authorization(header: str) -> tuple[str, int, str] | None:
     if len(words) != 4 or words[0] != SCHEME or not words[2].isdecimal() or len(words[2]) > 18:
         return None
     return words[1], int(words[2]), words[3]
-
-
-def same(one: str, other: str) -> bool:
-    """Compares signatures in a time that does not tell where they differ."""
-    return hmac.compare_digest(one.encode(), other.encode())
