@@ -82,6 +82,7 @@ class Coordinator:
     standbys: dict[str, tuple[str, int]] = field(default_factory=dict)  # by agent
     moved: tuple[str, int] | None = None  # where a coordinator of a higher epoch is
     leaving: set[str] = field(default_factory=set)  # agents that end
+    gone: set[str] = field(default_factory=set)  # agents that are not heard any more
     failing: list[int] = field(default_factory=list)  # workers whose failure ends the run
     stop: bool = False
     ended: bool = False
@@ -106,6 +107,7 @@ class Coordinator:
         `standby` is where a coordinator can be reached that it keeps, or may keep one day.
         """
         self.logs[agent], self.standbys[agent] = logs, standby
+        self.gone.discard(agent)
         known = numbers or [number for number, seat in self.seats.items() if seat.agent == agent]
         first = max([-1, *self.seats, *self.roster.members]) + 1
         for number in known or range(first, first + count):
@@ -122,6 +124,7 @@ class Coordinator:
     def report(self, agent: str, workers: Mapping[int, Said], step: int, now: float) -> None:
         """The state of an agent's workers."""
         self.step = max(self.step, step)
+        self.gone.discard(agent)
         changed = []
         for number, said in workers.items():
             seat = self.seats.get(number)
@@ -154,9 +157,8 @@ class Coordinator:
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0) -> None:
         """An agent is silent, or gone, for so many seconds, with all its workers."""
-        self.standbys.pop(agent, None)
+        self.gone.add(agent)
         self.version += 1
-        self.standbys.pop(agent, None)
         gone = [number for number, seat in self.seats.items() if seat.agent == agent]
         lost = [number for number in gone if self.seats[number].alive]
         members = [number for number in lost if not self.seats[number].newcomer]
@@ -175,7 +177,7 @@ class Coordinator:
     def bye(self, agent: str) -> None:
         """An agent ends, all its workers have ended."""
         self.leaving.add(agent)
-        self.standbys.pop(agent, None)
+        self.gone.add(agent)
         self.version += 1
 
     @property
@@ -233,7 +235,7 @@ class Coordinator:
             "workers": {number: {"life": seat.life, "out": seat.out} for number, seat in mine.items()},
             "failing": [[number, self.seats[number].agent, self._why(number)] for number in self.failing],
             "over": self.over,
-            "agents": len(self.standbys),
+            "agents": len(self.standbys.keys() - self.gone),
             "standbys": list(self.standbys.values()),
             "moved": self.moved,
             "stop": self.stop,

@@ -37,7 +37,6 @@ class Link:
         self.address, self._token, self._introduction = address, token, dict(introduction)
         self.newest: dict[str, Any] = {}
         self.epoch = 0
-        self.step = 0  # of the team
         self.run: dict[str, Any] = {}  # what all agents must know of it
         self.others: list[tuple[str, int]] = []  # where a coordinator may be that has taken over
         self.answered = time.monotonic()
@@ -135,7 +134,6 @@ class Link:
                         if sent:
                             said = self._ask(wire, "POST", "/report", {"epoch": self.epoch, **sent})
                             self._heard = (sent, said)
-                            self.step = said["step"]
                             self._tell()
             except RefusedError as refused:
                 if refused.code in (409, 410):  # it was started again

@@ -156,7 +156,7 @@ class Service:
             self._coordinator.bye(session.agent)
         self._publish()
         coordinator = self._coordinator
-        return {"version": coordinator.version, "open": coordinator.undecided, "step": coordinator.step}
+        return {"version": coordinator.version, "open": coordinator.undecided}
 
     async def orders(self, session: Session, known: int) -> Any:
         deadline = time.monotonic() + HELD
