@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.team.coordinator import RETURN, Coordinator, Said
@@ -143,7 +143,14 @@ def happen(play: Play, what: str, who: Any) -> None:
         play.settle(0.05)
 
 
+SILENT_WHILE_RECOVERING: list[tuple[str, Any]] = [
+    *[("kill", 0), ("kill", 1), ("arrive", 2), ("moment", None), ("again", None), ("wait", None)],
+    *[("silent", "b"), ("again", None), ("back", "b"), ("silent", "b")],
+]
+
+
 @settings(max_examples=400, deadline=None)
+@example(SILENT_WHILE_RECOVERING)
 @given(st.lists(EVENTS, max_size=25))
 def test_whatever_happens_one_team_is_left_with_all_that_live(events: list[tuple[str, Any]]) -> None:
     play = Play()

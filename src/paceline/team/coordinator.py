@@ -23,7 +23,7 @@ ALONE = 3.0  # seconds a worker may miss others that nobody knows to be lost, be
 RETURN = 3.0  # seconds that agents have to come back to a coordinator that was started again
 LINES = 50  # lines for the console that are kept for agents that did not hear them yet
 UNKNOWN = -1  # the life of a worker that was started before we were
-POLITE = 75  # exit code of a worker that left, or stopped, as it was told
+STOPPED = 75  # EX_TEMPFAIL: exit code of who left, or stopped politely; the same command goes on
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class Coordinator:
     lines: list[tuple[int, str, bool]] = field(default_factory=list)
     order: Announcement | None = None
     step: int = 0  # of the training
-    recovering: float = -math.inf  # until when agents have to come back
+    recovering: float = math.inf  # after a restart: until when agents have to come back
 
     def __post_init__(self) -> None:
         self._asked = self._judged = self._again = math.inf  # when to act on notices, on exceptions, on who is alone
         self._raised_now: list[int] = []
         self._raised: set[Any] = set()  # the exceptions that were survived
         self._causes: Counter[str] = Counter()
-        self._detection = 0.0  # seconds for which the last loss was not known
+        self._detection = 0.0  # of the generation that was announced
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
 
     # ---- agents
@@ -132,13 +132,13 @@ class Coordinator:
                 continue
             if seat.life == UNKNOWN:
                 seat.life = said.life
-                if self.recovering == -math.inf:  # it was of a team that is gone
+                if self.recovering == math.inf:  # it was of a team that is gone
                     self._restart(number)
                     continue
             if said.life == seat.life and said != seat.said:
                 changed.append((number, seat, seat.said))
                 seat.said = said
-        if self.recovering > -math.inf:
+        if self.recovering < math.inf:
             self._recover(now)
             return
         for number, seat, before in changed:
@@ -152,7 +152,7 @@ class Coordinator:
 
     def heard_of(self, number: int, members: Iterable[int]) -> None:
         """An agent comes back, and knows of this generation."""
-        if self.recovering > -math.inf and number > self.roster.number:
+        if self.recovering < math.inf and number > self.roster.number:
             self.roster = Roster(tuple(members), number)
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0) -> None:
@@ -160,6 +160,9 @@ class Coordinator:
         self.gone.add(agent)
         self.version += 1
         gone = [number for number, seat in self.seats.items() if seat.agent == agent]
+        if self.recovering < math.inf:  # they are as if they had not come back yet
+            self.seats |= {number: Seat(agent, UNKNOWN, newcomer=True) for number in gone}
+            return
         lost = [number for number in gone if self.seats[number].alive]
         members = [number for number in lost if not self.seats[number].newcomer]
         if members and not self._survivors(lost):  # nobody else could go on: it may come back
@@ -183,18 +186,18 @@ class Coordinator:
     @property
     def undecided(self) -> bool:
         """Whether something that was reported is still to be judged."""
-        return self.recovering > -math.inf or bool(self._raised_now)
+        return self.recovering < math.inf or bool(self._raised_now)
 
     # ---- time
 
     @property
     def due(self) -> float:
         """When `tick` is to be called next."""
-        return min(self._asked, self._judged, self._again, self.recovering if self.recovering > -math.inf else math.inf)
+        return min(self._asked, self._judged, self._again, self.recovering)
 
     def tick(self, now: float) -> None:
         """What was put off, if it is time."""
-        if self.recovering > -math.inf:
+        if self.recovering < math.inf:
             self._recover(now)
         if now >= self._judged:
             self._judge()
@@ -225,7 +228,7 @@ class Coordinator:
                 "store": list(first.said.store) if first else ["", 0],
                 "planned": order.planned,
                 "detection": self._detection,
-                "hold": len(order.members) < self.min_workers and not self.stop,
+                "hold": self._too_few(order.members),
             }
         mine = {number: seat for number, seat in self.seats.items() if seat.agent == agent}
         return {
@@ -256,9 +259,13 @@ class Coordinator:
             "stopping": self.stop,
         }
 
+    def _too_few(self, members: Collection[int]) -> bool:
+        """Whether a team of these waits for others."""
+        return len(members) < self.min_workers and not self.stop
+
     @property
     def _paused(self) -> bool:
-        return self.order is not None and len(self.order.members) < self.min_workers and not self.stop
+        return self.order is not None and self._too_few(self.order.members)
 
     def _state(self, number: int, seat: Seat) -> dict[str, Any]:
         said = seat.said
@@ -315,12 +322,12 @@ class Coordinator:
                 self._fail([number])
         elif said.status is None or before.status is not None or seat.out:
             return
-        elif said.status == POLITE and number in self._left:
+        elif said.status == STOPPED and number in self._left:
             self._left.remove(number)
             seat.out = True
             self.roster.end(number)
             self._say(f"{ranks([number])} left, as it was told: {_go_on(self.roster.members)}")
-        elif said.status in (0, POLITE) and (said.status or not self._vanished(said)):
+        elif said.status in (0, STOPPED) and (said.status or not self._vanished(said)):
             self.roster.end(number)
         elif number not in self._raised_now and not self._spared(number):
             self._fail([number])
@@ -417,22 +424,21 @@ class Coordinator:
         elif new:
             before = "before it was back" if len(lost) == 1 else "before they were back"
             self._say(f"{ranks(lost)} {why} {before}{then}; see {self.logs[self.seats[lost[0]].agent]}")
-        self._announce(order)
-        self._detection = detection
+        self._announce(order, detection)
         self.version += 1
 
     def _how_on(self, members: Collection[int]) -> str:
-        if len(members) < self.min_workers and not self.stop:
+        if self._too_few(members):
             return f"{plural(len(members), 'worker')} left, paused until there are {self.min_workers}"
         return _go_on(members)
 
-    def _announce(self, order: Announcement | None) -> None:
-        """A generation: it is in the journal before anybody hears of it."""
+    def _announce(self, order: Announcement | None, detection: float = 0.0) -> None:
+        """A generation: it is in the journal before anybody hears of it. The loss it follows was not known so long."""
         if order is None:
             return
         self._left |= self.roster.leaving - set(order.members)
         self.record("generation", number=order.number, workers=list(order.members), planned=order.planned)
-        self.order, self._detection = order, 0.0
+        self.order, self._detection = order, detection
         self._again = math.inf
         self.version += 1
 
@@ -455,7 +461,7 @@ class Coordinator:
         here = {number for number, seat in self.seats.items() if seat.said != Said()}
         if not here >= set(self.roster.members) and now < self.recovering:
             return
-        self.recovering = -math.inf
+        self.recovering = math.inf
         roster = self.roster
         for number in sorted(here):
             seat = self.seats[number]
@@ -473,8 +479,11 @@ class Coordinator:
         roster.before = tuple(sorted(roster.established))
         missing = [number for number in roster.members if number not in here]
         for number in missing:
-            self.seats.setdefault(number, Seat(agent="", life=UNKNOWN))
-        if missing:
+            seat = self.seats.setdefault(number, Seat(agent="", life=UNKNOWN))
+            seat.said = Said(why="did not come back")
+        if missing and not roster.established:
+            self._fail(missing)
+        elif missing:
             self._lose(missing, "did not come back")
         for number in sorted(here):
             seat = self.seats[number]
