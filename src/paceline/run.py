@@ -33,12 +33,12 @@ from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.phases import Phase, State
+from paceline.team.coordinator import STOPPED
 from paceline.team.operations import LeftError, Simple
 from paceline.team.orders import Generation
 from paceline.team.team import Team, join
 from paceline.world import parse_save_every
 
-STOPPED = 75  # stopped politely: the same command continues
 _SCRIPT_LIMIT = 200_000
 
 

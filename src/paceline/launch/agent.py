@@ -53,7 +53,6 @@ class Agent:
     ) -> None:
         self._options, self._folder, self._journal, self._progress = options, folder, journal, progress
         self._link, self._standby = link, standby
-        self._first = options.join is None  # whose workers begin the run: else they join it
         self._keeper: Keeper | None = None
         self._stop: int | None = None  # the signal that asked for a polite stop
         self._at_once = self._over = self._leaving = self._away = False
@@ -63,9 +62,8 @@ class Agent:
         self._failing: list[Any] = []  # whose failure ends the run, as the coordinator said
         logs = folder / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
-        coloured = sys.stderr.isatty()
         # Where both are the terminal, output must not tear the progress line; else bytes stay bytes.
-        raw = None if options.quiet or (coloured and sys.stdout.isatty()) else 1
+        raw = None if options.quiet or (sys.stderr.isatty() and sys.stdout.isatty()) else 1
         self._output = Output(logs, numbers, self.say, raw)
         self._workers = Workers(options, folder, numbers, self._output, self._told)
         self._script = _Script(Path(options.script))
@@ -73,14 +71,14 @@ class Agent:
         self._report: dict[str, Any] = {}
         self._epoch = link.epoch
         self._own: tuple[str, int] = standby.getsockname()[:2]
-        self._ending = Ending(options, folder, journal, self._output, self.say, coloured)
+        self._ending = Ending(options, folder, journal, self._output, self.say)
 
     def run(self, wakeup: socket.socket) -> int:
         """From the workers' start to the exit code; no process is left. `wakeup` brings the numbers of signals."""
         self._workers.selector.register(wakeup, selectors.EVENT_READ, partial(self._signalled, wakeup))
         self._workers.selector.register(self._link, selectors.EVENT_READ, self._ordered)
         try:
-            if self._first:
+            if self._ending.first:
                 self._keep(1, None)
             self._start()
             self._tell()
@@ -103,13 +101,13 @@ class Agent:
         done = self._workers.done
         what = f" ({', '.join(text for text, _ in done)})" if done else ""
         where = f", run folder {short(self._folder)}"
-        if not self._first:
+        if not self._ending.first:
             host, port = self._link.address
             where = f" for the run at {host}:{port}, {ranks(self._workers.numbers)}{where}"
         self.say(f"{plural(self._options.workers, 'worker')}{what}{where}")
-        for text, why in done if self._first else ():
+        for text, why in done if self._ending.first else ():
             self._journal.write("decision", what=f"workers: {text}", why=why)
-        if self._first:
+        if self._ending.first:
             self._workers.start()
         else:
             for number in self._workers.numbers:
@@ -125,7 +123,7 @@ class Agent:
             return True
         if any(worker.alive and worker.counts for worker in self._workers.all):
             return False
-        if not self._first and any(worker.alive and not worker.out for worker in self._workers.all):
+        if not self._ending.first and any(worker.alive and not worker.out for worker in self._workers.all):
             return False  # they wait to be admitted
         return self._link.settled(self._report) or self._link.away > GIVEN_UP
 
@@ -153,7 +151,7 @@ class Agent:
                 self._workers.look_for_stops()
             elif self._stop is not None:
                 self._at_once |= number == signal.SIGINT
-            elif self._first:
+            elif self._ending.first:
                 self._stop_all(number)
             else:
                 self._leave(number)
@@ -181,11 +179,11 @@ class Agent:
         now = time.monotonic()
         for worker in self._workers.all:
             worker.still = worker.alive and worker.stopped + STILL <= now
-        workers = {worker.rank: worker.said() for worker in self._workers.all}  # of each the last life
+        workers = {number: worker.said() for number, worker in self._workers.now.items()}
         report = {
             "workers": {str(number): said for number, said in (workers | self._declined).items()},
             "step": max((w.events.get("step", {}).get("step") or 0 for w in self._workers.all), default=0),
-            "stop": self._first and self._stop is not None,
+            "stop": self._ending.first and self._stop is not None,
             "leaving": self._leaving,
         }
         if report != self._report:
@@ -221,7 +219,7 @@ class Agent:
 
     def _want(self, number: int, life: int, out: bool) -> None:
         """Brings about that a worker is in the life that it should, and none that is out goes on."""
-        worker = self._workers.now(number)
+        worker = self._workers.now.get(number)
         if worker is None or worker.life > life or (worker.life == life and not out):
             return
         worker.out = True
@@ -231,8 +229,8 @@ class Agent:
             return
         error = None
         if self._script.changed():
-            error = f"{self._options.script} has changed since the run began: start the same command again to use it"
-            error = f"{ranks([number])} is not started again: {error}"
+            how = f"{self._options.script} has changed since the run began: start the same command again to use it"
+            error = f"{ranks([number])} is not started again: {how}"
         else:
             try:
                 self._workers.again(number, life)
@@ -244,13 +242,11 @@ class Agent:
 
     def _fail(self, number: int) -> None:
         """This failure ends the run: sets how long we wait for what else there is to know."""
-        worker = self._workers.now(number)
-        if worker is None:
-            self._deadline = min(self._deadline, time.monotonic() + OTHERS)
-            return
-        self._output.failing(number)
-        lost = worker.events.get("failed", {}).get("kind") == "PeerLostError"
-        wait = EXIT if worker.alive else CAUSE if lost else OTHERS
+        worker, wait = self._workers.now.get(number), OTHERS
+        if worker is not None:
+            self._output.failing(number)
+            lost = worker.events.get("failed", {}).get("kind") == "PeerLostError"
+            wait = EXIT if worker.alive else CAUSE if lost else OTHERS
         self._deadline = min(self._deadline, time.monotonic() + wait)
 
     def _look_at_the_link(self) -> None:
@@ -273,13 +269,10 @@ class Agent:
 
     def _keep(self, epoch: int, before: tuple[str, int] | None) -> None:
         """Starts a coordinator of our own."""
-        newest = self._link.newest.get("generation") or {"number": 0, "members": []}
-        given = {
-            "run": {**self._link.run, "script": self._options.script},
-            "generation": [newest["number"], newest["members"]],
-            "epoch": epoch,
-            "before": before,
-        }
+        run = {**self._link.run, "script": self._options.script}
+        newest = self._link.newest.get("generation") or {"number": 0, "members": list(range(run["workers"]))}
+        generation = [newest["number"], newest["members"]]
+        given = {"run": run, "generation": generation, "epoch": epoch, "before": before}
         self._standby.listen(256)
         self._keeper = Keeper(self._standby, self._folder, given, self._workers.selector, self.say)
         if before is not None:
@@ -292,16 +285,15 @@ class Agent:
         elif address != self._own:
             host, port = address
             self.say(f"the host at {host}:{port} has taken over: this host's workers come to it as new ones")
-            self._first, self._ending.first = False, False
+            self._ending.first = False
             self._link.move(address)
             self._keeper.close()
             self._keeper = None
 
     def _still(self) -> float:
         """When the next stopped worker is to be reported."""
-        return min(
-            (w.stopped + STILL for w in self._workers.all if w.alive and not w.still and not w.out), default=math.inf
-        )
+        stopped = [w.stopped + STILL for w in self._workers.all if w.alive and not w.still and not w.out]
+        return min(stopped, default=math.inf)
 
     # ---- ending
 

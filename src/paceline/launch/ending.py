@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import socket
+import sys
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from paceline.launch.output import Output
 from paceline.launch.workers import Worker
 from paceline.observe.journal import Journal
 from paceline.observe.report import write_report
+from paceline.team.coordinator import STOPPED
 
-STOPPED = 75  # EX_TEMPFAIL: stopped politely, the same command goes on
 INTERRUPTED = 130
 
 
@@ -25,16 +26,10 @@ class Ending:
     """Says how the run ended. Workers that were lost on the way and were survived do not count."""
 
     def __init__(
-        self,
-        options: LaunchOptions,
-        folder: Path,
-        journal: Journal,
-        output: Output,
-        say: Callable[..., None],
-        coloured: bool,
+        self, options: LaunchOptions, folder: Path, journal: Journal, output: Output, say: Callable[..., None]
     ) -> None:
-        self._options, self._folder, self._journal, self._output = options, folder, journal, output
-        self._say, self._coloured = say, coloured
+        self._options, self._folder, self._journal, self._output, self._say = options, folder, journal, output, say
+        self._coloured = sys.stderr.isatty()
         self.first = options.join is None  # this agent's workers began the run, and wrote its journal
         self._events: ChainMap[str, Any] = ChainMap()  # of all workers, the last of each kind, members first
 

@@ -146,9 +146,10 @@ class Workers:
         given = worker_environment() | dict(options.environment)
         self._variables, self._pins, self.done = surround(options.workers, given, sorted(os.sched_getaffinity(0)))
 
-    def now(self, rank: int) -> Worker | None:
-        """A worker in its last life."""
-        return next((worker for worker in reversed(self.all) if worker.rank == rank), None)
+    @property
+    def now(self) -> dict[int, Worker]:
+        """Each worker in its last life, by number."""
+        return {worker.rank: worker for worker in self.all}
 
     def start(self) -> None:
         """Starts all workers. The first serves the store, on a socket that is bound before: no other process can take

@@ -93,11 +93,11 @@ class Service:
 
     # ---- requests
 
-    def challenge(self, body: bytes) -> Any:
+    def challenge(self) -> Any:
         self._challenges.append(secrets.token_hex(16))
         return {"challenge": self._challenges[-1], "epoch": self._coordinator.epoch}
 
-    def status(self, body: bytes) -> Any:
+    def status(self) -> Any:
         hosts = {session.agent: session.host for session in self._sessions.values() if not session.lost}
         return {"run": self._run["folder"], "agents": hosts, **self._coordinator.status()}
 
@@ -283,7 +283,7 @@ class Handler(RequestHandler):
         address = str(request.remote_ip)
         try:
             if (request.method, what) in (("GET", "challenge"), ("GET", "status")):
-                said = getattr(service, what)(body)
+                said = getattr(service, what)()
             elif (request.method, what) in (("POST", "fence"), ("POST", "join"), ("POST", "report"), ("GET", "orders")):
                 header = request.headers.get("Authorization", "")
                 self._session = service.session(str(request.method), str(request.uri), header, body)
@@ -363,8 +363,8 @@ async def serve(listener: socket.socket, service: Service) -> None:
     await asyncio.gather(service.watch(), service.take_over())
 
 
-def last_generation(folder: Path, since: int, workers: int) -> Roster:
-    """Who the team was when the journal's last generation was written, after byte `since`; else the first workers."""
+def last_generation(folder: Path, since: int, before: tuple[int, list[int]]) -> Roster:
+    """Who the team was when the journal's last generation was written, after byte `since`; else that of `before`."""
     with (folder / NAME).open("rb") as file:
         file.seek(since)
         lines = [line for line in file if b'"generation"' in line and line.endswith(b"\n")]
@@ -372,7 +372,8 @@ def last_generation(folder: Path, since: int, workers: int) -> Roster:
         event = json.loads(line)
         if event.get("event") == "generation":
             return Roster(tuple(event["workers"]), event["number"])
-    return Roster(tuple(range(workers)))
+    number, members = before
+    return Roster(tuple(members), number)
 
 
 def main(listener: int, given: Mapping[str, Any]) -> None:
@@ -380,10 +381,7 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     folder = Path(given["folder"])
     journal = Journal(folder)
     run = given["run"]
-    if given["generation"][0] > 0:
-        roster = Roster(tuple(given["generation"][1]), given["generation"][0])
-    else:
-        roster = last_generation(folder, given["since"], run["workers"])
+    roster = last_generation(folder, given["since"], given["generation"])
     coordinator = Coordinator(run["max_restarts"], run["min_workers"], journal.write, roster, given["epoch"])
     coordinator.version = time.time_ns() // 1_000_000  # beyond all of a coordinator before this one
     if given["again"]:
