@@ -8,15 +8,32 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launching import SCRIPTS
+import psutil
+import pytest
+from launching import SCRIPTS, paceline
 from networks import Network
 
-PORT = 29400
+from paceline.observe.journal import effective_steps
+
+PORT, STEPS = 29400, 80
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one worker gives."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    paceline("run", "--workers", "1", SCRIPTS / "survivor.py", folder / "out", str(STEPS), cwd=folder)
+    return folder
+
+
+def processes() -> list[psutil.Process]:
+    """All of this machine that are not over, with `info`: cwd, cmdline, environ (None: it could not be read)."""
+    return list(psutil.process_iter(["pid", "cwd", "cmdline", "environ"]))
 
 
 @dataclass
@@ -46,7 +63,7 @@ class Cluster:
 
     network: Network
     folder: Path
-    steps: int = 80
+    steps: int = STEPS
     agents: list[Agent] = field(default_factory=list)
 
     @property
@@ -80,6 +97,14 @@ class Cluster:
         self.agents.append(Agent(process, self.folder / name, console))
         return self.agents[-1]
 
+    def spread(self, *counts: int, options: Sequence[str] = ()) -> None:
+        """So many workers on each host: the first begin the run, and the others join it. All are of the team then."""
+        self.start(0, counts[0], *options)
+        self.until(lambda: self.status().get("step", 0) > 2)
+        for host, count in enumerate(counts[1:], 1):
+            self.start(host, count)
+        self.members(sum(counts))
+
     def status(self, agent: int = 0, host: int | None = None) -> dict[str, Any]:
         """What the coordinator of an agent tells everybody, asked with curl from its host; nothing where it is not."""
         path = self.agents[agent].folder / "coordinator.json"
@@ -112,16 +137,8 @@ class Cluster:
 
     def coordinators(self) -> list[int]:
         """Process ids of the coordinators of this cluster."""
-        found = []
-        for entry in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                here = os.readlink(f"/proc/{entry}/cwd")
-            except OSError:
-                continue
-            if b"paceline.team.server" in words and here == str(self.folder):
-                found.append(int(entry))
-        return found
+        ours = [one.info for one in processes() if one.info["cwd"] == str(self.folder)]
+        return [info["pid"] for info in ours if "paceline.team.server" in (info["cmdline"] or ())]
 
     def go(self) -> None:
         self.gate.write_text("go\n")
@@ -147,11 +164,33 @@ class Cluster:
 
 def worker_of(folder: Path) -> int:
     """The process of one worker whose run folder is this."""
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path("/proc", entry, "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"PACELINE_RUN_DIR={folder}".encode() in words and any(w.startswith(b"PACELINE_RANK=") for w in words):
-            return int(entry)
+    for process in processes():
+        variables = process.info["environ"] or {}
+        if variables.get("PACELINE_RUN_DIR") == str(folder) and "PACELINE_RANK" in variables:
+            return int(process.pid)
     raise AssertionError("there is no such worker")
+
+
+@pytest.fixture
+def cluster(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Callable[[int], Cluster]]:
+    made: list[Cluster] = []
+
+    def make(count: int) -> Cluster:
+        made.append(Cluster(hosts(count), tmp_path))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def same(cluster: Cluster, undisturbed: Path, first: int = 0) -> None:
+    """Equal bytes and losses; with one writer, whose run folder is that of agent `first`, every step once."""
+    for name in ("out.safetensors", "out.json"):
+        assert (cluster.folder / name).read_bytes() == (undisturbed / name).read_bytes()
+    steps = effective_steps(cluster.agents[first].events("step"))
+    assert [event["step"] for event in steps] == sorted({event["step"] for event in steps})
+    if first == 0:
+        assert sum(event["steps"] for event in steps) == STEPS, "a step is missing in the journal, or there twice"
+    left = [process.info for process in processes() if process.info["cwd"] == str(cluster.folder)]
+    assert left == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -31,3 +33,33 @@ def paceline(
     )
     assert code is None or done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def train_basics(
+    folder: Path, body: str | None, workers: int = 2, *options: str, code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Trains in `folder`, with the run folder `out`; `body` is the script's, after what basics.py makes, None the one
+    that is there.
+    """
+    if body is not None:
+        (folder / "train.py").write_text("from basics import *\n" + body)
+    args = ("run", "--workers", str(workers), "--run-dir", "out", *options, "train.py")
+    return paceline(*args, cwd=folder, code=code, PYTHONPATH=str(SCRIPTS))
+
+
+def without_an_agent(*scripts: Path, **env: str) -> list[tuple[int, str]]:
+    """Workers started as torchrun starts them, one per script: the exit code of each, and what it said."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(len(scripts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**os.environ, **shared, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, script in enumerate(scripts)
+    ]
+    said = [worker.communicate(timeout=120)[1] for worker in workers]
+    return [(worker.returncode, text) for worker, text in zip(workers, said, strict=True)]

@@ -43,6 +43,12 @@ class Host:
         (device,) = json.loads(ip("-n", self.space, "-s", "-j", "link", "show", "dev", "eth0"))
         return int(device["stats64"]["tx"]["bytes"])
 
+    def cap(self, mbit: int) -> None:
+        """What leaves through eth0 goes at so many Mbit/s."""
+        enter = ["nsenter", f"--net=/run/netns/{self.space}", "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"]
+        shape = ["rate", f"{mbit}mbit", "burst", f"{max(64, mbit)}kb", "latency", "50ms"]
+        subprocess.run([*enter, *shape], check=True)
+
     def cut(self) -> None:
         """Pulls the cable."""
         ip("-n", self.space, "link", "set", "eth0", "down")

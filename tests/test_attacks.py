@@ -18,13 +18,12 @@ from typing import Any
 
 import pytest
 from agents import until
-from clusters import worker_of
-from launching import SCRIPTS, paceline
+from clusters import STEPS, worker_of
+from clusters import undisturbed as undisturbed
+from launching import SCRIPTS
 
 from paceline.observe.journal import effective_steps, read_journal
 from paceline.team.token import authorization, read_token
-
-STEPS = 80
 
 
 @dataclass
@@ -89,24 +88,17 @@ def target(tmp_path: Path) -> Iterator[Target]:
     process.communicate()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    paceline("run", "--workers", "1", SCRIPTS / "survivor.py", folder / "out", str(STEPS), cwd=folder)
-    return (folder / "out.safetensors").read_bytes()
-
-
-def unharmed(target: Target, undisturbed: bytes, losses: int = 0) -> None:
+def unharmed(target: Target, undisturbed: Path, losses: int = 0) -> None:
     (target.folder.parent / "gate").write_text("go\n")
     text, _ = target.process.communicate(timeout=120)
     assert target.process.returncode == 0, text
-    assert (target.folder.parent / "out.safetensors").read_bytes() == undisturbed
+    assert (target.folder.parent / "out.safetensors").read_bytes() == (undisturbed / "out.safetensors").read_bytes()
     events = read_journal(target.folder)
     assert sum(event["steps"] for event in effective_steps(events)) == STEPS
     assert len([event for event in events if event["event"] == "lost"]) == losses
 
 
-def test_nothing_but_the_status_without_the_token(target: Target, undisturbed: bytes) -> None:
+def test_nothing_but_the_status_without_the_token(target: Target, undisturbed: Path) -> None:
     token, other = read_token(target.folder / "token"), 64 * b"0"
     body = json.dumps({"epoch": 1, "workers": {}, "step": 10**6, "stop": True}).encode()
     assert target.ask("GET", "/status")[0] == 200
@@ -126,7 +118,7 @@ def test_nothing_but_the_status_without_the_token(target: Target, undisturbed: b
     unharmed(target, undisturbed)
 
 
-def test_what_was_sent_before_and_what_is_of_another_time(target: Target, undisturbed: bytes) -> None:
+def test_what_was_sent_before_and_what_is_of_another_time(target: Target, undisturbed: Path) -> None:
     """An eavesdropper has signed messages, but none of them counts again."""
     token = read_token(target.folder / "token")
 
@@ -161,7 +153,7 @@ def test_what_was_sent_before_and_what_is_of_another_time(target: Target, undist
     unharmed(target, undisturbed)
 
 
-def test_what_is_malformed_too_large_or_too_slow(target: Target, undisturbed: bytes) -> None:
+def test_what_is_malformed_too_large_or_too_slow(target: Target, undisturbed: Path) -> None:
     garbage = [
         b"\0\1\2\3\r\n\r\n",
         b"GET /status HTTP/9.9\r\n\r\n",
@@ -191,7 +183,7 @@ def test_what_is_malformed_too_large_or_too_slow(target: Target, undisturbed: by
     unharmed(target, undisturbed)
 
 
-def test_a_flood_hinders_nobody(target: Target, undisturbed: bytes) -> None:
+def test_a_flood_hinders_nobody(target: Target, undisturbed: Path) -> None:
     """A worker is killed in the midst of it: the others hear of it, and it comes back."""
     done = threading.Event()
     answers: list[int] = []

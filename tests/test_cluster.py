@@ -9,65 +9,24 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from clusters import Cluster, worker_of
+from clusters import Cluster, same, worker_of
+from clusters import cluster as cluster
+from clusters import undisturbed as undisturbed
 from launching import SCRIPTS, paceline
-from networks import Network
 from networks import hosts as hosts
 
-from paceline.observe.journal import effective_steps
 from paceline.team.chaos import read_log
 
 pytestmark = pytest.mark.root
-STEPS = 80
-
-
-@pytest.fixture
-def cluster(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Callable[[int], Cluster]]:
-    made: list[Cluster] = []
-
-    def make(count: int) -> Cluster:
-        made.append(Cluster(hosts(count), tmp_path, STEPS))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one worker gives."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    paceline("run", "--workers", "1", SCRIPTS / "survivor.py", folder / "out", str(STEPS), cwd=folder)
-    return folder
-
-
-def same(cluster: Cluster, undisturbed: Path, first: int = 0) -> None:
-    """Equal bytes and losses; with one writer, whose run folder is that of agent `first`, every step once."""
-    for name in ("out.safetensors", "out.json"):
-        assert (cluster.folder / name).read_bytes() == (undisturbed / name).read_bytes()
-    steps = effective_steps(cluster.agents[first].events("step"))
-    assert [event["step"] for event in steps] == sorted({event["step"] for event in steps})
-    if first == 0:
-        assert sum(event["steps"] for event in steps) == STEPS, "a step is missing in the journal, or there twice"
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            here = os.readlink(f"/proc/{entry}/cwd")
-        except OSError:
-            continue
-        assert here != str(cluster.folder), f"process {entry} is left"
 
 
 def test_a_host_joins_a_run_and_leaves_it_again(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     here = cluster(2)
-    here.start(0, 1)
-    here.until(lambda: here.status().get("workers", {}).get("0", {}).get("state") == "member")
-    here.start(1, 2)
-    here.members(3)
+    here.spread(1, 2)
     assert sorted(here.status()["members"]) == [0, 1, 2]
     here.stop(1)
     here.members(1)
@@ -75,6 +34,9 @@ def test_a_host_joins_a_run_and_leaves_it_again(cluster: Callable[[int], Cluster
     same(here, undisturbed)
     assert "\nworker 1 has joined: " in here.agents[0].text
     assert re.search(r"^worker 2 left, as it was told: 1 worker goes on$", here.agents[0].text, re.M)
+    (gives,) = here.agents[0].events("gives")  # the other one takes it from this one
+    assert gives["worker"] in (1, 2)
+    assert gives["bytes"] < gives["whole"] / 4, "most of it had gone ahead, and came out the same"
     left = f"paceline run --join 10.77.0.1:29400 --token-file {here.folder / 'run-0' / 'token'} --workers 2 "
     assert f"left the run, which goes on\ncome back with: {left}" in here.agents[1].text
 
@@ -82,10 +44,7 @@ def test_a_host_joins_a_run_and_leaves_it_again(cluster: Callable[[int], Cluster
 def test_a_host_is_cut_off_and_comes_back(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     """Two workers and four: those that cannot reach the coordinator wait, also where they are more."""
     here = cluster(2)
-    here.start(0, 2)
-    here.until(lambda: here.status().get("step", 0) > 2)
-    here.start(1, 4)
-    here.members(6)
+    here.spread(2, 4)
     here.network.hosts[1].cut()
     here.members(2)
     time.sleep(2.0)
@@ -101,13 +60,61 @@ def test_a_host_is_cut_off_and_comes_back(cluster: Callable[[int], Cluster], und
     assert formed == [], "a side without the coordinator made a generation"
 
 
+LARGE = """
+from basics import *
+import sys, time
+big = lambda: nn.Sequential(nn.Linear(10, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 2)).double()
+trainer = paceline.Trainer(big, cross_entropy, torch.optim.AdamW, global_batch=24, plan="exact")
+for report in trainer.steps(data, count={count}):
+    time.sleep({pause})
+trainer.export("out.safetensors")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mbit", "pause", "count"), [(100, 1.5, 14), (20, 0.3, 30)])
+def test_a_state_that_takes_seconds_to_hand_over(
+    cluster: Callable[[int], Cluster],
+    tmp_path: Path,
+    mbit: int,
+    pause: float,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """6 MB, of whose changes a step has 2: beside training where the link takes that, else in one announced wait."""
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
+    code = LARGE.format(pause=pause, count=count)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "other.py").write_text(code.replace(f"time.sleep({pause})", "pass"))
+    paceline("run", "other.py", cwd=alone)
+    here = cluster(2)
+    for host in here.network.hosts:
+        host.cap(mbit)
+    here.start(0, 1, code=code)
+    here.until(lambda: here.status().get("step", 0) > 2)
+    here.start(1, 1, code=code)
+    here.end(0, 0)
+    assert (tmp_path / "out.safetensors").read_bytes() == (alone / "out.safetensors").read_bytes()
+    assert [event["workers"] for event in here.agents[0].events("formed")] == [[0, 1]]
+    (gives,) = here.agents[0].events("gives")
+    told = re.search(
+        r"^everybody waits for about (\S+) s, while worker 1 takes 6\.\d+ MB of state over$",
+        here.agents[0].text,
+        re.M,
+    )
+    if mbit == 100:
+        assert gives["bytes"] < gives["whole"] / 100
+        assert told is None
+    else:
+        assert gives["bytes"] == gives["whole"]
+        assert told is not None
+
+
 @pytest.mark.slow
 def test_halves_are_parted(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     here = cluster(2)
-    here.start(0, 3)
-    here.until(lambda: here.status().get("step", 0) > 2)
-    here.start(1, 3)
-    here.members(6)
+    here.spread(3, 3)
     here.network.hosts[0].cut()
     here.until(
         lambda: len(here.agents[0].events("formed")) > 0 and here.agents[0].events("formed")[-1]["workers"] == [0, 1, 2]
@@ -123,11 +130,7 @@ def test_halves_are_parted(cluster: Callable[[int], Cluster], undisturbed: Path)
 @pytest.mark.slow
 def test_a_whole_host_is_killed_and_comes_back(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     here = cluster(3)
-    here.start(0, 2)
-    here.until(lambda: here.status().get("step", 0) > 2)
-    here.start(1, 2)
-    here.start(2, 2)
-    here.members(6)
+    here.spread(2, 2, 2)
     here.agents[1].kill()
     here.members(4)
     here.start(1, 2)
@@ -143,10 +146,7 @@ def test_a_whole_host_is_killed_and_comes_back(cluster: Callable[[int], Cluster]
 def test_the_coordinator_is_killed(cluster: Callable[[int], Cluster], undisturbed: Path, meanwhile: str) -> None:
     """Training goes on meanwhile; a loss waits until it is back."""
     here = cluster(2)
-    here.start(0, 3)
-    here.until(lambda: here.status().get("step", 0) > 2)
-    here.start(1, 3)
-    here.members(6)
+    here.spread(3, 3)
     (pid,) = here.coordinators()
     os.kill(pid, signal.SIGKILL)
     if meanwhile:
@@ -163,11 +163,7 @@ def test_the_coordinator_is_killed(cluster: Callable[[int], Cluster], undisturbe
 def test_another_host_takes_over(cluster: Callable[[int], Cluster], undisturbed: Path, how: str) -> None:
     """The first host is lost, or only cut off: then it goes on by itself until it hears of the other coordinator."""
     here = cluster(3)
-    here.start(0, 2)
-    here.until(lambda: here.status().get("step", 0) > 2)
-    here.start(1, 2)
-    here.start(2, 2)
-    here.members(6)
+    here.spread(2, 2, 2)
     if how == "kill":
         here.agents[0].kill()
     else:
@@ -189,10 +185,7 @@ def test_another_host_takes_over(cluster: Callable[[int], Cluster], undisturbed:
 
 def test_nothing_to_take_over(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
     here = cluster(2)
-    here.start(0, 1)
-    here.until(lambda: here.status().get("step", 0) > 2)
-    here.start(1, 1)
-    here.members(2)
+    here.spread(1, 1)
     done = paceline("run", "--take-over", here.agents[1].folder, cwd=tmp_path, code=2)
     assert done.stderr == (
         "paceline: the coordinator answers: there is nothing to take over; see `curl HOST:PORT/status`\n"
@@ -215,8 +208,7 @@ CELLS = [
 def test_the_matrix_between_hosts(cluster: Callable[[int], Cluster], undisturbed: Path, kind: str, moment: str) -> None:
     """A worker waits at the moment, while its host's link, its agent, or the coordinator is taken away."""
     here = cluster(2)
-    here.start(0, 3)
-    here.until(lambda: here.status().get("step", 0) > 2)
+    here.spread(3)
     fault = "wait:5@0.hand-over" if moment == "hand-over" else f"wait:4@45.{moment}"
     here.start(1, 3, faults=fault)
     fired = lambda: [entry["fault"] for entry in read_log(here.agents[1].folder)] == [fault]
@@ -250,10 +242,7 @@ def test_the_matrix_between_hosts(cluster: Callable[[int], Cluster], undisturbed
 @pytest.mark.slow
 def test_too_few_wait_for_others(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     here = cluster(2)
-    here.start(0, 2, "--min-workers", "2")
-    here.until(lambda: here.status().get("step", 0) > 2)
-    here.start(1, 1)
-    here.members(3)
+    here.spread(2, 1, options=["--min-workers", "2"])
     here.stop(1)
     here.until(lambda: here.agents[1].process.poll() is not None)
     os.kill(worker_of(here.agents[0].folder), signal.SIGKILL)
@@ -278,8 +267,7 @@ def refused(cluster: Cluster, code: str | None = None, **changed: str) -> str:
 
 def test_who_differs_or_has_no_token_is_refused(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
     here = cluster(2)
-    here.start(0, 1, "--plan", "micro=4")
-    here.until(lambda: here.status().get("step", 0) > 2)
+    here.spread(1, options=["--plan", "micro=4"])
     script = (SCRIPTS / "survivor.py").read_text()
     told = refused(here, code=script.replace("lr=1e-2", "lr=1e-3"))
     assert told == (

@@ -13,6 +13,7 @@ from paceline.team.roster import Roster
 
 HOSTS = {"a": [0, 1], "b": [2, 3], "c": [4]}
 STORE = ("127.0.0.1", 1)
+TAKES = ("127.0.0.1", 2, "secret")
 
 
 @dataclass
@@ -87,6 +88,8 @@ class Play:
                 self.workers[agent][number] = Said(life=wanted["life"], store=STORE, newcomer=True)
             elif wanted["out"] and said.life == wanted["life"] and said.status is None:
                 self.workers[agent][number] = replace(said, status=-9, why="was ended")
+        for number in orders["coming"]:
+            self.change(number, current=True)
         generation = orders["generation"]
         for number, said in self.workers[agent].items():
             if generation is None or said.status is not None or said.stopped or said.failed is not None:
@@ -128,7 +131,7 @@ def happen(play: Play, what: str, who: Any) -> None:
     elif what == "arrive":
         for workers in play.workers.values():
             if who in workers and workers[who].newcomer and workers[who].formed < 0:
-                play.change(who, waiting=True)
+                play.change(who, waiting=True, at=TAKES)
     elif what == "silent" and who not in play.silent:
         play.silent.add(who)
         play.coordinator.lost_agent(who, "it is silent")
@@ -215,6 +218,19 @@ def test_the_last_host_is_not_given_up_because_it_is_silent() -> None:
     play.settle()
     assert play.members == {0, 1}
     assert not play.coordinator.failing
+
+
+def test_one_worker_of_a_new_host_takes_the_state_beforehand() -> None:
+    play = Play()
+    for number in (2, 3):
+        play.change(number, waiting=True, at=TAKES)
+    for agent in ("a", "b"):
+        play.coordinator.report(agent, play.workers[agent], 1, play.now)
+    assert play.coordinator.orders("a")["coming"] == {2: TAKES}
+    assert play.coordinator.order is None
+    play.settle()
+    assert play.members == {0, 1, 2, 3}
+    assert play.coordinator.orders("a")["coming"] == {}
 
 
 def test_who_misses_others_that_live_meets_them_again() -> None:

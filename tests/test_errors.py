@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launching import SCRIPTS, paceline
+from launching import paceline, train_basics, without_an_agent
 
 MEET = (
     "every worker must call the same ones in the same order: remove the condition around the call "
@@ -21,9 +18,7 @@ MEET = (
 
 def fails(body: str, tmp_path: Path, workers: int = 2, code: int = 1, options: tuple[str, ...] = ()) -> str:
     """Runs a script that must fail; returns its one failure block."""
-    (tmp_path / "train.py").write_text("from basics import *\n" + body)
-    args = ("run", "--workers", str(workers), "--run-dir", "out", *options, "train.py")
-    done = paceline(*args, cwd=tmp_path, code=code, PYTHONPATH=str(SCRIPTS))
+    done = train_basics(tmp_path, body, workers, *options, code=code)
     blocks = re.findall(r"^worker \d+ failed \(.*", done.stderr, re.M)
     assert len(blocks) == 1, done.stderr
     return done.stderr[done.stderr.index(blocks[0]) :]
@@ -172,26 +167,6 @@ def test_a_worker_that_ends_while_the_others_train_on(tmp_path):
     )
 
 
-def without_an_agent(*scripts: Path) -> list[tuple[int, str]]:
-    """Workers started as torchrun starts them, one per script: the exit code of each, and what it said."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    listener.close()
-    shared = {"WORLD_SIZE": str(len(scripts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, script],
-            env={**os.environ, **shared, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, script in enumerate(scripts)
-    ]
-    said = [worker.communicate(timeout=120)[1] for worker in workers]
-    return [(worker.returncode, text) for worker, text in zip(workers, said, strict=True)]
-
-
 def test_workers_with_different_scripts(tmp_path):
     """As on two hosts whose checkouts differ."""
     scripts = [tmp_path / str(rank) / "train.py" for rank in range(2)]
@@ -208,9 +183,7 @@ def test_workers_with_different_scripts(tmp_path):
 
 def interrupted_run(tmp_path: Path) -> Path:
     """A run of the basics that ended after step 8 of 12 with checkpoints of steps 4 and 8."""
-    (tmp_path / "train.py").write_text("from basics import *\nt = make()\nlist(t.steps(data, epochs=3))\n")
-    options = ("--workers", "2", "--run-dir", "out", "--save-every", "4", "--steps", "8")
-    paceline("run", *options, "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    train_basics(tmp_path, "t = make()\nlist(t.steps(data, epochs=3))\n", 2, "--save-every", "4", "--steps", "8")
     saved = sorted((tmp_path / "out/checkpoints").glob("step-*"))
     assert [path.name[-2:] for path in saved] == ["04", "08"]
     return saved[-1]
@@ -231,7 +204,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     damaged = bytearray(weights.read_bytes())
     damaged[-5] ^= 4
     weights.write_bytes(damaged)
-    done = paceline("run", "--run-dir", "out", "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    done = train_basics(tmp_path, None, 1)
     assert f"checkpoint of step 8 is damaged ({weights.name}: SHA-256 differs); taking step 4\n" in done.stderr
     assert "resuming from step 4 of " in done.stderr
 
@@ -240,7 +213,7 @@ def test_only_damaged_checkpoints_stop_the_run(tmp_path):
     interrupted_run(tmp_path)
     for weights in (tmp_path / "out/checkpoints").glob("*/*.safetensors"):
         weights.write_bytes(weights.read_bytes()[:-1])
-    done = paceline("run", "--run-dir", "out", "train.py", cwd=tmp_path, code=1, PYTHONPATH=str(SCRIPTS))
+    done = train_basics(tmp_path, None, 1, code=1)
     assert "CheckpointError: no checkpoint in " in done.stderr
 
 
@@ -254,9 +227,8 @@ def test_parameters_without_gradient_are_named_once(tmp_path):
         "        return self.used(x)\n"
         "list(make(model=lambda: Net().double()).steps(data, epochs=2))\n"
     )
-    (tmp_path / "train.py").write_text("from basics import *\n" + body)
-    for workers in ("1", "2"):
-        done = paceline("run", "--workers", workers, "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    for workers in (1, 2):
+        done = train_basics(tmp_path, body, workers, "--run-dir", f"of-{workers}")
         assert (
             done.stderr.count(
                 "2 of 4 parameters got no gradient and were left as they are: spare.weight, spare.bias; "
@@ -287,13 +259,11 @@ def small_disk(tmp_path):
 @pytest.mark.root
 def test_no_disk_space_keeps_training_and_fails_at_the_end(small_disk, tmp_path):
     """Checkpoints on the way that cannot be written are said and passed over; the last one is the result, and fails."""
-    (tmp_path / "train.py").write_text(
-        "from basics import *\n"
+    body = (
         "t = make(model=lambda: nn.Sequential(nn.Linear(10, 9000), nn.ReLU(), nn.Linear(9000, 2)).double())\n"
         "list(t.steps(data))\n"
     )
-    options = ("--workers", "2", "--run-dir", "out", "--save-every", "2")
-    done = paceline("run", *options, "train.py", cwd=tmp_path, code=1, PYTHONPATH=str(SCRIPTS))
+    done = train_basics(tmp_path, body, 2, "--save-every", "2", code=1)
     said = f"could not be written to {small_disk}/checkpoints: No space left on device; free some space"
     assert f"training goes on without it: checkpoint of step 2 {said}" in done.stderr
     assert f"  CheckpointError: checkpoint of step 4 {said}" in done.stderr

@@ -9,23 +9,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, paceline, train_basics
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_clean_exits_in_a_row(times, tmp_path):
     """Two workers with a loader process each, a checkpoint and an evaluation: exit code 0, nothing left, every time."""
-    (tmp_path / "train.py").write_text(
-        "from basics import *\n"
+    body = (
         "t = make()\n"
         "list(t.steps(data, epochs=1, loader={'num_workers': 1}))\n"
         "t.evaluate(data, lambda o, b: {'n': (len(o), 1)})\n"
     )
     shared = set(Path("/dev/shm").iterdir())
     for number in range(times):
-        options = ("--workers", "2", "--run-dir", f"out-{number}")
-        done = paceline("run", *options, "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+        done = train_basics(tmp_path, body, 2, "--run-dir", f"out-{number}")
         assert "train.py finished at step 4" in done.stderr
         left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path) and p.pid != os.getpid()]
         assert left == []

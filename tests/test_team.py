@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import enter_group
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, paceline, train_basics, without_an_agent
 
 from paceline.launch.chaos import draw
 from paceline.observe.journal import effective_steps, read_journal
@@ -142,17 +142,14 @@ def test_a_lost_worker_comes_back_and_takes_part(undisturbed, tmp_path):
 
 def test_an_exception_that_comes_again_ends_the_run(tmp_path):
     """The others try the rows that led to it, and meet it as well."""
-    (tmp_path / "train.py").write_text(
-        "from basics import *\n"
+    body = (
         "def loss(o, b):\n"
         "    if (b[0] == data[13][0]).all(1).any():\n"
         "        raise ValueError('row 13 is bad')\n"
         "    return F.cross_entropy(o, b[1])\n"
         "list(make(loss).steps(data))\n"
     )
-    done = paceline(
-        "run", "--workers", "3", "--run-dir", "out", "train.py", cwd=tmp_path, code=1, PYTHONPATH=str(SCRIPTS)
-    )
+    done = train_basics(tmp_path, body, 3, code=1)
     assert re.search(r"^worker \d raised ValueError: 2 workers go on$", done.stderr, re.M)
     assert re.search(r"^worker \d failed \(", done.stderr, re.M)
     assert "\n  ValueError: row 13 is bad\n" in done.stderr
@@ -166,6 +163,22 @@ def test_a_worker_that_is_told_to_leave_leaves_alone(undisturbed, tmp_path):
     assert ended.events("lost") == []
     assert [event["workers"] for event in ended.events("formed")] == [[0, 2]]
     assert "\nworker 1 left, as it was told: 2 workers go on\n" in ended.text
+
+
+def test_an_undisturbed_step_costs_no_message_for_those_that_may_be_lost(tmp_path):
+    """A team that survives losses exchanges exactly what a fixed one does, which has no agent and no coordinator."""
+    body = "for _ in make(plan='micro=2').steps(data, epochs=5):\n    pass\n"
+    train_basics(tmp_path, body, 3)
+    fixed = tmp_path / "fixed"
+    script = tmp_path / "train.py"
+    env = {"PACELINE_RUN_DIR": str(fixed), "PYTHONPATH": str(SCRIPTS), "OMP_NUM_THREADS": "1"}
+    assert [code for code, _ in without_an_agent(script, script, script, **env)] == [0, 0, 0]
+    found = []
+    for folder in (tmp_path / "out", fixed):
+        (told,) = [event["kinds"] for event in read_journal(folder) if event["event"] == "collectives"]
+        found.append(({kind: entry[0] for kind, entry in told.items()}, told["gradients"][1]))
+    assert found[0][0]["gradients"] >= 20
+    assert found[0] == found[1]
 
 
 def test_who_is_lost_next_is_back_sooner(tmp_path):
@@ -243,7 +256,6 @@ def test_drawn_losses_are_those_of_their_seed():
 
 def test_a_changed_script_is_not_started_in_the_place_of_a_lost_worker(tmp_path):
     body = (
-        "from basics import *\n"
         "import os\n"
         "t = make()\n"
         "for report in t.steps(data, count=12):\n"
@@ -251,9 +263,7 @@ def test_a_changed_script_is_not_started_in_the_place_of_a_lost_worker(tmp_path)
         "        open('train.py', 'a').write('# changed')\n"
         "        os.kill(os.getpid(), 9)\n"
     )
-    (tmp_path / "train.py").write_text(body)
-    options = ("--workers", "3", "--run-dir", "out", "train.py")
-    done = paceline("run", *options, cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    done = train_basics(tmp_path, body, 3)
     cure = "train.py has changed since the run began: start the same command again to use it"
     assert f"\nworker 1 is not started again: {cure}\n" in done.stderr
     told = paceline("explain", "out", cwd=tmp_path).stdout
@@ -263,7 +273,6 @@ def test_a_changed_script_is_not_started_in_the_place_of_a_lost_worker(tmp_path)
 
 def test_a_worker_that_cannot_come_back_is_given_up(tmp_path):
     body = (
-        "from basics import *\n"
         "import os, time\n"
         "if os.path.exists('lost'):\n"
         "    raise OSError('no such device')\n"
@@ -274,9 +283,7 @@ def test_a_worker_that_cannot_come_back_is_given_up(tmp_path):
         "        open('lost', 'w').close()\n"
         "        os.kill(os.getpid(), 9)\n"
     )
-    (tmp_path / "train.py").write_text(body)
-    options = ("--workers", "3", "--run-dir", "out", "train.py")
-    done = paceline("run", *options, cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    done = train_basics(tmp_path, body, 3)
     said = [line for line in done.stderr.splitlines() if line.startswith("worker 1 ")]
     assert said[0] == "worker 1 was killed by SIGKILL: 2 workers go on"
     assert set(said[1:]) == {"worker 1 ended with exit code 1 before it was back; see out/logs"}
@@ -285,7 +292,6 @@ def test_a_worker_that_cannot_come_back_is_given_up(tmp_path):
 
 def test_a_collective_before_training_keeps_newcomers_out(tmp_path):
     body = (
-        "from basics import *\n"
         "import os, time\n"
         "assert paceline.join().any(True)\n"
         "t = make()\n"
@@ -295,9 +301,7 @@ def test_a_collective_before_training_keeps_newcomers_out(tmp_path):
         "        open('lost', 'w').close()\n"
         "        os.kill(os.getpid(), 9)\n"
     )
-    (tmp_path / "train.py").write_text(body)
-    options = ("--workers", "3", "--run-dir", "out", "train.py")
-    done = paceline("run", *options, cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    done = train_basics(tmp_path, body, 3)
     assert "\nworker 1 was killed by SIGKILL: 2 workers go on\n" in done.stderr
     assert "\nworker 1 raised UsageError before it was back; it is not started again; see out/logs\n" in done.stderr
     log = (tmp_path / "out/logs/worker-1.log").read_text()
@@ -306,7 +310,6 @@ def test_a_collective_before_training_keeps_newcomers_out(tmp_path):
 
 def test_a_collective_in_the_midst_of_a_step_is_a_part_of_it(tmp_path):
     body = (
-        "from basics import *\n"
         "calls = []\n"
         "def loss(o, b):\n"
         "    if o.requires_grad:\n"
@@ -315,5 +318,4 @@ def test_a_collective_in_the_midst_of_a_step_is_a_part_of_it(tmp_path):
         "list(make(loss, plan='micro=12').steps(data, count=5))\n"
         "assert calls == [True] * 5, calls\n"
     )
-    (tmp_path / "train.py").write_text(body)
-    paceline("run", "--workers", "2", "--run-dir", "out", "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    train_basics(tmp_path, body, 2)

@@ -105,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--join", metavar="RUN", help="bring these workers to a run: its folder, or HOST:PORT with --token-file")
     option("--token-file", metavar="FILE", help="the token of the run to join: a copy of the file token in its folder")
     option("--listen", metavar="ADDR[:PORT]", help="where other hosts reach this one (default: none can join)")
+    option("--store", metavar="etcd://HOST:PORT/NAME", help="this etcd decides who keeps the coordinator, at once")
     option("--run-dir", metavar="DIR", help="run folder; the same one again resumes (default: a new one under runs/)")
     option("--plan", metavar="TEXT", help="how the work is spread; wins over the script's")
     option("--shares", metavar="A,B,..", help="weights of unequal workers in dealing rows, as 3,1")

@@ -28,7 +28,7 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.errors import CheckpointError, UsageError, WorkersDifferError
 from paceline.observe.account import process_began
-from paceline.observe.figures import plural
+from paceline.observe.figures import duration, plural, size_of
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
@@ -52,6 +52,8 @@ class Member(Protocol):
     def restore(self, newcomer: bool) -> None: ...
     def reform(self) -> None: ...
     def follow(self) -> None: ...
+    def prepare(self, saved: dict[str, Any]) -> None: ...
+    def hear(self, said: list[Any]) -> None: ...
     @property
     def steps_done(self) -> int: ...
     @property
@@ -142,6 +144,24 @@ class Run:
             self.passing, self.results, self._streams = True, list(tree["results"]), [tree["streams"]]
         for member in self.members:
             member.restore(newcomer)
+
+    def changing(self) -> int:
+        return sum(p.nbytes for model in self.models for p in model.parameters() if p.requires_grad)
+
+    def prepare(self, tree: Any) -> None:
+        for member, saved in zip(self.members, tree["trainers"], strict=False):
+            member.prepare(saved)
+
+    def hear(self, said: list[Any]) -> None:
+        trainer, *what = said
+        if trainer < len(self.members):
+            self.members[trainer].hear(what)
+
+    def gives(self, worker: int, size: int, whole: int, seconds: float | None) -> None:
+        self.journal.write("gives", worker=worker, bytes=size, whole=whole)
+        if seconds is not None and seconds > 1.0:
+            what = f"while worker {worker} takes {size_of(size)} of state over"
+            self.say(f"everybody waits for about {duration(seconds)}, {what}")
 
     def formed(self, generation: Generation, seconds: float) -> None:
         for member in self.members:
@@ -330,6 +350,7 @@ class Run:
             except LeftError:
                 self._left = self.team.left = True
                 raise SystemExit(STOPPED) from None
+        self.team.operations.turn()
 
     # -- results of collectives outside of the loops ------------------------------------------------------------
 

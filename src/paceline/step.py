@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
@@ -305,6 +305,22 @@ def resolve(team: Sequence[Sequence[Status]]) -> Resolution:
         else:
             sources[number] = ahead[len(sources) % len(ahead)]
     return Resolution(step, frozenset(forward), sources)
+
+
+def spread(sources: Mapping[int, int], hosts: Sequence[int]) -> dict[int, int]:
+    """From whom each worker takes the state over, one after another, where `hosts` has each worker's host: from one of
+    its own host, wherever somebody there has it by then; a host that has nobody gets it once.
+    """
+    near: dict[int, list[int]] = {}
+    for worker, host in enumerate(hosts):
+        if worker not in sources:
+            near.setdefault(host, []).append(worker)
+    routes: dict[int, int] = {}
+    for taker, source in sources.items():
+        here = near.setdefault(hosts[taker], [])
+        routes[taker] = here[len(routes) % len(here)] if here else source
+        here.append(taker)
+    return routes
 
 
 def _stand(replica: Sequence[Status]) -> tuple[int, int] | None:

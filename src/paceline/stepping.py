@@ -62,6 +62,17 @@ class Stepper:
         self.waiting_since = time.perf_counter()
         return one
 
+    def hear(self, said: list[Any]) -> None:
+        """A part of a step that the team made before this newcomer was of it: one tensor of sums, or all the rest."""
+        if len(said) == 2:
+            place, flat = said
+            self.top.sums()[place].copy_(flat)
+            return
+        agreed, norm, expected, records = said
+        orders = Orders(step=self.done, expected=expected, micro_batches=0)
+        self.top.follow(Sums(records=records), Agreed(**agreed), orders, norm)
+        self.done += 1
+
     def _name_unused(self, unused: tuple[int, ...]) -> None:
         if unused:
             names = list(self.job.named)
@@ -111,10 +122,12 @@ class OneStep:
             cure=whole.cure,
             reached=of.run.team.operations.reached,
         )
+        if of.run.team.operations.ahead.giving and not of.plan.exact:  # whose sums are not in their last form before
+            self._orders.summed = self._summed
         with of.streams.lent():
             group.enter(self._name, check=False, kind="gradients")
             while True:
-                self._begun = True
+                self._begun, self._ahead = True, 0
                 sums = of.top.gradients(whole.micro_batches, self._orders)
                 computed = time.perf_counter()
                 self.agreed = self._agree(sums, whole, computed - began)
@@ -126,6 +139,11 @@ class OneStep:
         self._per_row = (computed - loaded) / max(1, sum(m.rows for m in whole.micro_batches))
         self.spent = {"data": loaded - began, "compute": computed - loaded}
         self._computed = computed
+
+    def _summed(self, flat: torch.Tensor) -> None:
+        """The next tensor of sums is there, while the backward goes on."""
+        self._of.run.team.operations.ahead.put(self._of.trainer, self._ahead, flat)
+        self._ahead += 1
 
     def settle(self) -> Any:
         """The norm of the mean gradient."""
@@ -143,6 +161,9 @@ class OneStep:
         of, reduced = self._of, time.perf_counter()
         assert self._sums is not None
         self.norm = settled
+        if of.run.team.operations.ahead.giving:
+            self._send_ahead()
+            of.run.team.operations.ahead.copied()
         of.top.update(self._sums, self.agreed, self._orders, self.norm)
         of.done = self.number + 1
         of.expected = self.agreed.count
@@ -150,6 +171,15 @@ class OneStep:
         self.spent |= {"reduce": reduced - self._computed, "update": ended - reduced}
         self._rest(ended)
         return [dataclasses.asdict(self.agreed), self.norm, self.lr, [self.whole.rows, self.whole.epoch]]
+
+    def _send_ahead(self) -> None:
+        """To newcomers, what it takes to apply this step."""
+        assert self._sums is not None
+        put, trainer = self._of.run.team.operations.ahead.put, self._of.trainer
+        for place, flat in enumerate(self._of.top.sums()):
+            if place >= self._ahead:
+                put(trainer, place, flat)
+        put(trainer, dataclasses.asdict(self.agreed), self.norm, self._orders.expected, self._sums.records)
 
     def void(self) -> None:
         if self._begun:

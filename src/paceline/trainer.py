@@ -409,6 +409,15 @@ class Trainer:
         """This worker writes the journal from now on: it goes on after what is there."""
         self._ledger.go_on_after(self._run.journal.last_step(self._number))
 
+    def prepare(self, saved: dict[str, Any]) -> None:
+        """The state as it was some steps ago, which goes ahead to a newcomer."""
+        self._top.load(saved)
+        self._stepper.done = saved["steps"]
+
+    def hear(self, said: list[Any]) -> None:
+        """A part of a step after it."""
+        self._stepper.hear(said)
+
     def restore(self, newcomer: bool) -> None:
         """Takes this trainer's part of the checkpoint that the run resumes from, or of what another worker handed over.
         One that is no newcomer is where it is in its script, with the user's values that belong there.

@@ -158,7 +158,7 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", "number the workers from 0")
     local_rank = _first(env, names[2], default=rank)
     local_size = _tasks_here(env) if launcher == "srun" else 0
-    store, job = _address(env, launcher, rank) if size > 1 else (None, "")
+    store, job = _address(env, launcher, rank) if size > 1 or newcomer else (None, "")
     fd = env.get("PACELINE_STORE_FD")
     events, orders = env.get("PACELINE_EVENTS_FD"), env.get("PACELINE_ORDERS_FD")
     shares = env.get("PACELINE_SHARES")

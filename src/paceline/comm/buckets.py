@@ -141,6 +141,11 @@ class Buckets:
         """All gradients, in as few tensors as there are."""
         return [bucket.flat for bucket in self.buckets]
 
+    def adopt(self) -> None:
+        """What has been written into the sums are the parameters' gradients."""
+        for param, view in zip(self.params, self._views, strict=True):
+            param.grad = view
+
     def _hand_on(self) -> None:
         assert self._ready is not None
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:

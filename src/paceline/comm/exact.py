@@ -123,6 +123,5 @@ class ExactBuckets(Buckets):
             for own, bucket in zip(self._sums, self.buckets, strict=True):
                 levels = bucket.flat.view(-1, len(own))
                 own.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
-            for number, param in enumerate(self.params):
-                param.grad = self._views[number]
+            self.adopt()
         return kept

@@ -84,6 +84,11 @@ class Group:
             group.channel.interrupt(error)
 
     @property
+    def hosts(self) -> list[int]:
+        """The number of each worker's host."""
+        return [self.channel.hosts.place(rank)[0] for rank in range(self.size)] if self.size > 1 else [0]
+
+    @property
     def sent(self) -> int:
         """Bytes that this worker handed to collectives."""
         return int(sum(entry[1] for entry in self.ledger.values()))
@@ -185,14 +190,21 @@ class Group:
     def send_bytes(self, data: torch.Tensor, rank: int) -> None:
         """Flat bytes to one other worker, which calls `receive_bytes`."""
         for part in (torch.tensor([len(data)]), data):
-            self._group.send([part], rank).wait()
+            self.send(part, rank)
 
     def receive_bytes(self, rank: int) -> torch.Tensor:
         length = torch.zeros(1, dtype=torch.int64)
-        self._group.recv([length], rank).wait()
+        self.receive(length, rank)
         data = torch.empty(int(length), dtype=torch.uint8)
-        self._group.recv([data], rank).wait()
+        self.receive(data, rank)
         return data
+
+    def send(self, flat: torch.Tensor, rank: int) -> None:
+        """A flat tensor to one other worker, which calls `receive` with one of the same length and dtype."""
+        self._group.send([flat], rank).wait()
+
+    def receive(self, flat: torch.Tensor, rank: int) -> None:
+        self._group.recv([flat], rank).wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every worker's flat tensor of one dtype, lengths may differ. Part of the entered collective."""

@@ -26,6 +26,7 @@ from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
+from paceline.team.lease import Lease
 from paceline.team.link import AWAY, Link
 
 # Seconds a failure waits for other failures, for the cause of a lost peer, for the end of what says it fails.
@@ -54,10 +55,14 @@ class Agent:
         self._options, self._folder, self._journal, self._progress = options, folder, journal, progress
         self._link, self._standby = link, standby
         self._keeper: Keeper | None = None
+        store, own = link.run.get("store"), standby.getsockname()[:2]
+        self._lease = Lease(store, own) if store else None
+        self._held_back = False  # without the lease: our workers wait
         self._stop: int | None = None  # the signal that asked for a polite stop
         self._at_once = self._over = self._leaving = self._away = False
         self._deadline = math.inf  # of the wait after a failure
         self._lines = 0  # the version of the orders with the last line that was shown
+        self._coming: dict[str, Any] = {}  # who is sent the state, as the workers were told
         self._number = (0, 0)  # epoch and number of the generation that the workers were told
         self._failing: list[Any] = []  # whose failure ends the run, as the coordinator said
         logs = folder / "logs"
@@ -70,7 +75,7 @@ class Agent:
         self._declined: dict[int, dict[str, Any]] = {}  # what is reported of workers that were not started again
         self._report: dict[str, Any] = {}
         self._epoch = link.epoch
-        self._own: tuple[str, int] = standby.getsockname()[:2]
+        self._own: tuple[str, int] = own
         self._ending = Ending(options, folder, journal, self._output, self.say)
 
     def run(self, wakeup: socket.socket) -> int:
@@ -79,7 +84,9 @@ class Agent:
         self._workers.selector.register(self._link, selectors.EVENT_READ, self._ordered)
         try:
             if self._ending.first:
-                self._keep(1, None)
+                self._keep(1 if self._lease is None else self._lease.begin(), None)
+            if self._lease is not None:
+                self._lease.start()
             self._start()
             self._tell()
             self._link.start()
@@ -200,12 +207,17 @@ class Agent:
                 self.say(line, always)
         for number, wanted in orders["workers"].items():
             self._want(int(number), wanted["life"], wanted["out"])
-        generation = orders["generation"]
+        generation, told = orders["generation"], []
         if generation is not None and (orders["epoch"], generation["number"]) > self._number:
             self._number = orders["epoch"], generation["number"]
-            for worker in self._workers.all:
-                if worker.alive:
-                    worker.tell(generation)
+            told.append(generation)
+        if orders["coming"] != self._coming or (orders["coming"] and told):
+            self._coming = orders["coming"]
+            told.append({"coming": self._coming})
+        for worker in self._workers.all if told else []:
+            if worker.alive:
+                for order in told:
+                    worker.tell(order)
         for failing in orders["failing"]:
             if failing not in self._failing:
                 self._failing.append(failing)
@@ -263,30 +275,58 @@ class Agent:
         asked = self._folder / TAKE_OVER
         if asked.exists():
             asked.unlink()
-            if away and self._keeper is None:
+            if away and self._keeper is None and self._lease is None:
                 self._keep(self._link.epoch + 1, self._link.home)
                 self.say("this host takes over the coordinator")
+        if self._lease is not None:
+            self._look_at_the_lease(self._lease, away)
 
-    def _keep(self, epoch: int, before: tuple[str, int] | None) -> None:
-        """Starts a coordinator of our own."""
+    def _look_at_the_lease(self, lease: Lease, away: bool) -> None:
+        """Where an etcd decides: keeps the coordinator if the lease is ours, and only then."""
+        if self._keeper is not None and not lease.held:
+            self._hold_back(True)
+            self.say("etcd does not answer, or has given the run to another host: this host's workers wait")
+            self._keeper.close()
+            self._keeper = None
+        lease.wanted = self._keeper is None and (away or self._held_back)
+        if self._keeper is not None or not lease.wanted:
+            return
+        if lease.held and lease.epoch is not None:
+            self._keep(lease.epoch, None if self._held_back else self._link.home, again=True)
+            self.say("etcd answers again" if self._held_back else "this host takes over the coordinator, says etcd")
+            self._hold_back(False)
+        elif lease.holder is not None and lease.holder not in (self._link.address, self._own):
+            self._move(lease.holder)
+
+    def _hold_back(self, on: bool) -> None:
+        """Whether our workers are to wait between two steps."""
+        self._held_back = on
+        for worker in self._workers.all:
+            if worker.alive:
+                worker.tell({"wait": on})
+
+    def _keep(self, epoch: int, before: tuple[str, int] | None, again: bool = False) -> None:
+        """Starts a coordinator of our own: instead of the one `before`, or `again`."""
         run = {**self._link.run, "script": self._options.script}
         newest = self._link.newest.get("generation") or {"number": 0, "members": list(range(run["workers"]))}
         generation = [newest["number"], newest["members"]]
-        given = {"run": run, "generation": generation, "epoch": epoch, "before": before}
+        again |= before is not None
+        given = {"run": run, "generation": generation, "epoch": epoch, "before": before, "again": again}
         self._standby.listen(256)
         self._keeper = Keeper(self._standby, self._folder, given, self._workers.selector, self.say)
-        if before is not None:
+        if again:
             self._link.move(self._own)
 
     def _move(self, address: tuple[str, int]) -> None:
         """Another host has taken over: our workers come to it as new ones."""
-        if self._keeper is None:
-            self._link.move(address)
-        elif address != self._own:
+        if address == self._own:
+            return
+        if self._keeper is not None or self._held_back:
             host, port = address
             self.say(f"the host at {host}:{port} has taken over: this host's workers come to it as new ones")
-            self._ending.first = False
-            self._link.move(address)
+            self._ending.first = self._held_back = False
+        self._link.move(address)
+        if self._keeper is not None:
             self._keeper.close()
             self._keeper = None
 
@@ -306,6 +346,8 @@ class Agent:
         self._link.close({**self._report, "bye": True})
         if self._keeper is not None:
             self._keeper.close()
+        if self._lease is not None:
+            self._lease.close()
         self._standby.close()
         self._workers.close()
         if self._ending.failures(self._workers.all, self._stop):

@@ -49,8 +49,8 @@ def _epoch(folder: Path) -> int:
 
 class Keeper:
     """Starts a coordinator of an `epoch` on a listening socket. `given` is what it is told: of the `run`, the last
-    `generation` that is known here, and the address of the coordinator `before`, if one is taken over from. `say`
-    prints a line.
+    `generation` that is known here, the address of the coordinator `before`, if one is taken over from, and whether
+    there was one (`again`). `say` prints a line.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Keeper:
         said.write_text(json.dumps({"host": host, "port": port, "epoch": self._given["epoch"]}))
         said.chmod(0o600)
         said.replace(folder / ADDRESS)
-        self._start(again=given["before"] is not None)
+        self._start(again=given["again"])
 
     def _start(self, again: bool) -> None:
         command = [sys.executable, "-m", "paceline.team.server", str(self._listener.fileno())]

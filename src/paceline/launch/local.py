@@ -24,6 +24,7 @@ from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
 from paceline.plan import Plan
+from paceline.team.lease import parse_store
 from paceline.team.link import Link
 from paceline.team.token import keep_token, make_token
 from paceline.world import parse_save_every, parse_shares
@@ -54,7 +55,9 @@ def _begin(options: LaunchOptions, compared: Summary | None) -> int:
         numbers = list(range(options.workers))
         link = Link(listener.getsockname(), make_token(folder), introduction(options, folder, numbers, listener))
         given = {name: getattr(options, name) for name in GIVEN}
-        link.run = {name: getattr(options, name) for name in ("script", "workers", "max_restarts", "min_workers")}
+        link.run = {
+            name: getattr(options, name) for name in ("script", "workers", "max_restarts", "min_workers", "store")
+        }
         link.run |= {"same": likeness(options), "given": given}
         with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
             agent = Agent(options, folder, journal, progress, link, numbers, listener)
@@ -132,6 +135,8 @@ def _check(options: LaunchOptions) -> None:
         Plan.parse(options.plan).validate(options.workers)
     if options.shares is not None:
         parse_shares(options.shares, options.workers)
+    if options.store is not None:
+        parse_store(options.store)
     if options.save_every is not None:
         parse_save_every(options.save_every)
 

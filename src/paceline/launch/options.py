@@ -15,7 +15,8 @@ class LaunchOptions:
     only where it did not finish. `environment`: further variables for the workers. `max_restarts`: how often workers
     that were lost to one cause are started again; 0: any loss ends the run. With fewer than `min_workers` it pauses.
     `join`: the run folder or HOST:PORT of a run that these workers are to join, `token_file` its token; `listen`: the
-    address at which other hosts reach this one. `address` and `size` (workers that the run began with) are found out.
+    address at which other hosts reach this one; `store`: the etcd that decides who keeps the coordinator. `address` and
+    `size` (workers that the run began with) are found out.
     """
 
     script: str
@@ -35,5 +36,6 @@ class LaunchOptions:
     join: str | None = None
     token_file: str | None = None
     listen: str | None = None
+    store: str | None = None
     address: str = "127.0.0.1"
     size: int = 0

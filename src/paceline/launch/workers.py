@@ -88,6 +88,8 @@ class Worker:
             "newcomer": self.newcomer,
             "ready": "ready" in events,
             "waiting": "waiting" in events,
+            "at": events.get("waiting", {}).get("at"),
+            "current": "current" in events,
             "formed": events.get("formed", {}).get("number", -1),
             "alone": events.get("alone", {}).get("number", -1),
             "leaves": "leaves" in events,

@@ -70,7 +70,7 @@ class Orders:
     `merge` is how many micro-batches a piece may hold, `test` asks for an observation of whether they may be merged
     at all, `probe` to look at the loss also where they may not, `collect` for BatchNorm's statistics per micro-batch,
     `reverse` for the opposite order of summation. `cure` helps against micro-batches of a single row. `reached` is told
-    of moments in it.
+    of moments in it, `summed`, if it is there, of each tensor of sums as soon as it is whole.
     """
 
     step: int
@@ -83,6 +83,7 @@ class Orders:
     reverse: bool = False
     cure: str = ""
     reached: Callable[[str], None] = lambda moment: None
+    summed: Callable[[torch.Tensor], None] | None = None
 
 
 @dataclass
@@ -142,6 +143,14 @@ class Strategy:
     def update(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
         """Changes the weights; `norm` is that of the mean gradient, for clipping."""
         self.inner.update(sums, agreed, orders, norm)
+
+    def sums(self) -> list[torch.Tensor]:
+        """The gradients of the step under way, in as few tensors as there are."""
+        return self.inner.sums()
+
+    def follow(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
+        """A step of others: updates with what was written into `sums()`."""
+        self.inner.follow(sums, agreed, orders, norm)
 
     def abort(self, again: bool = False) -> None:
         """Voids a step before its update: nothing of it may remain, unless the same workers begin it `again`."""
@@ -375,14 +384,13 @@ class Single(Strategy):
 
     # -- update -------------------------------------------------------------------------------------------------
 
-    def _gradients(self) -> list[torch.Tensor]:
-        """All gradients, in as few tensors as there are."""
+    def sums(self) -> list[torch.Tensor]:
         if self.buckets is not None:
             return self.buckets.sums
         return [param.grad for param in self.params if param.grad is not None]
 
     def norm(self, agreed: Agreed, orders: Orders) -> float:
-        grads = self._gradients()
+        grads = self.sums()
         return float(nn.utils.get_total_norm(grads)) * orders.expected / agreed.count if grads else 0.0
 
     def update(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
@@ -392,7 +400,7 @@ class Single(Strategy):
         factor = orders.expected / agreed.count
         if self.job.clip_norm is not None:
             factor *= min(1.0, self.job.clip_norm / (norm + 1e-6))
-        grads = self._gradients()
+        grads = self.sums()
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         for number in agreed.unused:
@@ -406,6 +414,11 @@ class Single(Strategy):
                 scheduler.step(agreed.loss / agreed.count)
             else:
                 scheduler.step()
+
+    def follow(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
+        if self.buckets is not None:
+            self.buckets.adopt()
+        self.update(sums, agreed, orders, norm)
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ class Data(Strategy):
         self.job = job
         self.works: list[dist.Work | None] = []
         self.summed: list[torch.Tensor] = []
+        self.orders: Orders | None = None
+        self.told = 0
 
     def form(self) -> None:
         self.inner.form()
@@ -42,18 +44,30 @@ class Data(Strategy):
                 tensor.copy_(part.view_as(tensor))
 
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
-        self.works, self.summed = [], []
+        self.works, self.summed, self.orders, self.told = [], [], orders, 0
         return self.inner.gradients(micro_batches, orders, self.reduce)
 
     def reduce(self, bucket: Bucket) -> None:
         self.summed.append(bucket.flat)
         self.works.append(self.group.start_sum(bucket.flat))
+        self._tell()
+
+    def _tell(self) -> None:
+        """Whoever wants to know of them is told of the sums that have arrived, in order."""
+        assert self.orders is not None
+        while self.orders.summed is not None and self.told < len(self.summed):
+            work = self.works[self.told]
+            if work is not None and not work.is_completed():
+                return
+            self.told += 1
+            self.orders.summed(self.summed[self.told - 1])
 
     def agree(self, vector: torch.Tensor, sums: Sums) -> torch.Tensor:
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records.reshape(-1)])
         self.works.append(self.group.start_sum(small))
         for work in self.works:
             self.group.finish(work)
+            self._tell()
         self.works = []
         if sums.records is not None:
             vector, records = small[: len(vector)], small[len(vector) :]

@@ -29,9 +29,11 @@ STOPPED = 75  # EX_TEMPFAIL: exit code of who left, or stopped politely; the sam
 @dataclass(frozen=True)
 class Said:
     """What an agent says of a worker. `life` counts the processes that were started for it; all else is of the present
-    one. `formed` is the last generation that it entered, `alone` the one in which it misses others; `failed` what it
-    said of its exception, `final` one that another worker would raise as well; it has been `stopped` for `since`
-    seconds; `status` is its exit code and `why` how it ended, in words; `declined`: it cannot be started again.
+    one. It is `waiting` to be admitted; `at` is where it takes the state beforehand (host, port, secret), `current`
+    says that it has, or that nobody sends it. `formed` is the last generation that it entered, `alone` the one in which
+    it misses others; `failed` what it said of its exception, `final` one that another worker would raise as well; it
+    has been `stopped` for `since` seconds; `status` is its exit code and `why` how it ended, in words; `declined`: it
+    cannot be started again.
     """
 
     life: int = 0
@@ -39,6 +41,8 @@ class Said:
     newcomer: bool = False
     ready: bool = False
     waiting: bool = False
+    at: tuple[str, int, str] | None = None
+    current: bool = False
     formed: int = -1
     alone: int = -1
     leaves: bool = False
@@ -88,6 +92,7 @@ class Coordinator:
     ended: bool = False
     lines: list[tuple[int, str, bool]] = field(default_factory=list)
     order: Announcement | None = None
+    coming: dict[int, tuple[str, int, str]] = field(default_factory=dict)  # newcomers that are sent the state
     step: int = 0  # of the training
     recovering: float = math.inf  # after a restart: until when agents have to come back
 
@@ -147,6 +152,7 @@ class Coordinator:
             self._ended(number, seat, before, now)
         self._stopped([number for number, seat, before in changed if seat.said.stopped and not before.stopped])
         if changed:
+            self._let_in()
             self._announce(self.roster.plan())
             self.version += self.over
 
@@ -242,6 +248,7 @@ class Coordinator:
             "standbys": list(self.standbys.values()),
             "moved": self.moved,
             "stop": self.stop,
+            "coming": self.coming,
             "lines": self.lines,
         }
 
@@ -292,8 +299,6 @@ class Coordinator:
         said, roster = seat.said, self.roster
         if said.ready and not before.ready and not seat.newcomer:
             roster.ready(number)
-        if said.waiting and not before.waiting:
-            roster.waits(number)
         if said.formed > before.formed:
             new = number not in roster.established
             roster.formed(number, said.formed)
@@ -360,6 +365,22 @@ class Coordinator:
 
     # ---- who is of the team
 
+    def _let_in(self) -> None:
+        """Newcomers wait for the next generation; of a host where nobody has the state, the first takes it before."""
+        roster, coming = self.roster, dict[int, tuple[str, int, str]]()
+        new = {n: seat for n, seat in self.seats.items() if seat.newcomer and seat.alive and seat.said.waiting}
+        have = {self.seats[number].agent for number in roster.established if number in self.seats}
+        have |= {seat.agent for seat in new.values() if seat.said.current or seat.said.at is None}
+        for number, seat in sorted(new.items()):
+            if number in roster.waiting:
+                have.add(seat.agent)
+            elif seat.agent in have or self._paused:
+                roster.waits(number)
+            elif seat.said.at is not None and seat.agent not in {self.seats[other].agent for other in coming}:
+                coming[number] = seat.said.at
+        self.version += coming != self.coming
+        self.coming = coming
+
     def _let_go(self) -> None:
         self._asked = math.inf
         if any(seat.said.ended for seat in self.seats.values()):
@@ -425,6 +446,7 @@ class Coordinator:
             before = "before it was back" if len(lost) == 1 else "before they were back"
             self._say(f"{ranks(lost)} {why} {before}{then}; see {self.logs[self.seats[lost[0]].agent]}")
         self._announce(order, detection)
+        self._let_in()
         self.version += 1
 
     def _how_on(self, members: Collection[int]) -> str:
@@ -470,8 +492,6 @@ class Coordinator:
                 roster.established.add(number)
             if said.formed == roster.number or (roster.number == 0 and said.ready and not said.newcomer):
                 roster.entered.add(number)
-            if seat.newcomer and said.waiting:
-                roster.waits(number)
             if said.leaves:
                 roster.leaves(number)
             if said.ended:
@@ -495,6 +515,7 @@ class Coordinator:
             self._asked = now
         if self.order is None and roster.established and roster.entered != set(roster.members):
             self._announce(roster.renew())  # the last one was journaled, and did not come to everybody
+        self._let_in()
         self._announce(roster.plan())
         self.version += 1
 

@@ -7,9 +7,7 @@ holds, to take the state of another over, or to do the operation again.
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 import sys
 import threading
 import time
@@ -24,11 +22,14 @@ from paceline.checkpoint.tree import flatten, unflatten
 from paceline.comm.group import Group
 from paceline.errors import PeerLostError, UsageError
 from paceline.observe.account import Account
-from paceline.step import Moment, StateLostError, Status, Transaction, resolve
+from paceline.step import Moment, StateLostError, Status, Transaction, resolve, spread
+from paceline.team.ahead import Ahead, Learner, Taker, digests, pack, raw, unpack
 from paceline.team.chaos import Chaos, parse_faults
-from paceline.team.orders import Generation, Orders
+from paceline.team.orders import Coming, Generation, Orders
 from paceline.world import World
 
+LARGE = 1 << 16  # bytes of a tensor that is handed over by itself
+PAUSE = 0.05  # seconds between two looks
 REFUSED = 76  # exit code of a worker that slept through a change of the team: it may come back as new
 
 
@@ -65,7 +66,7 @@ class Operation(Protocol):
         """The result here, where another worker's state was taken over with it."""
 
 
-class Holder(Protocol):
+class Holder(Learner, Protocol):
     """Who has the state of the training."""
 
     @property
@@ -77,6 +78,12 @@ class Holder(Protocol):
 
     def take_over(self, tree: Any, newcomer: bool) -> None:
         """What another worker handed over; one that is no newcomer has its own place in the script."""
+
+    def changing(self) -> int:
+        """Bytes of the sums of a step."""
+
+    def gives(self, worker: int, size: int, whole: int, seconds: float | None) -> None:
+        """A worker is about to be given so many bytes of the whole state; how long that takes, where it is known."""
 
     def formed(self, generation: Generation, seconds: float) -> None:
         """A generation has formed, in so many seconds: memory and shares are to be dealt again. Collective."""
@@ -129,7 +136,9 @@ class Operations:
         faults = parse_faults(world.chaos)
         self._chaos = Chaos(faults, world.rank, Path(world.run_dir or ".")) if faults else None
         self._entering = threading.Lock()
-        self._orders = Orders(world.orders_fd, self._heard)
+        self.ahead = Ahead(self.worker)
+        self._followed = False  # much of the state came ahead
+        self._orders = Orders(world.orders_fd, self._heard, self._comes)
 
     @property
     def elastic(self) -> bool:
@@ -150,6 +159,19 @@ class Operations:
         with self._entering:
             if order.number > self.number:  # else it is under way, or done
                 self._group.interrupt(ReformedError(f"generation {order.number} forms", "wait"))
+
+    def _comes(self, coming: Coming) -> None:
+        if self._group.rank == 0 and not self.waiting:
+            self.ahead.meet(coming)
+
+    def turn(self) -> None:
+        """Between two steps: the state goes ahead to newcomers on other hosts; and where we are to wait, we do."""
+        self._comes(self._orders.coming)
+        if self.holder is not None:
+            self.ahead.turn(self.holder.hand_over, self.holder.changing)
+        with self.account.of("paused"):
+            while self._orders.wait_here and not self._orders.newer(self.number):
+                time.sleep(PAUSE)
 
     # -- one operation ------------------------------------------------------------------------------------------
 
@@ -215,9 +237,18 @@ class Operations:
 
     def admit(self) -> None:
         """A newcomer's first need of the team: waits until it belongs to it, and has its state."""
-        self.world.tell("waiting")
+        assert self.holder is not None
+        assert self.world.store is not None
+        taker = Taker(self.world.store[0])
+        self.world.tell("waiting", at=taker.at)
+        self._followed = taker.follow(self.holder, self._first, partial(self.world.tell, "current"))
         self._form(None, None)
         self.waiting = False
+
+    def _first(self) -> int | None:
+        """The first worker of the generation that this one is to enter, once there is one."""
+        order = self._orders.newest
+        return order.members[0] if order is not None and self.worker in order.members else None
 
     def _form(self, error: PeerLostError | None, operation: Operation | None) -> bool:
         """Enters the newest generation. Whether the operation under way has ended meanwhile."""
@@ -240,6 +271,7 @@ class Operations:
             if self.worker not in order.members:
                 self._refused(order)
                 continue
+            self.ahead.enter(order.members)
             try:
                 self._group.form(order.world(self.world, self.worker), lambda: self._orders.newer(self.number, True))
                 self._resolve(operation if self._tx.done == done else None)
@@ -276,7 +308,7 @@ class Operations:
         me = group.rank
         if found.forward or found.sources:
             first = next(place for place, row in enumerate(said) if row[0] == found.step)
-            last = _unpack(group.broadcast_bytes(_pack(self._last) if me == first else None, first))
+            last = unpack(group.broadcast_bytes(pack(self._last) if me == first else None, first))
             if (me, 0) in found.forward:
                 assert operation is not None
                 self._end(operation, last[0])
@@ -292,38 +324,42 @@ class Operations:
         assert holder is not None
         if group.rank in sources or group.rank in sources.values():
             self.reached("hand-over")
-        for taker, source in sources.items():
+        tree: Any = None
+        for taker, source in spread(sources, group.hosts).items():
             if group.rank == source:
-                group.send_bytes(_pack([tx.done, tx.applied_in, holder.hand_over()]), taker)
+                tree = tree or [tx.done, tx.applied_in, holder.hand_over()]
+                self._give(tree, taker)
             elif group.rank == taker:
                 newcomer = self.waiting
                 tx.empty()
-                done, applied_in, tree = _unpack(group.receive_bytes(source))
-                holder.take_over(tree, newcomer)
+                self.ahead.drop()
+                tree = self._take(holder, source)
+                done, applied_in, state = tree
+                holder.take_over(state, newcomer)
                 tx.taken(done, applied_in)
-                self._last, self._took = last, True
+                self._last, self._took, self._followed = last, True, False
 
+    def _give(self, tree: Any, taker: int) -> None:
+        """What differs from what it has: small tensors together, each large one by itself, without a copy."""
+        tensors, skeleton = flatten(tree, "")
+        has = unpack(self._group.receive_bytes(taker))
+        same = digests(tensors, has)
+        changed = {name: t for name, t in tensors.items() if name not in same or same[name] != has[name]}
+        large = {name: t for name, t in changed.items() if t.nbytes >= LARGE}
+        shapes = {name: [t.dtype, list(t.shape)] for name, t in large.items()}
+        number, giver = self._group.names[taker], self.ahead.givers.get(self._group.names[taker])
+        size, whole = (sum(tensor.nbytes for tensor in some.values()) for some in (changed, tensors))
+        if self.holder is not None:
+            self.holder.gives(number, size, whole, size / giver.speed if giver and giver.speed else None)
+        self._group.send_bytes(pack([skeleton, {n: t for n, t in changed.items() if n not in large}, shapes]), taker)
+        for tensor in large.values():
+            self._group.send(raw(tensor), taker)
 
-def _pack(tree: Any) -> torch.Tensor:
-    """A tree of plain values and tensors as flat bytes: the skeleton as JSON, then the tensors, none of it pickled."""
-    tensors, skeleton = flatten(tree, "")
-    shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-    head = json.dumps([skeleton, shapes]).encode()
-    head += b" " * (-len(head) % 8)
-    parts = [torch.frombuffer(bytearray(struct.pack("<q", len(head)) + head), dtype=torch.uint8)]
-    for tensor in tensors.values():
-        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        parts += [flat, torch.zeros(-len(flat) % 8, dtype=torch.uint8)]
-    return torch.cat(parts)
-
-
-def _unpack(data: torch.Tensor) -> Any:
-    (length,) = struct.unpack("<q", bytes(data[:8].tolist()))
-    skeleton, shapes = json.loads(bytes(data[8 : 8 + length].tolist()))
-    tensors, at = {}, 8 + length
-    for name, (dtype, shape) in shapes.items():
-        kind: torch.dtype = getattr(torch, dtype)
-        size = torch.Size(shape).numel() * kind.itemsize
-        tensors[name] = data[at : at + size].view(kind).view(shape).clone()
-        at += size + (-size % 8)
-    return unflatten(skeleton, tensors)
+    def _take(self, holder: Holder, source: int) -> Any:
+        tensors: dict[str, torch.Tensor] = flatten([0, 0, holder.hand_over()], "")[0] if self._followed else {}
+        self._group.send_bytes(pack(digests(tensors, tensors)), source)
+        skeleton, small, shapes = unpack(self._group.receive_bytes(source))
+        for name, (dtype, shape) in shapes.items():
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            self._group.receive(raw(tensors[name]), source)
+        return unflatten(skeleton, {**tensors, **small})

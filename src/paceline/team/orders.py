@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from paceline.world import World
 
+At = tuple[str, int, str]  # where a newcomer takes the state: host, port, and the secret that it wants to hear first
+Coming = dict[int, At]
 EXPECTED = 1.0  # seconds to the order after a peer was lost; then it is said that none came
 
 
@@ -35,14 +37,15 @@ class Generation:
 
 
 class Orders:
-    """The newest order, heard by a thread. `heard` is called there with each generation that is to be entered at once.
-
-    Without an agent there are none.
+    """The newest order, heard by a thread. `heard` is called there with each generation that is to be entered at once,
+    `comes` when newcomers are `coming` (by number, and where each takes the state). Without an agent there are none.
     """
 
-    def __init__(self, fd: int | None, heard: Callable[[Generation], None]) -> None:
+    def __init__(self, fd: int | None, heard: Callable[[Generation], None], comes: Callable[[Coming], None]) -> None:
         self.newest: Generation | None = None
-        self._heard = heard
+        self.coming: Coming = {}
+        self.wait_here = False  # whether to make no further step for the time being
+        self._heard, self._comes = heard, comes
         self._news = threading.Condition()
         if fd is not None:
             os.set_inheritable(fd, False)
@@ -54,6 +57,13 @@ class Orders:
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
                 said = json.loads(line)
+                if "coming" in said:
+                    self.coming = {int(number): tuple(at) for number, at in said["coming"].items()}
+                    self._comes(self.coming)
+                    continue
+                if "wait" in said:
+                    self.wait_here = bool(said["wait"])
+                    continue
                 said |= {"members": tuple(said["members"]), "store": tuple(said["store"])}
                 order = Generation(**said)
                 with self._news:

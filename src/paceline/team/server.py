@@ -263,7 +263,8 @@ def read_said(given: Mapping[str, Any]) -> Said:
     said = Said(**given)
     host, port = said.store
     failed = None if said.failed is None else (str(said.failed[0]), int(said.failed[1]), str(said.failed[2]))
-    return Said(**{**given, "store": (str(host), int(port)), "failed": failed})
+    at = None if said.at is None else (str(said.at[0]), int(said.at[1]), str(said.at[2]))
+    return Said(**{**given, "store": (str(host), int(port)), "failed": failed, "at": at})
 
 
 class Handler(RequestHandler):

@@ -1,0 +1,344 @@
+"""Handing the state over beside training: a copy goes ahead to a newcomer on another host, and after it the sums of
+each step that the team makes meanwhile, which the newcomer applies as everybody does.
+
+So only what differs then is left to be handed over when it is admitted, and nobody waits for a transfer. It is as in
+the live migration of virtual machines (Clark et al., NSDI 2005), but that a step's sums are a third of what it changes.
+Nothing relies on it: what did not come, or came out differently, is found by its digest and handed over then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from paceline.checkpoint.tree import flatten, unflatten
+from paceline.team.orders import At
+
+MEET, LOOK = 10.0, 0.1  # seconds for a connection to come, between two looks at the orders
+SLICE = 1 << 20
+SEEN = 0.5  # seconds of sending after which it is known how fast that is
+SPARE = 0.85  # part of the connection's speed that a step's sums may take
+
+
+def pack(tree: Any) -> torch.Tensor:
+    """A tree of plain values and tensors as flat bytes: the skeleton as JSON, then the tensors, none of it pickled."""
+    return _packed(*flatten(tree, ""))
+
+
+def _packed(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> torch.Tensor:
+    shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    head = json.dumps([skeleton, shapes]).encode()
+    head += b" " * (-len(head) % 8)
+    parts = [torch.frombuffer(bytearray(struct.pack("<q", len(head)) + head), dtype=torch.uint8)]
+    for tensor in tensors.values():
+        flat = raw(tensor)
+        parts += [flat, torch.zeros(-len(flat) % 8, dtype=torch.uint8)]
+    return torch.cat(parts)
+
+
+def unpack(data: torch.Tensor) -> Any:
+    (length,) = struct.unpack("<q", bytes(data[:8].tolist()))
+    skeleton, shapes = json.loads(bytes(data[8 : 8 + length].tolist()))
+    tensors, at = {}, 8 + length
+    for name, (dtype, shape) in shapes.items():
+        kind: torch.dtype = getattr(torch, dtype)
+        size = torch.Size(shape).numel() * kind.itemsize
+        tensors[name] = data[at : at + size].view(kind).view(shape).clone()
+        at += size + (-size % 8)
+    return unflatten(skeleton, tensors)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, flat, on the CPU."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def digests(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of those of `tensors` that have one of the `names`."""
+    found = [name for name in names if name in tensors]
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(found, pool.map(lambda name: _digest(tensors[name]), found), strict=True))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    found.update(_memory(raw(tensor)))
+    return found.hexdigest()
+
+
+def _memory(flat: torch.Tensor) -> memoryview:
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+class Giver:
+    """What one newcomer is sent, by a thread; what is given to it is copied. `speed`: bytes a second, once known."""
+
+    def __init__(self, worker: int, at: At) -> None:
+        self.at, self.begun, self.closed = at, False, False
+        self.speed: float | None = None
+        self._hello = at[2].encode() + struct.pack("<q", worker)
+        self._state: tuple[dict[str, torch.Tensor], Any] | None = None  # which is still to be copied
+        self._frames: deque[torch.Tensor] = deque()
+        self._news = threading.Condition()
+        self._behind, self._most = 0, 0  # bytes that wait, and that may
+        self._enough = 0.0  # bytes a second, or it never catches up
+        self._ending = False
+        self._sent, self._spent = 0, 0.0  # bytes, and seconds of sending
+        threading.Thread(target=self._run, name="paceline-ahead", daemon=True).start()
+
+    def begin(self, tree: Any, changing: float) -> None:
+        """The state, of which so many bytes a second change. It must not, until it is `copied`."""
+        tensors, skeleton = flatten(["state", tree], "")
+        self._enough, self._most = changing / SPARE, 2 * sum(tensor.nbytes for tensor in tensors.values()) + SLICE
+        with self._news:
+            self._state, self.begun = (tensors, skeleton), True
+            self._news.notify()
+
+    def copied(self) -> None:
+        """Waits until the state has been copied, which takes no time but that of another core."""
+        with self._news:
+            while self._state is not None and not self.closed:
+                self._news.wait(LOOK)
+
+    def put(self, *said: Any) -> None:
+        if self.begun and not self._ending and not self.closed:
+            self._put(pack(list(said)))
+
+    def _put(self, frame: torch.Tensor) -> None:
+        with self._news:
+            self._behind += len(frame)
+            self._frames.append(frame)
+            self._news.notify()
+        if self._behind > self._most:
+            self.close()
+
+    def end(self) -> None:
+        """Nothing follows: the newcomer is of the team."""
+        self._ending = True
+
+    def close(self) -> None:
+        self.closed = True
+        self._frames.clear()
+        self._state = None
+
+    def _run(self) -> None:
+        with suppress(OSError), socket.create_connection(self.at[:2], MEET) as link:
+            link.sendall(self._hello)
+            link.settimeout(LOOK)
+            current = True
+            while not self.closed and (self._frames or not self._ending):
+                frame = self._next()
+                if frame is not None or not current:
+                    current = frame is None  # all that there is has gone
+                    self._send(link, pack(["current"]) if frame is None else frame)
+        self.close()
+
+    def _next(self) -> torch.Tensor | None:
+        """What is to be sent next, if there is anything soon."""
+        with self._news:
+            if self._state is None and not self._frames:
+                self._news.wait(LOOK)
+            if self._state is None:
+                frame = self._frames.popleft() if self._frames else None
+                self._behind -= 0 if frame is None else len(frame)
+                return frame
+        frame = _packed(*self._state)
+        with self._news:
+            self._state = None
+            self._news.notify()
+        return frame
+
+    def _send(self, link: socket.socket, frame: torch.Tensor) -> None:
+        left, began = [memoryview(struct.pack("<q", len(frame))), _memory(frame)], time.monotonic()
+        while left and not self.closed:
+            with suppress(TimeoutError):
+                sent = link.send(left[0][:SLICE])
+                self._sent, left[0] = self._sent + sent, left[0][sent:]
+            if not len(left[0]):
+                del left[0]
+            spent = self._spent + time.monotonic() - began
+            if spent > SEEN:
+                self.speed = self._sent / spent
+                if self.speed < self._enough:
+                    self.close()
+        self._spent += time.monotonic() - began
+
+
+class Ahead:
+    """The newcomers that this worker sends to, as the first of the team."""
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.givers: dict[int, Giver] = {}
+        self._meeting = threading.Lock()
+        self._turned: float | None = None
+
+    def meet(self, coming: Mapping[int, At]) -> None:
+        """Connects with those that are new. From any thread."""
+        with self._meeting:
+            for number, at in coming.items():
+                before = self.givers.get(number)
+                if before is None or before.at != at:
+                    self.givers[number] = Giver(self.worker, at)
+                    if before is not None:
+                        before.close()
+
+    def turn(self, state: Callable[[], Any], changing: Callable[[], int]) -> None:
+        """Between two steps, each of which has sums of `changing()` bytes: sends the state to who has none yet."""
+        now, before = time.monotonic(), self._turned
+        self._turned = now
+        for giver in [*self.givers.values()]:
+            if before is not None and not giver.begun and not giver.closed:
+                giver.begin(state(), changing() / (now - before))
+
+    @property
+    def giving(self) -> bool:
+        return any(giver.begun and not giver.closed for giver in self.givers.values())
+
+    def copied(self) -> None:
+        """Waits until the state may change."""
+        for giver in self.givers.values():
+            giver.copied()
+
+    def put(self, *said: Any) -> None:
+        """What all of them are to hear."""
+        for giver in self.givers.values():
+            giver.put(*said)
+
+    def enter(self, members: Iterable[int]) -> None:
+        """These are of the team now."""
+        for number in members:
+            if number in self.givers:
+                self.givers[number].end()
+
+    def drop(self) -> None:
+        """What this worker had, and sent, is not the team's state."""
+        for giver in self.givers.values():
+            giver.close()
+
+
+class Learner(Protocol):
+    """Who takes what comes ahead."""
+
+    def prepare(self, tree: Any) -> None:
+        """The state as it was, a tree as it is handed over."""
+
+    def hear(self, said: list[Any]) -> None:
+        """A part of a step that the others made after it."""
+
+
+class Taker:
+    """The newcomer's end. `at` is where it listens, and what has to be said there first."""
+
+    def __init__(self, host: str) -> None:
+        self._listener = socket.create_server((host, 0))
+        self._link: socket.socket | None = None
+        self._giver: int | None = None
+        self.at: At = (host, self._listener.getsockname()[1], secrets.token_hex(16))
+
+    def follow(self, learner: Learner, admitted: Callable[[], int | None], current: Callable[[], None]) -> bool:
+        """Takes what comes, until the one who sends ends it; whether there was a state.
+
+        `admitted` is the first worker of the generation that this one is to enter, once there is one. `current` is
+        called when it is of no use to wait for more.
+        """
+        heard, prepared = SimpleQueue[torch.Tensor | None](), False
+        threading.Thread(target=self._listen, args=(heard.put, admitted), name="paceline-ahead", daemon=True).start()
+        while (frame := heard.get()) is not None:
+            said = unpack(frame)
+            if said[0] == "state":
+                learner.prepare(said[1])
+                prepared = True
+            elif said[0] == "current":
+                current()
+            else:
+                learner.hear(said)
+        current()
+        return prepared
+
+    def _listen(self, heard: Callable[[torch.Tensor | None], None], admitted: Callable[[], int | None]) -> None:
+        """Takes what comes also while what came before is applied, or the connection would stand still meanwhile."""
+        deadline = time.monotonic() + MEET
+
+        def another() -> bool:
+            """Whether what is under way comes to nothing: the one who sends is lost."""
+            return admitted() not in (None, self._giver) or (self._called() and self._accept())
+
+        try:
+            while admitted() in (None, self._giver):
+                ready, _, _ = select.select([self._listener, self._link or self._listener], [], [], LOOK)
+                if self._listener in ready:
+                    self._accept()
+                elif ready:
+                    link, frame = self._link, self._frame(another)
+                    if frame is not None:
+                        heard(frame)
+                    elif self._link is link:
+                        break
+                elif self._link is None and time.monotonic() > deadline:
+                    break
+        finally:
+            heard(None)
+            for one in (self._listener, self._link):
+                if one is not None:
+                    one.close()
+
+    def _called(self) -> bool:
+        return bool(select.select([self._listener], [], [], 0)[0])
+
+    def _accept(self) -> bool:
+        """Whether it is one who knows the secret: he takes the place of who was there before, and begins anew."""
+        link, _ = self._listener.accept()
+        until = time.monotonic() + MEET
+        hello = _exactly(link, len(self.at[2]) + 8, lambda: time.monotonic() > until)
+        said = b"" if hello is None else bytes(hello.tolist())
+        if not hmac.compare_digest(said[:-8], self.at[2].encode()):
+            link.close()
+            return False
+        (self._giver,) = struct.unpack("<q", said[-8:])
+        if self._link is not None:
+            self._link.close()
+        self._link = link
+        return True
+
+    def _frame(self, given_up: Callable[[], bool]) -> torch.Tensor | None:
+        """The next frame; None: no more comes."""
+        assert self._link is not None
+        head = _exactly(self._link, 8, given_up)
+        return None if head is None else _exactly(self._link, struct.unpack("<q", bytes(head.tolist()))[0], given_up)
+
+
+def _exactly(link: socket.socket, length: int, given_up: Callable[[], bool]) -> torch.Tensor | None:
+    """So many bytes; None: they do not come."""
+    data = torch.empty(length, dtype=torch.uint8)
+    left = _memory(data)
+    link.settimeout(LOOK)
+    while left:
+        try:
+            got = link.recv_into(left)
+        except TimeoutError:
+            if not given_up():
+                continue
+            got = 0
+        except OSError:
+            got = 0
+        if not got:
+            return None
+        left = left[got:]
+    return data

@@ -1,0 +1,172 @@
+"""What goes ahead to a newcomer: the state and each step's sums, and what happens when either end goes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+import torch
+from agents import until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.step import spread
+from paceline.team import ahead
+from paceline.team.ahead import Ahead, Taker, digests, pack, unpack
+
+STATE = {"weights": torch.arange(10.0), "bias": torch.zeros(0), "steps": 3, "name": "ä"}
+
+
+class Learner:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+        self.heard: list[list[Any]] = []
+
+    def prepare(self, tree: Any) -> None:
+        self.states.append(tree)
+
+    def hear(self, said: list[Any]) -> None:
+        self.heard.append(said)
+
+
+class Newcomer:
+    """A Taker that follows in a thread."""
+
+    def __init__(self) -> None:
+        self.taker, self.learner = Taker("127.0.0.1"), Learner()
+        self.admitted: int | None = None
+        self.current = 0
+        self.followed: bool | None = None
+        self.thread = threading.Thread(target=self._follow, daemon=True)
+        self.thread.start()
+
+    def _follow(self) -> None:
+        self.followed = self.taker.follow(self.learner, lambda: self.admitted, self._current)
+
+    def _current(self) -> None:
+        self.current += 1
+
+
+def begun(first: Ahead, newcomer: Newcomer, changing: int = 0) -> None:
+    first.meet({6: newcomer.taker.at})
+    first.turn(lambda: STATE, lambda: changing)  # how long a step takes is not known yet
+    assert not first.giving
+    first.turn(lambda: STATE, lambda: changing)
+    assert first.giving
+
+
+def test_the_state_goes_ahead_and_the_steps_follow() -> None:
+    first, newcomer = Ahead(0), Newcomer()
+    begun(first, newcomer)
+    until(lambda: newcomer.current == 1)
+    assert torch.equal(newcomer.learner.states[0]["weights"], STATE["weights"])
+    sums = torch.ones(3)
+    first.put(0, 0, sums)
+    sums.zero_()  # the next step's memory is the same
+    first.put(0, {"count": 2.0}, 1.5, 2.0, None)
+    first.enter([0, 6])
+    newcomer.admitted = 0
+    newcomer.thread.join(20)
+    assert newcomer.followed
+    assert torch.equal(newcomer.learner.heard[0][2], torch.ones(3))
+    assert newcomer.learner.heard[1:] == [[0, {"count": 2.0}, 1.5, 2.0, None]]
+
+
+def test_who_does_not_know_the_secret_is_not_heard() -> None:
+    first, newcomer = Ahead(0), Newcomer()
+    host, port, _ = newcomer.taker.at
+    with socket.create_connection((host, port)) as stranger:
+        stranger.sendall(b"0" * 40)
+        until(lambda: stranger.recv(1) == b"")
+    begun(first, newcomer)
+    until(lambda: newcomer.current == 1)
+    assert len(newcomer.learner.states) == 1
+
+
+def test_one_who_sends_too_slowly_gives_up_and_says_how_fast_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "SEEN", 0.0)
+    first, newcomer = Ahead(0), Newcomer()
+    begun(first, newcomer, changing=1 << 60)
+    newcomer.thread.join(20)
+    assert newcomer.followed is False
+    assert newcomer.current == 1
+    assert not first.giving
+    assert first.givers[6].speed is not None
+
+
+def test_who_falls_too_far_behind_is_given_up() -> None:
+    newcomer = Newcomer()
+    newcomer.taker.at = (*newcomer.taker.at[:2], "another")  # nobody takes what is sent
+    first = Ahead(0)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        first.meet({6: ("127.0.0.1", deaf.getsockname()[1], "secret")})
+        for _ in range(2):
+            first.turn(lambda: torch.zeros(1 << 22), lambda: 0)
+        for _ in range(4):
+            first.put(0, 0, torch.zeros(1 << 22))
+        assert not first.giving
+    newcomer.admitted = 1
+    newcomer.thread.join(20)
+
+
+def test_another_takes_the_place_of_one_that_is_lost() -> None:
+    lost, first, newcomer = Ahead(0), Ahead(1), Newcomer()
+    begun(lost, newcomer)
+    until(lambda: newcomer.current == 1)  # its host is cut off: nothing closes the connection
+    begun(first, newcomer)
+    until(lambda: newcomer.current == 2)
+    assert len(newcomer.learner.states) == 2
+    first.enter([6])
+    newcomer.thread.join(20)
+    assert newcomer.followed
+
+
+def test_the_end_of_the_one_who_sends_leaves_the_newcomer_waiting_for_admission() -> None:
+    first, newcomer = Ahead(0), Newcomer()
+    begun(first, newcomer)
+    until(lambda: newcomer.current == 1)
+    first.drop()
+    newcomer.thread.join(20)
+    assert newcomer.current == 2
+
+
+def test_an_admission_by_others_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, newcomer = Ahead(0), Newcomer()
+    begun(first, newcomer)
+    until(lambda: newcomer.current == 1)
+    newcomer.admitted = 3  # the first is lost, and its host silent
+    newcomer.thread.join(20)
+    assert not newcomer.thread.is_alive()
+    monkeypatch.setattr(ahead, "MEET", 0.3)
+    nobody = Newcomer()
+    nobody.thread.join(20)
+    assert (nobody.followed, nobody.current) == (False, 1)
+
+
+def test_digests_tell_what_differs() -> None:
+    here = {"a": torch.ones(4), "b": torch.ones(2, 2), "c": torch.tensor([1.0, float("nan")])}
+    there = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.tensor([1.0, float("nan")]), "d": torch.ones(1)}
+    assert list(digests(here, there)) == ["a", "b", "c"]
+    alike = {name for name, found in digests(here, there).items() if digests(there, there)[name] == found}
+    assert alike == {"a", "c"}
+    assert digests({"a": torch.tensor([0.0])}, ["a"]) != digests({"a": torch.tensor([-0.0])}, ["a"])
+    assert unpack(pack(STATE))["steps"] == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=12))
+def test_a_state_goes_to_each_host_once(workers: list[tuple[int, bool]]) -> None:
+    hosts = [host for host, _ in workers]
+    holders = [number for number, (_, holds) in enumerate(workers) if holds] or [0]
+    sources = {n: holders[0] for n in range(len(workers)) if n not in holders}
+    have, crossed = set(holders), []
+    for taker, source in spread(sources, hosts).items():
+        assert source in have
+        have.add(taker)
+        if hosts[source] != hosts[taker]:
+            crossed.append(hosts[taker])
+    assert have == set(range(len(workers)))
+    assert sorted(crossed) == sorted(set(hosts) - {hosts[holder] for holder in holders})
