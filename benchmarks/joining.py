@@ -1,7 +1,8 @@
 """What it costs the others when a worker on another host joins a run with a large state.
 
-Usage: joining.py [--members N] [--record FILE], as root. 67 million parameters with AdamW, steps of about 3 s; members
-on one host, a newcomer on another, each a network namespace with a link of 1 Gbit/s, and of 100 Mbit/s. At 1 Gbit/s
+Usage: joining.py [--members N] [--record FILE], as root. 67 million parameters with AdamW, steps of about 3 s, mostly
+pauses in forward and backward that stand for an accelerator: this machine's cores are not the measure. Members on one
+host, a newcomer on another, each a network namespace with a link of 1 Gbit/s, and of 100 Mbit/s. At 1 Gbit/s
 the state goes ahead beside training: by how much a step took longer meanwhile, on average. At 100 Mbit/s it cannot:
 how long everybody waited, beside the time that as many bytes take over a plain socket.
 """
@@ -28,8 +29,9 @@ from paceline.observe.journal import read_journal
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from networks import Host, network
 
-WIDTH, ROWS, PORT = 4096, 736, 29400
-BEFORE, AFTER = 8, 4  # steps before the newcomer comes, and after it
+WIDTH, LAYERS, ROWS, PORT = 4096, 4, 64, 29400
+FORWARD, BACKWARD = 0.9, 1.9  # seconds of a step's pauses, which stand for an accelerator
+BEFORE, AFTER = 12, 3  # steps before the newcomer comes, and after it
 PROBE = 64 << 20
 
 
@@ -38,9 +40,24 @@ def train(out: Path) -> None:
 
     import paceline
 
+    class Pause(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(FORWARD * len(x) / ROWS / LAYERS)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            time.sleep(BACKWARD * len(grad) / ROWS / LAYERS)
+            return grad
+
+    class Layer(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(super().forward(Pause.apply(x)))
+
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(ROWS, WIDTH), torch.randint(0, 8, (ROWS,)))
-    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+    layers = [Layer(WIDTH, WIDTH) for _ in range(LAYERS)]
     trainer = paceline.Trainer(
         torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 8)),
         lambda output, batch: torch.nn.functional.cross_entropy(output, batch[1]),
@@ -74,6 +91,15 @@ def take(port: str) -> None:
             while wire.recv(1 << 20):
                 pass
             wire.sendall(b"x")
+
+
+def touch(size: int) -> None:
+    """Memory of a virtual machine that nobody used yet comes from its host at the first touch, slowly."""
+    import mmap
+
+    with mmap.mmap(-1, size) as memory:
+        for at in range(0, size, mmap.PAGESIZE):
+            memory[at] = 1
 
 
 def plain(hosts: list[Host]) -> float:
@@ -134,7 +160,7 @@ def join(members: int, mbit: int) -> dict[str, Any]:
         done = ends(folder)
         took = [after - before for before, after in pairwise(done)]
         # The step that ended last before the team had formed, and what forming added, belong to the time of joining.
-        before = [seconds for seconds, at in zip(took, done[1:], strict=True) if at < came][1:]
+        before = [seconds for seconds, at in zip(took, done[1:], strict=True) if at < came][-6:]
         during = [s for s, at in zip(took, done[1:], strict=True) if at - s < formed[0]["at"] and at > came]
         usual = statistics.median(before)
         told = re.search(r"everybody waits for about (\S+ \S+), .*", (folder / "first.console").read_text())
@@ -156,13 +182,16 @@ def main() -> None:
         role, what = options.role
         {"train": lambda text: train(Path(text)), "send": send, "take": take}[role](what)
         return
+    touch(12 << 30)
     results = {}
     for mbit in options.mbit:
         found = results[f"{mbit} Mbit/s"] = join(options.members, mbit)
         usual, during, alone = found["usual"], found["during"], found["whole"] / found["plain bytes a second"]
-        pause = max(during) - statistics.median(found["after"])
-        print(f"{mbit} Mbit/s: a step {usual:.2f} s before, {statistics.median(found['after']):.2f} s after")
-        print(f"  {len(during)} steps meanwhile, on average {statistics.mean(during) / usual:.3f} of one before")
+        last = statistics.median(found["after"])  # the step that the newcomer takes part in first
+        pause, rise = max(during) - last, (sum(during) - last) / (len(during) - 1) / usual
+        found |= {"rise": rise, "pause": pause, "of a plain transfer": pause / alone}
+        print(f"{mbit} Mbit/s: a step {usual:.2f} s before, {last:.2f} s after")
+        print(f"  {len(during) - 1} steps meanwhile, with what forming took {rise:.3f} of one before on average")
         print(f"  handed over at last: {found['bytes'] / 1e6:.1f} of {found['whole'] / 1e6:.1f} MB")
         print(f"  the longest step took {pause:.2f} s more than one after, {pause / alone:.2f} of a plain transfer")
         print(f"  told: {found['told'] or 'nothing, there was no wait'}", flush=True)

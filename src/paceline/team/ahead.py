@@ -51,14 +51,16 @@ def _packed(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def unpack(data: torch.Tensor) -> Any:
+def unpack(data: torch.Tensor, copy: bool = True) -> Any:
+    """What was packed; without a `copy`, tensors are a part of the bytes."""
     (length,) = struct.unpack("<q", bytes(data[:8].tolist()))
     skeleton, shapes = json.loads(bytes(data[8 : 8 + length].tolist()))
     tensors, at = {}, 8 + length
     for name, (dtype, shape) in shapes.items():
         kind: torch.dtype = getattr(torch, dtype)
         size = torch.Size(shape).numel() * kind.itemsize
-        tensors[name] = data[at : at + size].view(kind).view(shape).clone()
+        part = data[at : at + size].view(kind).view(shape)
+        tensors[name] = part.clone() if copy else part
         at += size + (-size % 8)
     return unflatten(skeleton, tensors)
 
@@ -261,9 +263,9 @@ class Taker:
         heard, prepared = SimpleQueue[torch.Tensor | None](), False
         threading.Thread(target=self._listen, args=(heard.put, admitted), name="paceline-ahead", daemon=True).start()
         while (frame := heard.get()) is not None:
-            said = unpack(frame)
+            said = unpack(frame, copy=False)
             if said[0] == "state":
-                learner.prepare(said[1])
+                learner.prepare(unpack(frame)[1])  # it keeps some of these
                 prepared = True
             elif said[0] == "current":
                 current()
