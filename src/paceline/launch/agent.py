@@ -265,10 +265,9 @@ class Agent:
         away = self._link.away > AWAY
         if away and not self._away:
             host, port = self._link.home
-            self.say(
-                f"no word from the coordinator at {host}:{port}: this host's workers wait for it; if its host is lost, "
-                f"`paceline run --take-over {short(self._folder)}` goes on without it"
-            )
+            then = f"if its host is lost, `paceline run --take-over {short(self._folder)}` goes on without it"
+            then = then if self._lease is None else "if its host is lost, etcd gives it to another one"
+            self.say(f"no word from the coordinator at {host}:{port}: this host's workers wait for it; {then}")
         elif self._away and not away:
             self.say(f"the coordinator {'is back' if self._link.epoch == self._epoch else 'is another one now'}")
         self._away, self._epoch = away, self._link.epoch if not away else self._epoch
@@ -288,6 +287,8 @@ class Agent:
             self.say("etcd does not answer, or has given the run to another host: this host's workers wait")
             self._keeper.close()
             self._keeper = None
+        if self._held_back and self._link.home != self._own:  # the link found the one that has it
+            self._taken_over(self._link.home)
         lease.wanted = self._keeper is None and (away or self._held_back)
         if self._keeper is not None or not lease.wanted:
             return
@@ -322,13 +323,16 @@ class Agent:
         if address == self._own:
             return
         if self._keeper is not None or self._held_back:
-            host, port = address
-            self.say(f"the host at {host}:{port} has taken over: this host's workers come to it as new ones")
-            self._ending.first = self._held_back = False
+            self._taken_over(address)
         self._link.move(address)
         if self._keeper is not None:
             self._keeper.close()
             self._keeper = None
+
+    def _taken_over(self, address: tuple[str, int]) -> None:
+        host, port = address
+        self.say(f"the host at {host}:{port} has taken over: this host's workers come to it as new ones")
+        self._ending.first = self._held_back = False
 
     def _still(self) -> float:
         """When the next stopped worker is to be reported."""

@@ -140,16 +140,21 @@ class Giver:
         self._state = None
 
     def _run(self) -> None:
-        with suppress(OSError), socket.create_connection(self.at[:2], MEET) as link:
-            link.sendall(self._hello)
-            link.settimeout(LOOK)
-            current = True
-            while not self.closed and (self._frames or not self._ending):
-                frame = self._next()
-                if frame is not None or not current:
-                    current = frame is None  # all that there is has gone
-                    self._send(link, pack(["current"]) if frame is None else frame)
-        self.close()
+        try:
+            with suppress(OSError), socket.create_connection(self.at[:2], MEET) as link:
+                self._give(link)
+        finally:
+            self.close()
+
+    def _give(self, link: socket.socket) -> None:
+        link.sendall(self._hello)
+        link.settimeout(LOOK)
+        current = True
+        while not self.closed and (self._frames or not self._ending):
+            frame = self._next()
+            if frame is not None or not current:
+                current = frame is None  # all that there is has gone
+                self._send(link, pack(["current"]) if frame is None else frame)
 
     def _next(self) -> torch.Tensor | None:
         """What is to be sent next, if there is anything soon."""
