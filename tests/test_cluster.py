@@ -203,7 +203,7 @@ def test_nothing_to_take_over(cluster: Callable[[int], Cluster], tmp_path: Path)
 
 
 MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "forming", "hand-over")
-QUICK = {("coordinator", "backward"), ("link", "reduced")}
+QUICK = {("coordinator", "backward")}
 CELLS = [
     pytest.param(kind, moment, marks=[] if (kind, moment) in QUICK else [pytest.mark.slow], id=f"{kind}-{moment}")
     for kind in ("link", "agent", "coordinator")
