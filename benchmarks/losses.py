@@ -1,7 +1,8 @@
 """Seconds that the loss of a worker costs: from the fault to the next step that the team does, less that step.
 
 Usage: losses.py [--losses N] [--record FILE]. Six workers with a loader process each train a small model; one of them
-is lost every few seconds, killed or stopped, and comes back. Beside it torchrun restarts the same loop, without loader
+is lost every few seconds, killed or stopped, and comes back. As root also two hosts (network namespaces) with three
+workers each, of which one is cut off and comes back. Beside it torchrun restarts the same loop, without loader
 processes, after one kill in each of as many runs: as its documentation has it, and with a part of the store for each
 attempt. What has not gone on after half a minute counts as hung. The work since torchrun's checkpoint, which it does
 again, comes on top.
@@ -15,6 +16,8 @@ import math
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from functools import partial
@@ -23,6 +26,11 @@ from pathlib import Path
 
 import small
 from turns import record
+
+from paceline.observe.journal import read_journal
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from networks import network
 
 WORKERS, APART = 6, 150  # steps between two losses: the one before has come back by then
 HUNG = 30.0
@@ -48,6 +56,42 @@ def lose(kind: str, losses: int) -> list[float]:
             raise SystemExit(f"the run with {text} failed")
         fired = [json.loads(line)["at"] for line in (run / "chaos.jsonl").read_text().splitlines()]
         return gaps(small.times(out), fired)
+
+
+def cut(losses: int) -> list[float]:
+    """The second host's cable is pulled, in the midst of a step or between two."""
+    faults = []
+    with tempfile.TemporaryDirectory() as folder, network(2, Path(folder)) as net:
+        out, run = Path(folder), Path(folder, "run")
+        options = [["--listen", "10.77.0.1:29400", "--run-dir", str(run)]]
+        options.append(["--join", "10.77.0.1:29400", "--token-file", str(run / "token")])
+        steps, processes = 100_000, []
+
+        def members() -> int:
+            formed = [event for event in read_journal(run) if event["event"] == "formed"] if run.exists() else []
+            return len(formed[-1]["workers"]) if formed else 0
+
+        for host, more in zip(net.hosts, options, strict=True):
+            command = small.command("paceline", out, steps, ["--workers", "3", "--quiet", *more], loaders=1)
+            processes.append(
+                subprocess.Popen(host.command(*command), cwd=out, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            )
+            while len(small.times(out)) < 20:
+                time.sleep(0.1)
+        for _ in range(losses):
+            while members() < WORKERS:
+                time.sleep(0.1)
+            time.sleep(2.0)
+            faults.append(time.time())
+            net.hosts[1].cut()
+            while members() == WORKERS:
+                time.sleep(0.1)
+            time.sleep(1.0)
+            net.hosts[1].mend()
+        for process in reversed(processes):
+            process.terminate()
+            process.wait()
+        return gaps(small.times(out), faults)
 
 
 def torchrun(role: str, losses: int) -> list[float]:
@@ -81,6 +125,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, metavar="FILE", help="writes the raw figures")
     options = parser.parse_args()
     sides = {"killed": partial(lose, "kill"), "stopped": partial(lose, "stop")}
+    sides |= {"host cut off": cut} if os.geteuid() == 0 else {}
     peers = {"torchrun": partial(torchrun, "ddp"), "torchrun, own store": partial(torchrun, "ddp-prefix")}
     results = {}
     for name, side in (sides | peers).items():

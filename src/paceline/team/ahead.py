@@ -8,6 +8,7 @@ Nothing relies on it: what did not come, or came out differently, is found by it
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import json
@@ -15,6 +16,7 @@ import secrets
 import select
 import socket
 import struct
+import termios
 import threading
 import time
 from collections import deque
@@ -161,11 +163,12 @@ class Giver:
         with self._news:
             if self._state is None and not self._frames:
                 self._news.wait(LOOK)
-            if self._state is None:
+            state = self._state
+            if state is None:
                 frame = self._frames.popleft() if self._frames else None
                 self._behind -= 0 if frame is None else len(frame)
                 return frame
-        frame = _packed(*self._state)
+        frame = _packed(*state)
         with self._news:
             self._state = None
             self._news.notify()
@@ -181,7 +184,8 @@ class Giver:
                 del left[0]
             spent = self._spent + time.monotonic() - began
             if spent > SEEN:
-                self.speed = self._sent / spent
+                (queued,) = struct.unpack("i", fcntl.ioctl(link, termios.TIOCOUTQ, bytes(4)))
+                self.speed = (self._sent - queued) / spent
                 if self.speed < self._enough:
                     self.close()
         self._spent += time.monotonic() - began
