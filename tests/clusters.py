@@ -162,11 +162,12 @@ class Cluster:
         self.agents[agent].process.send_signal(number)
 
 
-def worker_of(folder: Path) -> int:
-    """The process of one worker whose run folder is this."""
+def worker_of(folder: Path, rank: int | None = None) -> int:
+    """The process of one worker whose run folder is this, if need be of this number."""
     for process in processes():
         variables = process.info["environ"] or {}
-        if variables.get("PACELINE_RUN_DIR") == str(folder) and "PACELINE_RANK" in variables:
+        number = variables.get("PACELINE_RANK") if variables.get("PACELINE_RUN_DIR") == str(folder) else None
+        if number is not None and rank in (None, int(number)):
             return int(process.pid)
     raise AssertionError("there is no such worker")
 

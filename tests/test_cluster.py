@@ -119,6 +119,31 @@ def test_a_state_that_takes_seconds_to_hand_over(
 
 
 @pytest.mark.slow
+def test_who_sends_the_state_ahead_is_killed(
+    cluster: Callable[[int], Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another takes its place, or the newcomer is given all of it when it is admitted."""
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
+    code = LARGE.format(pause=2.0, count=16, plan="exact")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "other.py").write_text(code.replace("time.sleep(2.0)", "pass"))
+    paceline("run", "other.py", cwd=alone)
+    here = cluster(2)
+    for host in here.network.hosts:
+        host.cap(20)
+    here.start(0, 2, code=code)
+    here.until(lambda: here.status().get("step", 0) > 2)
+    here.start(1, 1, code=code)
+    here.until(lambda: here.status()["workers"].get("2", {}).get("state") == "waiting")
+    os.kill(worker_of(here.agents[0].folder, 0), signal.SIGKILL)
+    here.end(0, 0)
+    assert (tmp_path / "out.safetensors").read_bytes() == (alone / "out.safetensors").read_bytes()
+    assert [event["workers"] for event in here.agents[0].events("lost")] == [[0]]
+    assert {2} <= set(here.agents[0].events("formed")[-1]["workers"])
+
+
+@pytest.mark.slow
 def test_halves_are_parted(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     here = cluster(2)
     here.spread(3, 3)
