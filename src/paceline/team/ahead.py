@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.checkpoint.tree import flatten, unflatten
+from paceline.comm.shared import raw_bytes
 from paceline.team.orders import At
 
 MEET, LOOK = 10.0, 0.1  # seconds for a connection to come, between two looks at the orders
@@ -69,7 +70,7 @@ def unpack(data: torch.Tensor, copy: bool = True) -> Any:
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, flat, on the CPU."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return raw_bytes(tensor.detach().cpu().contiguous())
 
 
 def digests(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, str]:
