@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.observe.figures import plural, ranks
+from paceline.team.orders import At, Coming
 from paceline.team.roster import Announcement, Roster
 
 BEAT = 0.25  # seconds between two reports of an agent
@@ -41,7 +42,7 @@ class Said:
     newcomer: bool = False
     ready: bool = False
     waiting: bool = False
-    at: tuple[str, int, str] | None = None
+    at: At | None = None
     current: bool = False
     formed: int = -1
     alone: int = -1
@@ -92,7 +93,7 @@ class Coordinator:
     ended: bool = False
     lines: list[tuple[int, str, bool]] = field(default_factory=list)
     order: Announcement | None = None
-    coming: dict[int, tuple[str, int, str]] = field(default_factory=dict)  # newcomers that are sent the state
+    coming: Coming = field(default_factory=dict)  # newcomers that are sent the state
     step: int = 0  # of the training
     recovering: float = math.inf  # after a restart: until when agents have to come back
 
@@ -367,7 +368,7 @@ class Coordinator:
 
     def _let_in(self) -> None:
         """Newcomers wait for the next generation; of a host where nobody has the state, the first takes it before."""
-        roster, coming = self.roster, dict[int, tuple[str, int, str]]()
+        roster, coming = self.roster, Coming()
         new = {n: seat for n, seat in self.seats.items() if seat.newcomer and seat.alive and seat.said.waiting}
         have = {self.seats[number].agent for number in roster.established if number in self.seats}
         have |= {seat.agent for seat in new.values() if seat.said.current or seat.said.at is None}
