@@ -1,11 +1,11 @@
 """Seconds that the loss of a worker costs: from the fault to the next step that the team does, less that step.
 
-Usage: losses.py [--losses N] [--record FILE]. Six workers with a loader process each train a small model; one of them
-is lost every few seconds, killed or stopped, and comes back. As root also two hosts (network namespaces) with three
-workers each, of which one is cut off and comes back. Beside it torchrun restarts the same loop, without loader
-processes, after one kill in each of as many runs: as its documentation has it, and with a part of the store for each
-attempt. What has not gone on after half a minute counts as hung. The work since torchrun's checkpoint, which it does
-again, comes on top.
+Usage: losses.py [--losses N] [--sides NAME ...] [--record FILE]. Six workers with a loader process each train a small
+model; one of them is lost every few seconds, killed or stopped, and comes back. As root also two hosts (network
+namespaces) with three workers each, of which one is cut off and comes back. Beside it torchrun restarts the same loop,
+without loader processes, after one kill in each of as many runs: as its documentation has it, and with a part of the
+store for each attempt. What has not gone on after half a minute counts as hung. The work since torchrun's checkpoint,
+which it does again, comes on top.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def lose(kind: str, losses: int) -> list[float]:
         options = ["--workers", str(WORKERS), "--run-dir", str(run), "--max-restarts", str(losses), "--quiet"]
         os.environ["PACELINE_CHAOS"] = text
         process = small.start("paceline", out, APART * (losses + 1), options, loaders=1)
+        del os.environ["PACELINE_CHAOS"]
         if process.wait(600) != 0:
             raise SystemExit(f"the run with {text} failed")
         fired = [json.loads(line)["at"] for line in (run / "chaos.jsonl").read_text().splitlines()]
@@ -122,6 +123,7 @@ def again(out: Path, before: set[str]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--losses", type=int, default=11)
+    parser.add_argument("--sides", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--record", type=Path, metavar="FILE", help="writes the raw figures")
     options = parser.parse_args()
     sides = {"killed": partial(lose, "kill"), "stopped": partial(lose, "stop")}
@@ -129,6 +131,8 @@ def main() -> None:
     peers = {"torchrun": partial(torchrun, "ddp"), "torchrun, own store": partial(torchrun, "ddp-prefix")}
     results = {}
     for name, side in (sides | peers).items():
+        if options.sides and name not in options.sides:
+            continue
         found = side(options.losses)
         went_on = [seconds for seconds in found if seconds < math.inf]
         hung = f", {len(found) - len(went_on)} hung" if len(went_on) < len(found) else ""

@@ -36,7 +36,7 @@ def paceline(
 
 
 def train_basics(
-    folder: Path, body: str | None, workers: int = 2, *options: str, code: int = 0
+    folder: Path, body: str | None, workers: int = 2, *options: str, code: int = 0, chaos: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Trains in `folder`, with the run folder `out`; `body` is the script's, after what basics.py makes, None the one
     that is there.
@@ -44,7 +44,7 @@ def train_basics(
     if body is not None:
         (folder / "train.py").write_text("from basics import *\n" + body)
     args = ("run", "--workers", str(workers), "--run-dir", "out", *options, "train.py")
-    return paceline(*args, cwd=folder, code=code, PYTHONPATH=str(SCRIPTS))
+    return paceline(*args, cwd=folder, code=code, PYTHONPATH=str(SCRIPTS), PACELINE_CHAOS=chaos)
 
 
 def without_an_agent(*scripts: Path, **env: str) -> list[tuple[int, str]]:

@@ -73,6 +73,17 @@ trainer.export("out.safetensors")
 """
 
 
+def large(folder: Path, pause: float, count: int, plan: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    """A script whose state takes a while to hand over, and what one worker gives with it."""
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
+    code = LARGE.format(pause=pause, count=count, plan=plan)
+    alone = folder / "alone"
+    alone.mkdir()
+    (alone / "other.py").write_text(code.replace(f"time.sleep({pause})", "pass"))
+    paceline("run", "other.py", cwd=alone)
+    return code, alone / "out.safetensors"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mbit", "pause", "count", "plan"), [(100, 1.5, 14, "exact"), (100, 1.5, 14, "micro=3"), (20, 0.3, 30, "exact")]
@@ -87,12 +98,7 @@ def test_a_state_that_takes_seconds_to_hand_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """6 MB, of whose changes a step has 2: beside training where the link takes that, else in one announced wait."""
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
-    code = LARGE.format(pause=pause, count=count, plan=plan)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "other.py").write_text(code.replace(f"time.sleep({pause})", "pass"))
-    paceline("run", "other.py", cwd=alone)
+    code, alone = large(tmp_path, pause, count, plan, monkeypatch)
     here = cluster(2)
     for host in here.network.hosts:
         host.cap(mbit)
@@ -101,8 +107,8 @@ def test_a_state_that_takes_seconds_to_hand_over(
     here.start(1, 1, code=code)
     here.end(0, 0)
     if plan == "exact":
-        assert (tmp_path / "out.safetensors").read_bytes() == (alone / "out.safetensors").read_bytes()
-    assert apart(load_file(tmp_path / "out.safetensors"), load_file(alone / "out.safetensors")) < 1e-12
+        assert (tmp_path / "out.safetensors").read_bytes() == alone.read_bytes()
+    assert apart(load_file(tmp_path / "out.safetensors"), load_file(alone)) < 1e-12
     assert [event["workers"] for event in here.agents[0].events("formed")] == [[0, 1]]
     (gives,) = here.agents[0].events("gives")
     told = re.search(
@@ -123,12 +129,7 @@ def test_who_sends_the_state_ahead_is_killed(
     cluster: Callable[[int], Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another takes its place, or the newcomer is given all of it when it is admitted."""
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
-    code = LARGE.format(pause=2.0, count=16, plan="exact")
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "other.py").write_text(code.replace("time.sleep(2.0)", "pass"))
-    paceline("run", "other.py", cwd=alone)
+    code, alone = large(tmp_path, 2.0, 16, "exact", monkeypatch)
     here = cluster(2)
     for host in here.network.hosts:
         host.cap(20)
@@ -138,7 +139,7 @@ def test_who_sends_the_state_ahead_is_killed(
     here.until(lambda: here.status()["workers"].get("2", {}).get("state") == "waiting")
     os.kill(worker_of(here.agents[0].folder, 0), signal.SIGKILL)
     here.end(0, 0)
-    assert (tmp_path / "out.safetensors").read_bytes() == (alone / "out.safetensors").read_bytes()
+    assert (tmp_path / "out.safetensors").read_bytes() == alone.read_bytes()
     assert [event["workers"] for event in here.agents[0].events("lost")] == [[0]]
     assert {2} <= set(here.agents[0].events("formed")[-1]["workers"])
 
@@ -220,7 +221,8 @@ def test_nothing_to_take_over(cluster: Callable[[int], Cluster], tmp_path: Path)
     here.spread(1, 1)
     done = paceline("run", "--take-over", here.agents[1].folder, cwd=tmp_path, code=2)
     assert done.stderr == (
-        "paceline: the coordinator answers: there is nothing to take over; see `curl HOST:PORT/status`\n"
+        "paceline: there is nothing to take over: the coordinator answers, or an etcd decides who keeps it; "
+        "see `curl HOST:PORT/status`\n"
     )
     done = paceline("run", "--take-over", tmp_path / "none", cwd=tmp_path, code=2)
     what = f"paceline: {tmp_path / 'none'} is no run folder; give that of a `paceline run --join` on this host\n"

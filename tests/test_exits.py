@@ -69,3 +69,36 @@ def test_a_thread_that_comes_back_into_a_dying_interpreter_does_not_abort_it(tmp
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 3, done.stderr
     assert "timed out after 2000ms" in done.stderr, "it did not come back in time"
+
+
+FORKS = """
+import gc, os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from paceline.comm.hosts import Gloo
+gc.disable()
+device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+store = dist.HashStore()
+store.set_timeout(timedelta(seconds=10))
+holder = {"group": Gloo(store, 0, 1, [device])}
+holder["itself"] = holder
+del holder
+time.sleep(0.5)  # its threads wait for work by now
+child = os.fork()
+if not child:
+    gc.enable()
+    gc.collect()
+    os._exit(0)
+end = time.monotonic() + 20
+while time.monotonic() < end and os.waitpid(child, os.WNOHANG) == (0, 0):
+    time.sleep(0.05)
+if time.monotonic() >= end:
+    os.kill(child, 9)
+    sys.exit("the child hangs")
+"""
+
+
+def test_a_forked_child_does_not_collect_its_parents_groups(tmp_path):
+    """The group's destructor waits for threads that there are not in a child: a loader that never gives a row."""
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "paceline"
 # 9,000 until there was a transport of our own, which is 2,300 of these; 12,000 until there was a coordinator.
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 13_750, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 13_800, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

@@ -319,3 +319,26 @@ def test_a_collective_in_the_midst_of_a_step_is_a_part_of_it(tmp_path):
         "assert calls == [True] * 5, calls\n"
     )
     train_basics(tmp_path, body, 2)
+
+
+def test_what_a_killed_loader_had_in_shared_memory_is_removed(tmp_path):
+    """Torch opens a file there for each tensor that it sends, and unlinks it: a kill may come between."""
+    body = (
+        "import os\n"
+        "from pathlib import Path\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n"
+        "        return len(data)\n"
+        "    def __getitem__(self, row):\n"
+        "        name = f'torch_{os.getpid()}_1_0'\n"
+        "        Path('/dev/shm', name).touch()\n"
+        "        Path('left', name).touch()\n"
+        "        return data[row]\n"
+        "list(make().steps(Rows(), count=12, loader={'num_workers': 1}))\n"
+    )
+    (tmp_path / "left").mkdir()
+    train_basics(tmp_path, body, 2, "--max-restarts", "1", chaos="kill:1@4.forward")
+    assert [entry["fault"] for entry in read_log(tmp_path / "out")] == ["kill:1@4.forward"]
+    left = [path.name for path in (tmp_path / "left").iterdir()]
+    assert len(left) >= 2
+    assert [name for name in left if Path("/dev/shm", name).exists()] == []

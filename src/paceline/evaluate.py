@@ -50,7 +50,7 @@ def evaluate(team: Team, job: Job, model: nn.Module, source: Source, metric: Met
     grid = Grid(8 * micro * team.size, micro)
     place = Place(team.rank, (1.0,) * team.size)
     span = (0, None if source.rows is None else grid.batches(source.rows), 1)
-    feed = Feed(source, grid, span, lambda: place)
+    feed = Feed(source, grid, span, lambda: place, team.world.tell)
     streams = Streams(job.device)
     rows, base = 0, 0
     sums: dict[int, dict[str, tuple[float, float]]] = {}

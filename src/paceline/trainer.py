@@ -233,7 +233,7 @@ class Trainer:
             )
         cure = grid.against_single_rows(phase.rows or grid.global_batch)
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
-        feed = Feed(source, grid, span, run.team.place)
+        feed = Feed(source, grid, span, run.team.place, run.team.world.tell)
         self._stepper.waiting_since = time.perf_counter()
         with run.loop(phase):
             while feed.has(phase.done):

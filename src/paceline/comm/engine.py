@@ -7,6 +7,7 @@ time may move all of them on, none blocks in compiled code, and any can be given
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import threading
@@ -318,5 +319,17 @@ class Engine:
 
 
 ENGINE = Engine()
-with suppress(AttributeError):  # a loader's child starts with an engine of its own
-    os.register_at_fork(after_in_child=ENGINE.__init__)  # type: ignore[misc]
+_PARENTS: list[dict[str, Any]] = []
+
+
+def _in_child() -> None:
+    """A loader's child starts with an engine of its own. It never ends what it has of its parent's groups and stores,
+    also where they are in cycles that wait to be collected: their destructors wait for threads that it has not got.
+    """
+    gc.freeze()
+    _PARENTS.append(dict(vars(ENGINE)))
+    ENGINE.__init__()  # type: ignore[misc]
+
+
+with suppress(AttributeError):
+    os.register_at_fork(after_in_child=_in_child)

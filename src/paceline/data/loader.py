@@ -16,6 +16,7 @@ from itertools import groupby, islice
 from typing import Any
 
 import torch
+from torch.multiprocessing import active_children
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data.order import sample_index
@@ -186,16 +187,21 @@ class Feed:
 
     `batches` ends the feed (None: when an iterable's epochs end); `place` is asked how to deal. While the user leaves
     `num_workers` open, loading that holds training up for more than `SLOW` seconds and a tenth of a step moves to a
-    process of its own, ahead of need; `decided` then says so.
+    process of its own, ahead of need; `decided` then says so. `tell` hears which processes there are.
     """
 
     SLOW = 0.005
     TRIES = 5
 
     def __init__(
-        self, source: Source, grid: Grid, span: tuple[int, int | None, int], place: Callable[[], Place]
+        self,
+        source: Source,
+        grid: Grid,
+        span: tuple[int, int | None, int],
+        place: Callable[[], Place],
+        tell: Callable[..., None],
     ) -> None:
-        self.source, self.grid, self.place = source, grid, place
+        self.source, self.grid, self.place, self._tell = source, grid, place, tell
         self.start, self.batches, self.epochs = span
         self.decided: str | None = None
         self.options = dict(source.options or {})
@@ -280,7 +286,15 @@ class Feed:
         # DataLoader draws a seed: not from the user's stream.
         options.setdefault("generator", torch.Generator())
         sampler = ([slot] for slot in self.source.filled(self.slots(start, self._dealt)))
-        return iter(DataLoader(_Rows(self.source), batch_sampler=sampler, collate_fn=_first, **options))  # type: ignore[arg-type]
+        rows: Any = _Rows(self.source)
+        return self.begun(DataLoader(rows, batch_sampler=sampler, collate_fn=_first, **options))
+
+    def begun(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """The loader's iterator. The agent hears of its processes, after which it tidies up if they are killed."""
+        iterator = iter(loader)
+        if loader.num_workers:
+            self._tell("loaders", pids=[child.pid for child in active_children()])
+        return iterator
 
     def measured(self, step: float) -> None:
         """Takes the measure of a step of so many seconds; moves loading ahead of need when it holds training up."""
@@ -350,7 +364,7 @@ class _Stream:
             options.pop("worker_init_fn")
         options.setdefault("generator", torch.Generator())
         loader = DataLoader(_Numbered(source, feed.epochs), batch_size=None, collate_fn=_same, **options)
-        self.samples: Iterator[Any] = iter(loader)
+        self.samples = feed.begun(loader)
         self._held: Any = None  # the first sample of the next global batch
         self._epoch, self._rows = 0, list[Any]()
 

@@ -38,7 +38,8 @@ def take_over(folder: Path) -> str:
         asked.unlink()
         raise UsageError(f"nobody uses {folder}", "start `paceline run --join` again, or resume from its checkpoint")
     if _epoch(folder) == before:
-        raise UsageError("the coordinator answers: there is nothing to take over", "see `curl HOST:PORT/status`")
+        what = "there is nothing to take over: the coordinator answers, or an etcd decides who keeps it"
+        raise UsageError(what, "see `curl HOST:PORT/status`")
     return "this host keeps the coordinator now; the others come to it by themselves"
 
 

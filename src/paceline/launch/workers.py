@@ -38,7 +38,7 @@ FINAL = (*USAGE, *WEIGHTS, "WorkersDifferError")  # exceptions that another work
 class Worker:
     """One worker process as the agent knows it. `status` as in subprocess; None while it runs. `store` is the address
     of its store, should it become the first of a generation. A `newcomer` began outside of the team; who is `out` is
-    not of it any more. `life` counts the processes that were started for it.
+    not of it any more. `life` counts the processes that were started for it; `loaders` are those that load for it.
     """
 
     rank: int
@@ -57,6 +57,7 @@ class Worker:
     out: bool = False
     killed: bool = False
     events: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last one of each kind
+    loaders: set[int] = field(default_factory=set)
     unread: bytes = b""
 
     @property
@@ -106,6 +107,14 @@ class Worker:
         """An order; one that does not read them, because it is stopped, does not stop us."""
         with suppress(OSError):
             self.orders.send(json.dumps(order).encode() + b"\n", socket.MSG_DONTWAIT)
+
+    def tidy(self) -> None:
+        """Removes what a loader left in /dev/shm that was killed between torch's opening and unlinking it."""
+        for pid in self.loaders:
+            if not Path("/proc", str(pid)).exists():
+                for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
+                    with suppress(OSError):
+                        path.unlink()
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -165,6 +174,9 @@ class Workers:
 
     def again(self, rank: int, life: int) -> None:
         """Starts a worker that waits until it is admitted."""
+        for worker in self.all:
+            if worker.rank == rank:
+                worker.tidy()
         if self._become(rank, life):
             return
         listener = self._listener()
@@ -324,6 +336,7 @@ class Workers:
             except (ValueError, TypeError, KeyError):  # the script's own writing to a wrong descriptor
                 continue
             worker.events[kind] = event
+            worker.loaders |= set(event["pids"]) if kind == "loaders" else set()
             self._told(worker, event)
 
     def _ended(self, worker: Worker) -> None:
@@ -361,6 +374,7 @@ class Workers:
         for worker in self.all:
             self.drain(worker)
             worker.process.wait()
+            worker.tidy()
             worker.orders.close()
             for fd in [*worker.pipes, worker.pidfd]:
                 os.close(fd)
