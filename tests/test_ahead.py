@@ -76,6 +76,19 @@ def test_the_state_goes_ahead_and_the_steps_follow() -> None:
     assert newcomer.learner.heard[1:] == [[0, {"count": 2.0}, 1.5, 2.0, None]]
 
 
+def test_a_newcomer_is_current_though_the_next_step_is_always_near() -> None:
+    first, newcomer = Ahead(0), Newcomer()
+    begun(first, newcomer)
+
+    def step() -> bool:
+        first.put(0, 0, torch.ones(3))
+        return newcomer.current == 1
+
+    until(step, 20)
+    first.enter([6])
+    newcomer.thread.join(20)
+
+
 def test_who_does_not_know_the_secret_is_not_heard() -> None:
     first, newcomer = Ahead(0), Newcomer()
     host, port, _ = newcomer.taker.at

@@ -62,6 +62,21 @@ def test_a_host_is_cut_off_and_comes_back(cluster: Callable[[int], Cluster], und
     assert formed == [], "a side without the coordinator made a generation"
 
 
+@pytest.mark.slow
+def test_a_host_is_told_to_leave_while_it_is_cut_off(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+    """What the coordinator wants of it meanwhile, to start its workers again, is over then."""
+    here = cluster(2)
+    here.spread(2, 2)
+    here.network.hosts[1].cut()
+    here.members(2)
+    here.stop(1)
+    time.sleep(1.0)
+    here.network.hosts[1].mend()
+    here.end(0, 75)
+    same(here, undisturbed)
+    assert [event["workers"] for event in here.agents[0].events("formed")] == [[0, 1, 2, 3], [0, 1]]
+
+
 LARGE = """
 from basics import *
 import sys, time

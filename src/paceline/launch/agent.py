@@ -240,7 +240,9 @@ class Agent:
         if worker.life == life or number in self._declined:
             return
         error = None
-        if self._script.changed():
+        if self._leaving:  # the coordinator had not heard of it yet
+            error = ""
+        elif self._script.changed():
             how = f"{self._options.script} has changed since the run began: start the same command again to use it"
             error = f"{ranks([number])} is not started again: {how}"
         else:
@@ -249,7 +251,8 @@ class Agent:
             except LaunchError as failure:
                 error = str(failure)
         if error is not None:
-            self.say(error, always=True)
+            if error:
+                self.say(error, always=True)
             self._declined[number] = {**worker.said(), "life": life, "declined": True}
 
     def _fail(self, number: int) -> None:

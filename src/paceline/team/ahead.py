@@ -152,12 +152,14 @@ class Giver:
     def _give(self, link: socket.socket) -> None:
         link.sendall(self._hello)
         link.settimeout(LOOK)
-        current = True
+        current = False
         while not self.closed and (self._frames or not self._ending):
             frame = self._next()
-            if frame is not None or not current:
-                current = frame is None  # all that there is has gone
-                self._send(link, pack(["current"]) if frame is None else frame)
+            if frame is not None:
+                self._send(link, frame)
+            if self.begun and not current and self._behind == 0 and self._state is None:
+                current = True  # all that there is has gone
+                self._send(link, pack(["current"]))
 
     def _next(self) -> torch.Tensor | None:
         """What is to be sent next, if there is anything soon."""
