@@ -83,8 +83,8 @@ def cut(losses: int) -> list[float]:
             while members() < WORKERS:
                 time.sleep(0.1)
             time.sleep(2.0)
-            faults.append(time.time())
             net.hosts[1].cut()
+            faults.append(time.time())
             while members() == WORKERS:
                 time.sleep(0.1)
             time.sleep(1.0)
