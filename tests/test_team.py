@@ -342,3 +342,25 @@ def test_what_a_killed_loader_had_in_shared_memory_is_removed(tmp_path):
     left = [path.name for path in (tmp_path / "left").iterdir()]
     assert len(left) >= 2
     assert [name for name in left if Path("/dev/shm", name).exists()] == []
+
+
+@pytest.mark.slow
+def test_a_newcomer_makes_the_trainers_that_the_others_made_while_they_trained(tmp_path):
+    body = (
+        "import os, time\n"
+        "list(make(plan='exact').steps(data, count=6))\n"
+        "second = make(plan='exact')\n"
+        "for report in second.steps(data, count=200 if os.environ['PACELINE_CHAOS'] else 30):\n"
+        "    time.sleep(0.1 * bool(os.environ['PACELINE_CHAOS']))\n"
+        "    if report.step == 30:\n"
+        "        second.export('second.safetensors')\n"
+        "    if report.step > 30 and paceline.join().size == 3:\n"
+        "        second.stop()\n"
+    )
+    weights = []
+    for workers, chaos in ((1, ""), (3, "kill:1@10.forward")):
+        train_basics(tmp_path, body, workers, "--run-dir", f"out-{workers}", chaos=chaos)
+        weights.append((tmp_path / "second.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    formed = [event["workers"] for event in read_journal(tmp_path / "out-3") if event["event"] == "formed"]
+    assert formed == [[0, 2], [0, 2, 1]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -39,8 +39,11 @@ def _resting(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def evaluate(team: Team, job: Job, model: nn.Module, source: Source, metric: Metric, micro: int) -> dict[str, float]:
-    """Means by name over all rows of `source`, and the number of rows as ``n``. Collective.
+def evaluate(
+    team: Team, job: Job, model: nn.Module, source: Source, metric: Metric, micro: int, weights: Sequence[float]
+) -> dict[str, float]:
+    """Means by name over all rows of `source`, and the number of rows as ``n``; workers' parts are as `weights`.
+    Collective.
 
     Raises MetricError where metrics are not (sum, count) by name, or their names differ between rows or workers.
     """
@@ -48,7 +51,7 @@ def evaluate(team: Team, job: Job, model: nn.Module, source: Source, metric: Met
     # The training's loader options serve here too, but a dataset of another kind may not take them.
     source = replace(source, options=None) if source.rows is None else replace(source, order=in_order)
     grid = Grid(8 * micro * team.size, micro)
-    place = Place(team.rank, (1.0,) * team.size)
+    place = Place(team.rank, weights)
     span = (0, None if source.rows is None else grid.batches(source.rows), 1)
     feed = Feed(source, grid, span, lambda: place, team.world.tell)
     streams = Streams(job.device)

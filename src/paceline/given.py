@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from paceline.comm.group import Group
 from paceline.errors import PlanError, UsageError, WorkersDifferError, a
 from paceline.strategies.pieces import tensors_of
 
@@ -41,15 +40,13 @@ def device_of(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def settle_arithmetic(group: Group, device: torch.device) -> None:
+def settle_arithmetic(capabilities: Sequence[str], device: torch.device) -> None:
     """For `exact`: the same instructions and one thread on every worker, or the same sums come out differently."""
     if device.type != "cpu":
         raise PlanError(
             "exact is not built for CUDA yet", "hide the devices with CUDA_VISIBLE_DEVICES= or leave exact out"
         )
     torch.set_num_threads(1)
-    group.enter("the arithmetic of exact")
-    capabilities = group.gather_json(torch.backends.cpu.get_cpu_capability())
     for rank, capability in enumerate(capabilities):
         if capability != capabilities[0]:
             raise WorkersDifferError(

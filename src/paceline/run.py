@@ -50,7 +50,6 @@ class Member(Protocol):
     def snapshot(self) -> dict[str, Any]: ...
     def flush(self) -> None: ...
     def restore(self, newcomer: bool) -> None: ...
-    def reform(self) -> None: ...
     def follow(self) -> None: ...
     def prepare(self, saved: dict[str, Any]) -> None: ...
     def hear(self, said: list[Any]) -> None: ...
@@ -164,8 +163,6 @@ class Run:
             self.say(f"everybody waits for about {duration(seconds)}, {what}")
 
     def formed(self, generation: Generation, seconds: float) -> None:
-        for member in self.members:
-            member.reform()
         if self.main and not self._opened:  # those before it are gone
             self._opened, self.journal = True, Journal(self.folder)
             for member in self.members:
@@ -173,6 +170,10 @@ class Run:
         self.journal.write(
             "formed", number=generation.number, workers=list(generation.members), step=self.step, seconds=seconds
         )
+
+    def knows(self, trainer: int) -> bool:
+        """Whether the team made this trainer before this newcomer was of it, which then makes it without the others."""
+        return self.team.world.newcomer and trainer < len(self.tree.get("trainers", ()))
 
     def need_team(self) -> None:
         """A newcomer waits here: where its script first asks for something that the team knows."""

@@ -50,6 +50,11 @@ class Grid:
             )
         return Grid(global_batch, micro or -(-global_batch // 8))
 
+    @property
+    def grain(self) -> int:
+        """Rows in which micro-batches are divided among workers, where they may be: an eighth of one."""
+        return -(-self.micro // 8)
+
     def against_single_rows(self, rows: int) -> str:
         """What to do where a micro-batch has a single row, in epochs of `rows` rows: the nearest `micro` that helps."""
         sizes = [len(self.batch_rows(batch, rows)) for batch in (0, self.batches(rows) - 1)]
@@ -85,6 +90,27 @@ def deal(micro_batches: int, weights: Sequence[float]) -> list[range]:
         counts[worker] += 1
     starts = [sum(counts[:worker]) for worker in range(len(weights))]
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def deal_rows(cuts: Sequence[range], weights: Sequence[float], grain: int | None) -> list[list[tuple[int, range]]]:
+    """Each worker's share of a global batch that is cut in micro-batches, as (micro-batch, its rows in the global
+    batch): whole ones, or with `grain` also parts of them, of that many rows.
+    """
+    grains = [
+        (number, range(start, min(start + (grain or len(cut)), cut.stop)))
+        for number, cut in enumerate(cuts)
+        for start in range(cut.start, cut.stop, grain or len(cut))
+    ]
+    shares: list[list[tuple[int, range]]] = []
+    for share in deal(len(grains), weights):
+        mine: list[tuple[int, range]] = []
+        for number, rows in grains[share.start : share.stop]:
+            if mine and mine[-1][0] == number:
+                mine[-1] = number, range(mine[-1][1].start, rows.stop)
+            else:
+                mine.append((number, rows))
+        shares.append(mine)
+    return shares
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from paceline.data.balance import Balance
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
 from paceline.plan import Plan
 from paceline.run import Run
@@ -23,19 +24,24 @@ from paceline.strategies.streams import Streams
 
 @dataclass
 class Rows:
-    """One worker's part of a global batch: its micro-batches, and the size of the whole."""
+    """One worker's part of a global batch: its micro-batches, and the size of the whole. `full`: that is what a global
+    batch has; `fine`: micro-batches were divided among workers.
+    """
 
     micro_batches: list[MicroBatch]
     count: int
     rows: int
     epoch: int = 0
     cure: str = "bring one row more, or choose a micro= that leaves no single row"
+    full: bool = False
+    fine: bool = False
 
 
 @dataclass
 class Stepper:
     """Makes one trainer's steps. `done` counts them; `expected` is the last global count, which gradients are divided
-    by before it is known; `waiting_since` is when the last step ended.
+    by before it is known; `waiting_since` is when the last step ended. `balance` says who computes how much; the memory
+    for sums is of the generation `housed`.
     """
 
     run: Run
@@ -45,9 +51,11 @@ class Stepper:
     plan: Plan
     streams: Streams
     merging: Merging
+    balance: Balance | None = None
     done: int = 0
     expected: float = 0.0
     layout: VectorLayout | None = None
+    housed: int | None = None
     waiting_since: float = field(default_factory=time.perf_counter)
 
     def step(self, deal: Callable[[], Rows], name: str) -> OneStep:
@@ -57,13 +65,45 @@ class Stepper:
         decision = one.learn()
         if decision is not None:
             self.run.decide(self.trainer, *decision)
+        if self.balance is not None and one.generation == self.run.team.operations.number:
+            self._weigh(self.balance, one)
         self.run.agreed(save=one.agreed.save > 0, stop=one.agreed.stop > 0, enter=one.agreed.enter > 0)
         self._name_unused(one.agreed.unused)
         self.waiting_since = time.perf_counter()
         return one
 
+    def house(self, name: str) -> None:
+        """Before a trainer's first step in a generation: memory comes from its group, the step's vector has as many
+        workers as it, and all know the same of everybody's speed. Collective; and not earlier, since newcomers come to
+        the places where a script makes its trainers at other times than the others.
+        """
+        operations, group = self.run.team.operations, self.run.team.group
+        if self.housed == operations.number:
+            return
+        balance = self.balance
+        group.enter(name)
+        said = group.gather_json(None if balance is None else balance.state())[0]  # of who is here longest
+        if balance is not None:
+            balance.reform(operations.members, said)
+        self.top.rehouse()
+        self.layout, self.housed = None, operations.number
+
+    def _weigh(self, balance: Balance, one: OneStep) -> None:
+        """What a step tells of the workers' speeds. Only in the generation that it was computed in: its members know
+        the same, and those of the next one tell each other.
+        """
+        balance.divide(tested=one.agreed.tested > 0, strict=one.agreed.strict > 0)
+        change = balance.learn(one.agreed.seconds) if one.whole.full else None
+        if change is not None:
+            self.run.journal.write("shares", trainer=self.trainer, step=self.done, **dataclasses.asdict(change))
+        for what, why in balance.news:
+            self.run.decide(self.trainer, what, why)
+            self.run.say(f"{what}: {why}")
+        balance.news.clear()
+
     def hear(self, said: list[Any]) -> None:
         """A part of a step that the team made before this newcomer was of it: one tensor of sums, or all the rest."""
+        self.house("a step of others")
         if len(said) == 2:
             place, flat = said
             self.top.sums()[place].copy_(flat)
@@ -96,6 +136,7 @@ class OneStep:
 
     def __init__(self, stepper: Stepper, deal: Callable[[], Rows], name: str) -> None:
         self._of, self._deal, self._name = stepper, deal, name
+        self.generation = -1  # that it was computed in last
         self._begun = False  # gradients have been touched
         self._sums: Sums | None = None
         self.number = stepper.done
@@ -105,10 +146,10 @@ class OneStep:
     def compute(self) -> None:
         of = self._of
         group, began = of.run.team.group, time.perf_counter()
+        self.generation = of.run.team.operations.number
+        of.house(self._name)
         of.run.team.operations.reached("loading")
-        whole = self.whole = self._deal()
-        for micro_batch in whole.micro_batches:
-            micro_batch.batch = to_device(micro_batch.batch, of.job.device)
+        whole = self._load()
         loaded = time.perf_counter()
         self._orders = Orders(
             step=self.number,
@@ -131,14 +172,26 @@ class OneStep:
                 sums = of.top.gradients(whole.micro_batches, self._orders)
                 computed = time.perf_counter()
                 self.agreed = self._agree(sums, whole, computed - began)
-                if not sums.redo:
+                divided = whole.fine and self.agreed.strict > 0
+                if not sums.redo and not divided:
                     break
                 of.top.abort(again=True)
+                if divided and of.balance is not None:  # it draws or remembers now: everybody takes whole ones
+                    of.balance.divide(tested=False, strict=True)
+                    whole = self._load()
             self._refuse(sums, self.agreed)
         self._sums = sums
         self._per_row = (computed - loaded) / max(1, sum(m.rows for m in whole.micro_batches))
         self.spent = {"data": loaded - began, "compute": computed - loaded}
         self._computed = computed
+
+    def _load(self) -> Rows:
+        """This worker's micro-batches, on its device."""
+        whole = self.whole = self._deal()
+        self._indivisible = [m.source for m in whole.micro_batches if not m.take_part()]
+        for micro_batch in whole.micro_batches:
+            micro_batch.batch = to_device(micro_batch.batch, self._of.job.device)
+        return whole
 
     def _summed(self, flat: torch.Tensor) -> None:
         """The next tensor of sums is there, while the backward goes on."""
@@ -222,7 +275,7 @@ class OneStep:
             "count": sums.count,
             "loss": sums.loss,
             "tested": sums.tested,
-            "strict": sums.strict,
+            "strict": sums.strict or bool(self._indivisible),
             "stop": run.notice is not None,
             "save": run.wants_save(),
             "enter": run.team.operations.newcomers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.export import write_model
-from paceline.data.loader import Feed, Source
+from paceline.data.balance import Balance
+from paceline.data.loader import Feed, Place, Source
 from paceline.errors import UsageError
 from paceline.evaluate import evaluate
 from paceline.given import (
@@ -97,7 +98,7 @@ class Trainer:
         said, origin = choose_plan(run.team.world.plan, run.team.world.plan_origin, plan)
         self.plan = Plan.parse(said).validate(run.team.world.size)
         if self.plan.exact:
-            settle_arithmetic(self._group, self._device)
+            settle_arithmetic(run.team.capabilities, self._device)
         run.begin(str(self.plan), origin, seed, self._device)
         self._streams = Streams(self._device)
         self.model = self._build(model)
@@ -112,17 +113,21 @@ class Trainer:
         self._top = nest(self.plan, job, self._group, run.team.operations.elastic)
         optimizers = optimizers_of(optimizer(list(named.items())))
         self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
-        self._top.form()
+        if not run.knows(self._number):
+            self._top.form()
         for name in fused(optimizers, self._device):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = Merging(self._device, never=run.reverse or self.plan.exact)
         self._stepper = Stepper(run, self._number, job, self._top, self.plan, self._streams, merging)
+        self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
+        if self._grid is not None and run.team.world.shares is None:
+            whole = run.reverse or self.plan.exact
+            self._stepper.balance = Balance(self._grid, run.team.operations.members, whole)
         self._ledger = Ledger()
         self._phases: list[Phase] = []
         self._stopped = False
         self._last: StepReport | None = None
         self._loader: dict[str, Any] = {}
-        self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         self.state = State()
         run.members.append(self)
         run.models.append(self.model)
@@ -203,7 +208,7 @@ class Trainer:
         if phase.aim(epochs, total, last=number == len(self._phases) - 1):
             self._stopped = False
         if not phase.complete:
-            share = deal(len(grid.cut(grid.global_batch)), self._run.team.place().weights)
+            share = deal(len(grid.cut(grid.global_batch)), self._place().weights)
             text = grid_text(grid, [len(part) for part in share], rows, total)
             self._run.show(
                 "grid",
@@ -233,7 +238,7 @@ class Trainer:
             )
         cure = grid.against_single_rows(phase.rows or grid.global_batch)
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
-        feed = Feed(source, grid, span, run.team.place, run.team.world.tell)
+        feed = Feed(source, grid, span, self._place, run.team.world.tell)
         self._stepper.waiting_since = time.perf_counter()
         with run.loop(phase):
             while feed.has(phase.done):
@@ -294,7 +299,15 @@ class Trainer:
     def _deal(self, feed: Feed, phase: Phase, cure: str) -> Rows:
         """This worker's part of the loop's next global batch."""
         epoch, rows, micro_batches = feed.at(phase.done)
-        return Rows(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure)
+        full = rows == feed.grid.global_batch
+        return Rows(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, self._place().fine)
+
+    def _place(self) -> Place:
+        """How the present team deals a global batch of this trainer's."""
+        place, balance = self._run.team.place(), self._stepper.balance
+        if balance is None or len(place.weights) == 1:
+            return place
+        return replace(place, weights=balance.weights, fine=balance.fine)
 
     def _advance(self, deal: Callable[[], Rows], name: str) -> StepReport:
         run = self._run
@@ -346,7 +359,8 @@ class Trainer:
         source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
 
         def compute() -> dict[str, float]:
-            found = evaluate(self._run.team, self._job, model or self.model, source, metric, micro)
+            weights = self._place().weights
+            found = evaluate(self._run.team, self._job, model or self.model, source, metric, micro, weights)
             self._run.journal.write("evaluate", trainer=self._number, step=self.steps_done, results=found)
             return found
 
@@ -400,11 +414,6 @@ class Trainer:
             "state": self.state.saved(),
         }
 
-    def reform(self) -> None:
-        """The team has changed: memory comes from the new group, and the step's vector has as many workers as it."""
-        self._top.rehouse()
-        self._stepper.layout = None
-
     def follow(self) -> None:
         """This worker writes the journal from now on: it goes on after what is there."""
         self._ledger.go_on_after(self._run.journal.last_step(self._number))
@@ -435,6 +444,8 @@ class Trainer:
         self.state.restore(mine["state"])
         if mine["grid"] and self._grid:
             self._grid = self._resumed_grid(Grid(*mine["grid"]), self._grid)
+            if self._stepper.balance is not None:
+                self._stepper.balance.grid = self._grid
 
     def _resumed_grid(self, recorded: Grid, now: Grid) -> Grid:
         """The recorded grid wins, unless the script or the plan says another: then that, named as what it is."""

@@ -22,7 +22,7 @@ LARGE = 1 << 22  # bytes of a gradient that is not in a core's cache any more
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
@@ -58,16 +58,15 @@ class Buckets:
         params: Sequence[Parameter],
         first_bytes: int = FIRST_BYTES,
         bytes_: int = BYTES,
-        allocate: Allocate = _zeros,
+        allocate: Allocate = zeros,
     ) -> None:
         self.params = list(params)
         self.largest: list[float] = []
-        self._allocate = allocate
         self.buckets: list[Bucket] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self.params)
         self._home: list[Bucket] = [Bucket(-1, torch.empty(0), [])] * len(self.params)
         self._groups = self._group(first_bytes, bytes_)
-        self.rehouse()
+        self.rehouse(allocate)
         self._ready: Callable[[Bucket], None] | None = None
         self._armed = False
         self._next = 0
@@ -76,8 +75,9 @@ class Buckets:
         for number, param in enumerate(self.params):
             param.register_post_accumulate_grad_hook(self._hook(number))
 
-    def rehouse(self) -> None:
-        """Fresh memory for all buckets, as `allocate` gives it now. What they held is lost."""
+    def rehouse(self, allocate: Allocate) -> None:
+        """Fresh memory for all buckets, as `allocate` gives it. What they held is lost."""
+        self._allocate = allocate
         self.buckets.clear()
         for members in self._groups:
             self._make(members)

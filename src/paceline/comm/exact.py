@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import Parameter
 
-from paceline.comm.buckets import Allocate, Bucket, Buckets
+from paceline.comm.buckets import Allocate, Bucket, Buckets, zeros
 
 WHOLE = 51  # bits: a number up to 2**51 units is rounded to whole ones by adding and subtracting 1.5 * 2**52 units
 HEADROOM = 4  # bits by which a gradient may grow from one step to the next
@@ -30,7 +30,7 @@ class ExactBuckets(Buckets):
 
     maxima: torch.Tensor
 
-    def __init__(self, params: Sequence[Parameter], allocate: Allocate) -> None:
+    def __init__(self, params: Sequence[Parameter], allocate: Allocate = zeros) -> None:
         self._spare = WHOLE  # bits of one micro-batch's part of a sum
         self._sums: list[torch.Tensor] = []
         self._wires: list[list[torch.Tensor]] = [[]] * len(params)
@@ -96,9 +96,9 @@ class ExactBuckets(Buckets):
                 wire.zero_()
         return super().flush()
 
-    def rehouse(self) -> None:
+    def rehouse(self, allocate: Allocate) -> None:
         self._sums.clear()
-        super().rehouse()
+        super().rehouse(allocate)
 
     def abandon(self, again: bool = False) -> None:
         super().abandon(again)

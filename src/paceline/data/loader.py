@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data.order import sample_index
 from paceline.errors import DatasetError, UsageError, a
-from paceline.step import Grid, deal, stream_seed
+from paceline.step import Grid, deal_rows, stream_seed
 from paceline.strategies.pieces import MicroBatch
 from paceline.strategies.streams import Streams
 
@@ -41,13 +41,16 @@ _FIXED = {
 
 @dataclass(frozen=True)
 class Slot:
-    """One micro-batch: its number in the grid, the epoch, first position and end, and its rows' dataset indices."""
+    """One micro-batch: its number in the grid, the epoch, first position and end, and its rows' dataset indices; `part`
+    are the rows in it that this worker computes, if not all.
+    """
 
     index: int
     epoch: int
     start: int
     stop: int
     rows: tuple[int, ...] = ()
+    part: range | None = None
 
 
 @dataclass(frozen=True)
@@ -171,12 +174,19 @@ class _Start:
 @dataclass(frozen=True)
 class Place:
     """Where a worker is in the present team: its rank, and everybody's weights in dealing micro-batches. `generation`
-    tells one dealing from another.
+    tells one dealing from another. `fine`: also parts of micro-batches are dealt.
     """
 
     rank: int
     weights: Sequence[float]
     generation: int = 0
+    fine: bool = False
+
+    def mine(self, grid: Grid, cuts: Sequence[range]) -> list[tuple[int, range | None]]:
+        """This worker's micro-batches of those of a global batch, and which of their rows, if not all."""
+        dealt = deal_rows(cuts, self.weights, grid.grain if self.fine else None)[self.rank]
+        parts = [range(rows.start - cuts[n].start, rows.stop - cuts[n].start) for n, rows in dealt]
+        return [(n, None if rows == cuts[n] else part) for (n, rows), part in zip(dealt, parts, strict=True)]
 
 
 Batch = tuple[int, int, list[MicroBatch]]  # epoch, rows of the global batch, this worker's micro-batches
@@ -225,8 +235,8 @@ class Feed:
         step = start
         while self.batches is None or step < self.batches:
             epoch, first, cuts = self.grid_of(step)
-            for index in deal(len(cuts), place.weights)[place.rank]:
-                yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop)
+            for index, part in place.mine(self.grid, cuts):
+                yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, part=part)
             step += 1
 
     def has(self, step: int) -> bool:
@@ -249,11 +259,14 @@ class Feed:
                 self._dealt, self._next = place, step
                 self._iterator = self._loader(step)
             epoch, _, cuts = self.grid_of(step)
-            share = len(deal(len(cuts), place.weights)[place.rank])
+            share = len(place.mine(self.grid, cuts))
             with Streams(torch.device("cpu")).lent():
                 taken = [next(self._iterator) for _ in range(share)]
             self._next = step + 1
-            mine = [MicroBatch(slot.index, slot.stop - slot.start, rows, self._where(slot)) for slot, rows in taken]
+            mine = [
+                MicroBatch(slot.index, slot.stop - slot.start, rows, self._where(slot), slot.part)
+                for slot, rows in taken
+            ]
             batch = epoch, sum(map(len, cuts)), mine
         self._loading = time.perf_counter() - began
         return batch
@@ -274,14 +287,17 @@ class Feed:
             self._stream.samples = iter(())
 
     def _where(self, slot: Slot) -> str:
-        return f"micro-batch {slot.index} (rows {slot.start}-{slot.stop - 1} of epoch {slot.epoch})"
+        rows = range(slot.start, slot.stop)
+        if slot.part is not None:
+            rows = rows[slot.part.start : slot.part.stop]
+        return f"micro-batch {slot.index} (rows {rows.start}-{rows.stop - 1} of epoch {slot.epoch})"
 
     def _loader(self, start: int) -> Iterator[Any]:
         assert self._dealt is not None
         options = {"num_workers": 0, **self.options}
         if options["num_workers"]:
             options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
-            share = max(1, len(deal(len(self.grid.cut(self.grid.global_batch)), self._dealt.weights)[self._dealt.rank]))
+            share = max(1, len(self._dealt.mine(self.grid, self.grid.cut(self.grid.global_batch))))
             options.setdefault("prefetch_factor", max(2, -(-2 * share // options["num_workers"])))
         # DataLoader draws a seed: not from the user's stream.
         options.setdefault("generator", torch.Generator())
@@ -386,12 +402,12 @@ class _Stream:
     def deal(self, step: int, place: Place) -> Batch:
         cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
         streams, share = Streams(torch.device("cpu")), []
-        for index in deal(len(cuts), place.weights)[place.rank]:
+        for index, part in place.mine(self._grid, cuts):
             with streams.lent():
                 position = step * self._grid.global_batch + cuts[index].start
                 streams.seed(stream_seed(self._source.seed, _COLLATE + epoch, position))
                 batch = self._source.collate(self._rows[cuts[index].start : cuts[index].stop])
-            share.append(MicroBatch(index, len(cuts[index]), batch, f"micro-batch {index} of epoch {epoch}"))
+            share.append(MicroBatch(index, len(cuts[index]), batch, f"micro-batch {index} of epoch {epoch}", part))
         return epoch, len(self._rows), share
 
 

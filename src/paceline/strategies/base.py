@@ -157,7 +157,7 @@ class Strategy:
         self.inner.abort(again)
 
     def rehouse(self) -> None:
-        """A new generation has formed: takes fresh memory from it. Collective."""
+        """Takes fresh memory from the present generation. Collective."""
         self.inner.rehouse()
 
     def state(self) -> dict[str, Any]:
@@ -169,7 +169,9 @@ class Strategy:
 
 
 class Single(Strategy):
-    """Plain training on one device. With `allocate`, gradients land in buckets of such memory for the layer above."""
+    """Plain training on one device. With `allocate`, gradients land in buckets for the layer above, which are of such
+    memory once they are housed.
+    """
 
     def __init__(self, job: Job, allocate: Allocate | None = None) -> None:
         self.job = job
@@ -179,7 +181,8 @@ class Single(Strategy):
         self.streams = Streams(job.device)
         self._look_around()
         kind = ExactBuckets if job.exact else Buckets
-        self.buckets: Buckets | None = None if allocate is None else kind(self.params, allocate=allocate)
+        self._allocate = allocate
+        self.buckets: Buckets | None = None if allocate is None else kind(self.params)
 
     def _look_around(self) -> None:
         """Takes the other trainers' models into view, as many as there are by now: a loss may run one of them."""
@@ -215,8 +218,8 @@ class Single(Strategy):
             self.buckets.abandon(again)
 
     def rehouse(self) -> None:
-        if self.buckets is not None:
-            self.buckets.rehouse()
+        if self.buckets is not None and self._allocate is not None:
+            self.buckets.rehouse(self._allocate)
 
     # -- forward and backward -----------------------------------------------------------------------------------
 

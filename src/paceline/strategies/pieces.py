@@ -15,12 +15,28 @@ from paceline.errors import UsageError
 
 @dataclass
 class MicroBatch:
-    """One micro-batch: its number in the grid, its rows, the collated batch, and where the rows came from."""
+    """One micro-batch: its number in the grid, its rows, the collated batch, and where the rows came from. Where other
+    workers compute a part of it, `part` are the rows of the batch that are to be taken here.
+    """
 
     index: int
     rows: int
     batch: Any
     source: str = ""
+    part: range | None = None
+
+    def take_part(self) -> bool:
+        """Leaves the rows of this worker's part; whether they can be told from the others."""
+        if self.part is None:
+            return True
+        leaves = pytree.tree_leaves(self.batch)
+        divisible = bool(leaves) and all(
+            isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self.rows for leaf in leaves
+        )
+        if divisible:
+            self.batch, self.rows = cut(self.batch, self.part), len(self.part)
+        self.part = None
+        return divisible
 
 
 @dataclass

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.backends.cpu import get_cpu_capability
 
 import paceline.world as worlds
 from paceline.comm.group import Group
@@ -75,7 +76,9 @@ class Team:
             "plan": self.world.plan,
         }
         self.group.enter("the start")
-        everyone = self.group.gather_json(mine)
+        told = self.group.gather_json([mine, get_cpu_capability()])
+        everyone = [greeting for greeting, _ in told]
+        self.capabilities = [capability for _, capability in told]  # of the processors, by rank
         for what in mine:
             others = [rank for rank, greeting in enumerate(everyone) if greeting[what] != everyone[0][what]]
             if others:

@@ -1,0 +1,302 @@
+"""Which part of each global batch a worker computes: measured, so that all are done at the same time. No torch.
+
+Everybody decides from the seconds in the steps' vectors, which are the same everywhere, by the same arithmetic: so all
+change the shares at the same step, and nobody has to be asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+from statistics import median
+from typing import Any
+
+from paceline.observe.figures import ranks
+from paceline.step import Grid, deal
+
+BLOCK, BLOCKS = 4, 4  # steps between two looks, and how many of these are remembered
+WARM = 2  # steps after the start and after a change whose seconds do not count
+LEAST = 0.05  # part of a step that a change must save; once more for each other change within so many steps:
+CHANGES = 100
+SURE = 3.0  # standard errors of the measurement that it must save at least
+MOVED = 1.25  # a worker whose seconds changed by this factor between two blocks has another speed now
+FIXED = 0.5  # part of a worker's seconds that may not depend on its share
+APART = 0.25  # parts by which two shares must differ to tell what depends on them
+AGAIN = 100  # steps after which a worker without a share is tried once more; twice as many each time after
+HOPELESS = 3.0  # times as long as all others: one step of it is enough
+COARSE, GOOD = 0.9, 0.95  # part of the workers' speed that the grid lets them use: so that it is said; well enough
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A worker takes `fixed` + `rate` * f seconds for the part f of a global batch."""
+
+    fixed: float
+    rate: float
+
+    def of(self, part: float) -> float:
+        return self.fixed + self.rate * part if part else 0.0
+
+
+def solve(units: int, costs: Sequence[Cost]) -> tuple[int, ...]:
+    """How many of `units` equal parts each worker gets so that the last one is done as early as can be.
+
+    One after another goes to whoever would be done first with it, which no other dealing beats: what a worker has only
+    grows. Of equals the first one gets it.
+    """
+    counts = [0] * len(costs)
+    done = [(cost.of(1 / units), worker) for worker, cost in enumerate(costs)]  # with one more
+    heapify(done)
+    for _ in range(units):
+        _, worker = done[0]
+        counts[worker] += 1
+        heapreplace(done, (costs[worker].of((counts[worker] + 1) / units), worker))
+    return tuple(counts)
+
+
+def slowest(units: int, counts: Sequence[int], costs: Sequence[Cost]) -> float:
+    """Seconds until all are done."""
+    return max(cost.of(count / units) for cost, count in zip(costs, counts, strict=True))
+
+
+@dataclass(frozen=True)
+class Change:
+    """New shares, as parts of the global batch by rank, and the seconds of the slowest worker: seen, then expected. Or
+    a worker that had none is tried once more.
+    """
+
+    parts: tuple[float, ...]
+    before: float
+    expected: float
+    trial: int | None = None
+
+
+@dataclass
+class Balance:
+    """The shares of the workers with these numbers, by rank. Micro-batches are `fine`, divided among workers, once they
+    were seen to be no more than their rows, unless they must stay `whole`.
+    """
+
+    grid: Grid
+    members: tuple[int, ...]
+    whole: bool = False
+    fine: bool = False
+    counts: tuple[int, ...] = ()  # of units, by rank; empty: equal shares
+    _costs: dict[int, Cost] = field(default_factory=dict)
+    _rows: list[tuple[float, ...]] = field(default_factory=list)  # seconds of the last steps, by rank
+    _steps: int = 0
+    _changed: list[int] = field(default_factory=list)  # the steps after which shares changed
+    _earlier: dict[int, tuple[float, float]] = field(default_factory=dict)  # by worker: its part before, its seconds
+    news: list[tuple[str, str]] = field(default_factory=list)  # for people: what was decided, and why
+    _before: float | None = None  # seconds before the last change, while it is not known what it gained
+    _hinted: bool = False
+    _idle: dict[int, tuple[int, int]] = field(default_factory=dict)  # without a share: since when, to wait how long
+    _trial: int | None = None
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """For dealing, by rank."""
+        return tuple(map(float, self.counts)) if self.counts else (1.0,) * len(self.members)
+
+    @property
+    def units(self) -> int:
+        """Equal parts of a global batch that can be dealt."""
+        cuts = self.grid.cut(self.grid.global_batch)
+        return sum(-(-len(cut) // self.grid.grain) for cut in cuts) if self.fine else len(cuts)
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Of the global batch, by rank."""
+        dealt = deal(self.units, self.weights)
+        return tuple(len(share) / self.units for share in dealt)
+
+    # -- a team that changes
+
+    def state(self) -> dict[str, Any]:
+        """What newcomers must know, as JSON keeps it."""
+        costs = {str(worker): [cost.fixed, cost.rate] for worker, cost in self._costs.items()}
+        return {"fine": self.fine, "whole": self.whole, "costs": costs}
+
+    def reform(self, members: Sequence[int], said: Mapping[str, Any]) -> None:
+        """Another team, of whose workers this much is known."""
+        self.members, self.fine, self.whole = tuple(members), said["fine"], said["whole"]
+        self._costs = {int(worker): Cost(*cost) for worker, cost in said["costs"].items()}
+        self._earlier, self._idle, self._changed, self._steps = {}, {}, [], 0
+        self._trial = self._before = None
+        self._begin(solve(self.units, self._known()) if self._costs else ())
+
+    def _known(self) -> list[Cost]:
+        """What the members cost; of one that has not been measured the same as of others."""
+        here = [self._costs[worker] for worker in self.members if worker in self._costs] or [*self._costs.values()]
+        usual = Cost(median(cost.fixed for cost in here), median(cost.rate for cost in here))
+        return [self._costs.get(worker, usual) for worker in self.members]
+
+    # -- whether micro-batches may be divided
+
+    def divide(self, tested: bool, strict: bool) -> None:
+        """What the workers agreed on: a whole may be computed in pieces; or it was seen that it may not."""
+        self.whole |= strict
+        if (tested or self.fine) and not self.whole:
+            self.fine = True
+        elif self.fine:
+            self.fine, before = False, self.parts
+            self._begin(solve(self.units, self._known()) if self._costs else deal_counts(self.units, before))
+
+    # -- measuring
+
+    def learn(self, seconds: Sequence[float]) -> Change | None:
+        """Takes everybody's seconds of a step on a full global batch; new shares if they are worth it."""
+        self._steps += 1
+        self._warm -= 1
+        if self._hopeless(seconds):
+            return self._change(seconds, 0.0)
+        if self._warm >= 0 or len(self.members) == 1:
+            return None
+        self._rows = [*self._rows[1 - BLOCK * BLOCKS :], tuple(seconds)]
+        if self._steps % BLOCK or len(self._rows) < BLOCK:
+            return None
+        self._forget_other_speeds()
+        times, noise = self._times()
+        change = self._change(times, noise)
+        if change is None:
+            self._tell(max(times))
+        return change
+
+    def _tell(self, seconds: float) -> None:
+        """Shares that were kept: what they gained, and what the grid costs."""
+        if self._before is not None:
+            self.news.append((self.text(), f"a step takes them {seconds:.2g} s instead of {self._before:.2g}"))
+            self._before = None
+        if not self._hinted and (used := self.coarse()):
+            self._hinted = True
+            self.news.append((f"micro-batches of {self.grid.micro} rows are too coarse for these workers", used))
+
+    def _hopeless(self, seconds: Sequence[float]) -> bool:
+        """Whether the worker that is tried takes so long that one step tells."""
+        by_worker = dict(zip(self.members, seconds, strict=True))
+        tried = by_worker.pop(self._trial, 0.0) if self._trial is not None else 0.0
+        return tried > HOPELESS * max(by_worker.values())
+
+    def _change(self, times: Sequence[float], noise: float) -> Change | None:
+        parts, tried = self.parts, self._trial
+        self._measure(parts, times)
+        units, costs = self.units, self._known()
+        counts = solve(units, costs)
+        now = max(time for time, part in zip(times, parts, strict=True) if part)
+        then = slowest(units, counts, costs)
+        self._trial = self._to_try(parts)
+        self._changed = [step for step in self._changed if self._steps - step < CHANGES]
+        if self._trial is not None:
+            counts = self._with_one(counts, self.members.index(self._trial))
+        elif 1 - then / now < max(LEAST * (1 + len(self._changed)), SURE * noise):
+            return None
+        self._earlier = {w: (part, time) for w, part, time in zip(self.members, parts, times, strict=True) if part}
+        self._changed.append(self._steps)
+        self._begin(counts)
+        back = tried is not None and not self.parts[self.members.index(tried)]
+        if self._before is None and self._trial is None and not back:
+            self._before = now
+        return Change(self.parts, now, then, self._trial)
+
+    def _to_try(self, parts: Sequence[float]) -> int | None:
+        """A worker that has had no share for so long that it may be another one by now."""
+        for worker, part in zip(self.members, parts, strict=True):
+            since, wait = self._idle.get(worker, (self._steps, AGAIN))
+            if not part:
+                self._idle[worker] = since, wait
+            if not part and self._steps - since >= wait:
+                self._idle[worker] = self._steps, 2 * wait
+                return worker
+        return None
+
+    @staticmethod
+    def _with_one(counts: Sequence[int], tried: int) -> tuple[int, ...]:
+        """The shares, but that who is tried has a unit of the largest one."""
+        largest = counts.index(max(counts))
+        return tuple(n + (place == tried) - (place == largest) for place, n in enumerate(counts))
+
+    def _begin(self, counts: Sequence[int]) -> None:
+        self.counts, self._rows, self._warm = tuple(counts), [], WARM
+
+    def __post_init__(self) -> None:
+        self._warm = WARM
+
+    def _forget_other_speeds(self) -> None:
+        """What was measured before somebody's speed changed."""
+        before, last = self._rows[:-BLOCK], self._rows[-BLOCK:]
+        for old, new in zip(zip(*before, strict=True), zip(*last, strict=True), strict=True) if before else ():
+            if not 1 / MOVED < median(new) / max(median(old), 1e-9) < MOVED:
+                self._rows = last
+
+    def _times(self) -> tuple[list[float], float]:
+        """Each worker's seconds, and the relative standard error of what is known of them."""
+        times, errors = [], []
+        for column in zip(*self._rows, strict=True):
+            middle = median(column)
+            deviation = 1.4826 * median(abs(value - middle) for value in column)  # as if it were normal
+            times.append(middle)
+            errors.append(1.2533 * deviation / math.sqrt(len(column)) / max(middle, 1e-9))
+        usual = math.sqrt(sum(error * error for error in errors) / len(errors))
+        # Four values may lie close together by chance: nobody is much surer than all are.
+        return times, max(*errors, 1.5 * usual)
+
+    def _measure(self, parts: Sequence[float], times: Sequence[float]) -> None:
+        """What each worker costs, from what it took with its share, and with the one before."""
+        for worker, part, time in zip(self.members, parts, times, strict=True):
+            if not part:
+                continue
+            fixed = min(self._costs[worker].fixed if worker in self._costs else 0.0, FIXED * time)
+            before, took = self._earlier.get(worker, (part, time))
+            if abs(part - before) > APART * max(part, before):
+                slope = (time - took) / (part - before)
+                fixed = min(max(time - slope * part, 0.0), FIXED * time)
+            self._costs[worker] = Cost(fixed, (time - fixed) / part)
+
+    # -- what people are told
+
+    def coarse(self) -> str:
+        """How much of the workers' speed the grid lets them use, and a better one; empty where that is enough."""
+        if self.fine or not self._costs:
+            return ""
+        costs, micro = self._known(), self.grid.micro
+        used = then = used_by(self.grid, costs)
+        if used >= COARSE:
+            return ""
+        while micro > 1 and then < GOOD:
+            micro = micro // 2 if micro > 8 else micro - 1
+            then = used_by(Grid(self.grid.global_batch, micro), costs)
+        return f"{100 * used:.0f} % of their speed is used, with the plan micro={micro} it would be {100 * then:.0f} %"
+
+    def text(self) -> str:
+        """The shares, for people."""
+        percent = [f"{100 * part:.0f}" for part in self.parts]
+        one, costs = 1 / self.units, self._known() if self._costs else [Cost(0.0, 1.0)] * len(self.members)
+        most = slowest(self.units, [round(part * self.units) for part in self.parts], costs)
+        places = [place for place, part in enumerate(self.parts) if not part and costs[place].of(one) > 1.01 * most]
+        idle = [self.members[place] for place in places]
+        who, much = (", ".join(map(str, some[:-1])) + f" and {some[-1]}" for some in (self.members, percent))
+        what = f"workers {who} compute {much} % of each global batch"
+        alone = f"; without {ranks(idle)} the others are done earlier" if idle else ""
+        return what + alone
+
+
+def used_by(grid: Grid, costs: Sequence[Cost]) -> float:
+    """Part of the workers' speed that a grid of whole micro-batches lets them use."""
+    units = len(grid.cut(grid.global_batch))
+    return soonest(costs) / slowest(units, solve(units, costs), costs)
+
+
+def soonest(costs: Sequence[Cost]) -> float:
+    """Seconds until all are done where a global batch can be divided at will."""
+    speed, head, done = 0.0, 0.0, math.inf
+    for cost in sorted(costs, key=lambda cost: cost.fixed):
+        if cost.fixed < done:
+            speed, head = speed + 1 / cost.rate, head + cost.fixed / cost.rate
+            done = (1 + head) / speed
+    return done
+
+
+def deal_counts(units: int, parts: Sequence[float]) -> tuple[int, ...]:
+    return tuple(len(share) for share in deal(units, parts))

@@ -1,0 +1,263 @@
+"""Unequal workers: which part of the global batch each gets, how that is measured, and that it changes nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import train_basics
+from oracle import apart
+from safetensors.torch import load_file
+
+from paceline.data.balance import Balance, Change, Cost, slowest, solve, soonest
+from paceline.observe.journal import read_journal
+from paceline.step import Grid, deal_rows
+from paceline.team.chaos import read_log
+
+GRID = Grid(256, 32)
+costs = st.builds(Cost, st.sampled_from([0.0, 0.1, 1.0]), st.floats(0.01, 10.0))
+
+
+@given(st.integers(1, 7), st.lists(costs, min_size=1, max_size=3))
+def test_no_dealing_is_done_earlier(units: int, some: list[Cost]) -> None:
+    found = solve(units, some)
+    assert sum(found) == units
+    every = (c for c in itertools.product(range(units + 1), repeat=len(some)) if sum(c) == units)
+    assert slowest(units, found, some) == min(slowest(units, counts, some) for counts in every)
+
+
+@given(st.lists(costs, min_size=1, max_size=4))
+def test_what_can_be_divided_at_will_is_done_no_later(some: list[Cost]) -> None:
+    done = [slowest(units, solve(units, some), some) for units in (1, 10, 1000)]
+    assert all(soonest(some) <= seconds * (1 + 1e-9) for seconds in done)
+    assert done[-1] <= soonest(some) * 1.01 + max(cost.rate for cost in some) / 1000
+
+
+@given(
+    st.integers(1, 70),
+    st.integers(1, 40),
+    st.lists(st.integers(0, 50), min_size=1, max_size=5).filter(any),
+    st.booleans(),
+)
+def test_every_row_is_dealt_once(rows: int, micro: int, weights: list[int], fine: bool) -> None:
+    grid = Grid(max(rows, micro), micro)
+    cuts = grid.cut(rows)
+    shares = deal_rows(cuts, weights, grid.grain if fine else None)
+    dealt = [(number, part) for share in shares for number, part in share]
+    assert [row for _, part in dealt for row in part] == list(range(rows))
+    assert all(part.start >= cuts[number].start and part.stop <= cuts[number].stop for number, part in dealt)
+    for share in shares:
+        numbers = [number for number, _ in share]
+        assert numbers == sorted(set(numbers)), "a micro-batch comes to a worker in two parts"
+        assert fine or all(part == cuts[number] for number, part in share)
+
+
+def test_the_same_weights_deal_whole_micro_batches_or_parts_of_them() -> None:
+    cuts = GRID.cut(256)
+    whole, fine = ([sum(len(p) for _, p in s) for s in deal_rows(cuts, (4, 2, 1), g)] for g in (None, GRID.grain))
+    assert whole == [160, 64, 32]
+    assert fine == [148, 72, 36]
+
+
+# ---- simulated workers: so many global batches a second, and noise
+
+
+class Simulated:
+    """Steps of a team whose workers' `speeds` are a function of the step; `used` is the part of their sum in each."""
+
+    def __init__(self, members: int, noise: float = 0.0, fine: bool = False, fixed: float = 0.0, grid: Grid = GRID):
+        self.balance, self.noise, self.fixed = Balance(grid, tuple(range(members))), noise, fixed
+        self.balance.divide(tested=fine, strict=False)
+        self.changes: list[tuple[int, Change]] = []
+        self.used: list[float] = []
+        self.steps = 0
+
+    def run(self, steps: int, speeds: Sequence[float], seed: int = 0) -> Simulated:
+        chance = random.Random(seed)
+        for _ in range(steps):
+            took = [
+                (self.fixed + part / speed) * chance.lognormvariate(0, self.noise) if part else 1e-4
+                for part, speed in zip(self.balance.parts, speeds, strict=True)
+            ]
+            true = [part / speed for part, speed in zip(self.balance.parts, speeds, strict=True)]
+            self.used.append(1 / sum(speeds) / max(true))
+            self.steps += 1
+            change = self.balance.learn(took)
+            if change is not None:
+                self.changes.append((self.steps, change))
+        return self
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
+def test_unequal_workers_give_what_they_have_within_twenty_steps(noise: float) -> None:
+    team = Simulated(3, noise, fine=True).run(20, [1.0, 0.5, 0.25])
+    assert team.used[0] < 0.6
+    assert team.used[-1] > 0.9
+    team.run(100, [1.0, 0.5, 0.25]).run(20, [1.0, 0.5, 1.0])
+    assert team.used[-1] > 0.9, "a worker has become faster"
+
+
+def test_whole_micro_batches_are_dealt_as_well_as_they_can_be() -> None:
+    team = Simulated(3).run(20, [1.0, 0.5, 0.25])
+    assert team.balance.parts == (5 / 8, 2 / 8, 1 / 8)
+
+
+@pytest.mark.parametrize("speeds", [[1.0, 1.0, 1.0, 1.0], [1.0, 0.5, 0.25]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("noise", [0.05, 0.2, 0.5])
+def test_noise_changes_shares_at_most_once_in_a_hundred_steps(noise: float, speeds: list[float]) -> None:
+    for seed in range(10):
+        team = Simulated(len(speeds), noise, fine=True).run(1000, speeds, seed)
+        assert len(team.changes) <= 10
+
+
+def test_a_worker_that_costs_more_than_it_gives_gets_nothing_and_is_tried_again() -> None:
+    team = Simulated(4).run(400, [1.0, 1.0, 1.0, 0.02])
+    (_, first), *more = team.changes
+    assert first.parts[3] == 0
+    assert [change.trial for _, change in more] == [3, None, 3, None]
+    waits = [after - before for (before, _), (after, _) in itertools.pairwise(team.changes)]
+    assert waits[1::2] == [1, 1], "one step is enough to see that it is still slow"
+    assert waits[0] < waits[2]
+    what, why = team.balance.news[0]
+    assert what == (
+        "workers 0, 1, 2 and 3 compute 38, 38, 25 and 0 % of each global batch; "
+        "without worker 3 the others are done earlier"
+    )
+    assert why.endswith(" s instead of 12")
+    team.run(400, [1.0] * 4)
+    assert team.balance.parts == (0.25,) * 4
+
+
+def test_what_does_not_depend_on_the_share_is_told_apart() -> None:
+    team = Simulated(2, fixed=0.2, fine=True).run(60, [1.0, 0.25])
+    done = [0.2 + part / speed for part, speed in zip(team.balance.parts, [1.0, 0.25], strict=True)]
+    assert max(done) / min(done) < 1.1
+
+
+@pytest.mark.parametrize(
+    ("members", "speeds", "said"),
+    [
+        (12, [1.0], "67 % of their speed is used, with the plan micro=2 it would be 97 %"),
+        (3, [1.0, 0.4, 0.15], "86 % of their speed is used, with the plan micro=8 it would be 98 %"),
+        (4, [1.0], None),
+    ],
+)
+def test_a_grid_that_is_too_coarse_is_named_once(members: int, speeds: list[float], said: str | None) -> None:
+    team = Simulated(members).run(200, (speeds * members)[:members])
+    hints = [why for what, why in team.balance.news if "too coarse" in what]
+    assert hints == ([said] if said else [])
+
+
+def test_where_micro_batches_may_be_divided_no_grid_is_too_coarse() -> None:
+    team = Simulated(12, fine=True).run(50, [1.0] * 12)
+    assert team.used[-1] > 0.8
+    assert [what for what, _ in team.balance.news if "too coarse" in what] == []
+
+
+def test_a_new_team_knows_what_the_first_of_it_knew() -> None:
+    team = Simulated(3, fine=True).run(40, [1.0, 0.5, 0.25])
+    said = json.loads(json.dumps(team.balance.state()))
+    other = Balance(GRID, (0,))
+    for balance in (team.balance, other):
+        balance.reform((2, 0, 5), said)
+    assert team.balance.parts == other.parts
+    late, first, new = other.parts
+    assert late < new < first, "who is not known is taken for an average one"
+    rows = [[0.1 + 0.01 * (step % 3), 0.2, 0.3] for step in range(40)]
+    for row in rows:
+        assert team.balance.learn(row) == other.learn(row)
+        assert team.balance.counts == other.counts
+
+
+# ---- real workers
+
+SLOW = """
+import os, time
+def loss(output, batch):
+    time.sleep(len(batch[1]) * 2e-3 * [1, 2, 4][paceline.join().rank] * (paceline.join().size > 1))
+    return F.cross_entropy(output, batch[1])
+"""
+
+
+def parts_of(folder: Path) -> list[list[float]]:
+    return [event["parts"] for event in read_journal(folder) if event["event"] == "shares"]
+
+
+def both(folder: Path, body: str, *options: str, chaos: str = "") -> list[list[float]]:
+    """Trains with one worker and with three, which must come to the same; the shares of the three."""
+    train_basics(folder, body, 1, "--run-dir", "one")
+    (folder / "weights.safetensors").rename(folder / "one.safetensors")
+    train_basics(folder, body, 3, "--run-dir", "three", *options, chaos=chaos)
+    assert apart(load_file(folder / "weights.safetensors"), load_file(folder / "one.safetensors")) < 1e-12
+    return parts_of(folder / "three")
+
+
+def trained(more: str, plan: str = "") -> str:
+    loop = "list(t.steps(data, count=32))\nt.export('weights.safetensors')\n"
+    return SLOW + f"t = make(loss, {more}, plan={plan!r})\n" + loop
+
+
+def test_unequal_workers_get_unequal_parts_and_the_same_weights(tmp_path: Path) -> None:
+    (parts, *_) = both(tmp_path, trained("global_batch=48"))
+    assert parts[0] > parts[1] > parts[2] > 0
+    assert any(part * 8 != round(part * 8) for part in parts), "no micro-batch was divided"
+    said = [event for event in read_journal(tmp_path / "three") if event["event"] == "decision"]
+    assert [event for event in said if str(event["what"]).startswith("workers 0, 1 and 2 compute ")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["exact", "micro=6"])
+def test_whole_micro_batches_where_they_may_not_be_divided(plan: str, tmp_path: Path) -> None:
+    drops = "lambda: nn.Sequential(nn.Linear(10, 16), nn.Dropout(0.1), nn.Linear(16, 2)).double()"
+    model = drops if plan != "exact" else "net"
+    (parts, *_) = both(tmp_path, trained(f"{model}, global_batch=48", plan))
+    assert all(part * 8 == round(part * 8) for part in parts)
+    assert parts[0] > parts[1]
+
+
+def test_a_draw_that_comes_late_ends_the_dividing_in_the_same_step(tmp_path: Path) -> None:
+    model = (
+        "class Late(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.inner, self.drop = net(), nn.Dropout(0.5)\n"
+        "    def forward(self, rows):\n"
+        "        return self.inner(self.drop(rows) if t.steps_done >= 20 else rows)\n"
+    )
+    (parts, *_) = both(tmp_path, model + trained("Late, global_batch=48"))
+    assert any(part * 8 != round(part * 8) for part in parts), "no micro-batch was divided"
+    said = [event["what"] for event in read_journal(tmp_path / "three") if event["event"] == "decision"]
+    assert "micro-batches are executed one by one" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["forward", "reduced"])
+def test_a_worker_is_lost_while_shares_are_unequal(when: str, tmp_path: Path) -> None:
+    parts = both(tmp_path, trained("global_batch=48"), chaos=f"kill:1@20.{when}")
+    assert [entry["fault"] for entry in read_log(tmp_path / "three")] == [f"kill:1@20.{when}"]
+    assert len(parts[0]) == 3
+
+
+@pytest.mark.slow
+def test_shares_that_were_said_stay(tmp_path: Path) -> None:
+    assert both(tmp_path, trained("global_batch=48"), "--shares", "1,1,2") == []
+
+
+@pytest.mark.slow
+def test_rows_that_cannot_be_told_apart_are_not_divided(tmp_path: Path) -> None:
+    """A collate whose tensors have no rows after a while: seen in the step, and undone."""
+    collate = (
+        "from torch.utils.data import default_collate\n"
+        "def collate(rows):\n"
+        "    x, y = default_collate(rows)\n"
+        "    return [x, y, torch.ones(3)] if t.steps_done >= 20 else [x, y]\n"
+    )
+    body = collate + trained("global_batch=48").replace("count=32", "count=32, collate=collate")
+    (parts, *_) = both(tmp_path, body)
+    assert any(part * 8 != round(part * 8) for part in parts), "no micro-batch was divided"
