@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from paceline.data.balance import Balance, Change, Cost, slowest, solve, soonest
 from paceline.observe.journal import read_journal
+from paceline.observe.summary import Summary, facts
 from paceline.step import Grid, deal_rows
 from paceline.team.chaos import read_log
 
@@ -209,6 +211,8 @@ def test_unequal_workers_get_unequal_parts_and_the_same_weights(tmp_path: Path) 
     assert any(part * 8 != round(part * 8) for part in parts), "no micro-batch was divided"
     said = [event for event in read_journal(tmp_path / "three") if event["event"] == "decision"]
     assert [event for event in said if str(event["what"]).startswith("workers 0, 1 and 2 compute ")]
+    shares = next(text for name, text in facts(Summary(tmp_path / "three"))["Plan"] if name == "shares")
+    assert re.fullmatch(r"worker 0: \d\d%, worker 1: \d\d%, worker 2: \d+%; measured, changed \d times?", shares)
 
 
 @pytest.mark.slow

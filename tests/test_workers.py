@@ -35,7 +35,7 @@ from paceline.observe.journal import read_journal
 TOLERANCE = 1e-12
 TEAMS = {
     "1 worker": ["--workers", "1"],
-    "2 workers": ["--workers", "2"],
+    "2 workers": ["--workers", "2", "--shares", "1,1"],  # said, or they follow what is measured
     "3 unequal workers": ["--workers", "3", "--shares", "3,1,2"],
 }
 # What each worker has of its own.

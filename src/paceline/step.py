@@ -119,8 +119,8 @@ class Agreed:
 
     `count` and `loss` are sums over the global batch; `tested` and `strict` are votes on merging micro-batches; `stop`,
     `save` and `enter` (the planned generation) are wishes; `metrics` maps names to (sum, count); `seconds` are each
-    worker's seconds of loading, forward and backward; `unused` are the numbers of the parameters that got no gradient
-    on any worker.
+    worker's seconds of its last update, loading, forward and backward; `unused` are the numbers of the parameters that
+    got no gradient on any worker.
     """
 
     count: float

@@ -56,6 +56,7 @@ class Stepper:
     expected: float = 0.0
     layout: VectorLayout | None = None
     housed: int | None = None
+    updated: float = 0.0  # seconds of the last update
     waiting_since: float = field(default_factory=time.perf_counter)
 
     def step(self, deal: Callable[[], Rows], name: str) -> OneStep:
@@ -86,7 +87,7 @@ class Stepper:
         if balance is not None:
             balance.reform(operations.members, said)
         self.top.rehouse()
-        self.layout, self.housed = None, operations.number
+        self.layout, self.housed, self.updated = None, operations.number, 0.0
 
     def _weigh(self, balance: Balance, one: OneStep) -> None:
         """What a step tells of the workers' speeds. Only in the generation that it was computed in: its members know
@@ -95,7 +96,8 @@ class Stepper:
         balance.divide(tested=one.agreed.tested > 0, strict=one.agreed.strict > 0)
         change = balance.learn(one.agreed.seconds) if one.whole.full else None
         if change is not None:
-            self.run.journal.write("shares", trainer=self.trainer, step=self.done, **dataclasses.asdict(change))
+            about = {"trainer": self.trainer, "step": self.done, "workers": balance.members}
+            self.run.journal.write("shares", **about, **dataclasses.asdict(change))
         for what, why in balance.news:
             self.run.decide(self.trainer, what, why)
             self.run.say(f"{what}: {why}")
@@ -171,7 +173,7 @@ class OneStep:
                 self._begun, self._ahead = True, 0
                 sums = of.top.gradients(whole.micro_batches, self._orders)
                 computed = time.perf_counter()
-                self.agreed = self._agree(sums, whole, computed - began)
+                self.agreed = self._agree(sums, whole, of.updated + computed - began)
                 divided = whole.fine and self.agreed.strict > 0
                 if not sums.redo and not divided:
                     break
@@ -221,7 +223,8 @@ class OneStep:
         of.done = self.number + 1
         of.expected = self.agreed.count
         ended = time.perf_counter()
-        self.spent |= {"reduce": reduced - self._computed, "update": ended - reduced}
+        of.updated = ended - reduced
+        self.spent |= {"reduce": reduced - self._computed, "update": of.updated}
         self._rest(ended)
         return [dataclasses.asdict(self.agreed), self.norm, self.lr, [self.whole.rows, self.whole.epoch]]
 

@@ -52,6 +52,7 @@ class Summary:
         self.checkpoints = effective_steps(events, "checkpoint")
         self.evaluations = effective_steps(events, "evaluate")
         self.grids = _once(events, "grid", "phase")
+        self.shares = [event for event in last if event["event"] == "shares"]
         self.decisions = _once(events, "decision", "what")
         if len({event["trainer"] for event in events if "trainer" in event}) > 1:
             for event in self.decisions:
@@ -221,6 +222,16 @@ def _teams(formed: list[Event]) -> str:
     return f"{plural(len(formed), 'time')} formed anew, in {duration(total(formed, 'seconds'))}; {workers} at last"
 
 
+def _shares(s: Summary) -> str:
+    """The parts of the global batch that workers had at last, or the micro-batches where nothing was measured."""
+    if not s.shares:
+        dealt = (s.grids[-1].get("shares") or []) if s.grids else []
+        return ", ".join(f"worker {place}: {share}" for place, share in enumerate(dealt))
+    last = zip(s.shares[-1].get("workers") or [], s.shares[-1].get("parts") or [], strict=False)
+    parts = ", ".join(f"worker {worker}: {part:.0%}" for worker, part in last)
+    return f"{parts}; measured, changed {plural(len(s.shares), 'time')}"
+
+
 def facts(summary: Summary) -> dict[str, Rows]:
     """The run in words, as (name, text) rows by title; what the journal does not hold is left out."""
     s, start = summary, summary.start
@@ -236,7 +247,6 @@ def facts(summary: Summary) -> dict[str, Rows]:
     moved = ""
     if s.bytes_per_step is not None:
         moved = f"{size_of(s.bytes_per_step)} a step, {size_of(s.bytes_moved)} in all, sent by worker 0"
-    shares = (s.grids[-1].get("shares") or []) if s.grids else []
     resumed = start.get("resumed_from")
     since = f"the last went on from step {resumed}" if resumed else "the last began anew"
     saved = ""
@@ -261,7 +271,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
         "Plan": [
             ("plan", f"{start['plan']} (from {start.get('plan_origin')})" if start.get("plan") else ""),
             *(("grid", str(grid.get("text") or "")) for grid in s.grids),
-            ("shares", ", ".join(f"worker {place}: {share}" for place, share in enumerate(shares))),
+            ("shares", _shares(s)),
         ],
         "What happened": [
             ("begun", f"{datetime.fromtimestamp(s.attempts[0][0]):%Y-%m-%d %H:%M}" if s.attempts else ""),
