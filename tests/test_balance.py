@@ -84,7 +84,7 @@ class Simulated:
         chance = random.Random(seed)
         for _ in range(steps):
             took = [
-                (self.fixed + part / speed) * chance.lognormvariate(0, self.noise) if part else 1e-4
+                (self.fixed + part / speed) * chance.lognormvariate(0, self.noise) if part else 1e-4 * chance.random()
                 for part, speed in zip(self.balance.parts, speeds, strict=True)
             ]
             true = [part / speed for part, speed in zip(self.balance.parts, speeds, strict=True)]

@@ -141,8 +141,8 @@ class Balance:
         if (tested or self.fine) and not self.whole:
             self.fine = True
         elif self.fine:
-            self.fine, before = False, self.parts
-            self._begin(solve(self.units, self._known()) if self._costs else deal_counts(self.units, before))
+            self.fine = False
+            self._begin(solve(self.units, self._known()) if self._costs else ())
 
     # -- measuring
 
@@ -204,11 +204,13 @@ class Balance:
         """A worker that has had no share for so long that it may be another one by now."""
         for worker, part in zip(self.members, parts, strict=True):
             since, wait = self._idle.get(worker, (self._steps, AGAIN))
-            if not part:
-                self._idle[worker] = since, wait
-            if not part and self._steps - since >= wait:
+            if part and worker != self._trial:
+                self._idle.pop(worker, None)
+            elif not part and self._steps - since >= wait:
                 self._idle[worker] = self._steps, 2 * wait
                 return worker
+            elif not part:
+                self._idle[worker] = since, wait
         return None
 
     @staticmethod
@@ -226,18 +228,20 @@ class Balance:
     def _forget_other_speeds(self) -> None:
         """What was measured before somebody's speed changed."""
         before, last = self._rows[:-BLOCK], self._rows[-BLOCK:]
-        for old, new in zip(zip(*before, strict=True), zip(*last, strict=True), strict=True) if before else ():
-            if not 1 / MOVED < median(new) / max(median(old), 1e-9) < MOVED:
+        for place, part in enumerate(self.parts):
+            old, new = ([row[place] for row in rows] for rows in (before, last))
+            if part and before and not 1 / MOVED < median(new) / max(median(old), 1e-9) < MOVED:
                 self._rows = last
 
     def _times(self) -> tuple[list[float], float]:
-        """Each worker's seconds, and the relative standard error of what is known of them."""
+        """Each worker's seconds, and the relative standard error of what is known of those who compute."""
         times, errors = [], []
-        for column in zip(*self._rows, strict=True):
+        for part, column in zip(self.parts, zip(*self._rows, strict=True), strict=True):
             middle = median(column)
             deviation = 1.4826 * median(abs(value - middle) for value in column)  # as if it were normal
             times.append(middle)
-            errors.append(1.2533 * deviation / math.sqrt(len(column)) / max(middle, 1e-9))
+            if part:
+                errors.append(1.2533 * deviation / math.sqrt(len(column)) / max(middle, 1e-9))
         usual = math.sqrt(sum(error * error for error in errors) / len(errors))
         # Four values may lie close together by chance: nobody is much surer than all are.
         return times, max(*errors, 1.5 * usual)
@@ -296,7 +300,3 @@ def soonest(costs: Sequence[Cost]) -> float:
             speed, head = speed + 1 / cost.rate, head + cost.fixed / cost.rate
             done = (1 + head) / speed
     return done
-
-
-def deal_counts(units: int, parts: Sequence[float]) -> tuple[int, ...]:
-    return tuple(len(share) for share in deal(units, parts))
