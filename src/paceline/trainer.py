@@ -305,7 +305,8 @@ class Trainer:
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""
         place, balance = self._run.team.place(), self._stepper.balance
-        if balance is None or len(place.weights) == 1:
+        # Between the forming of a team and its first step nobody knows what the others know of the workers' speed.
+        if balance is None or len(place.weights) == 1 or self._stepper.housed != place.generation:
             return place
         return replace(place, weights=balance.weights, fine=balance.fine)
 
