@@ -265,3 +265,25 @@ def test_rows_that_cannot_be_told_apart_are_not_divided(tmp_path: Path) -> None:
     body = collate + trained("global_batch=48").replace("count=32", "count=32, collate=collate")
     (parts, *_) = both(tmp_path, body)
     assert any(part * 8 != round(part * 8) for part in parts), "no micro-batch was divided"
+
+
+@pytest.mark.slow
+def test_a_worker_is_lost_in_an_evaluation_while_shares_are_unequal(tmp_path: Path) -> None:
+    """The new team has not made a step yet, and its workers know different speeds."""
+    body = SLOW + (
+        "import signal\n"
+        "def metric(output, batch):\n"
+        "    if paceline.join().size == 3 and paceline.join().rank == 1:\n"
+        "        open('fired', 'w').close()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return {'right': ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}\n"
+        "t = make(loss, global_batch=48)\n"
+        "for report in t.steps(data, count=32):\n"
+        "    if report.step == 24:\n"
+        "        found = t.evaluate(data, metric)\n"
+        "        assert found['n'] == 96\n"
+        "t.export('weights.safetensors')\n"
+    )
+    parts = both(tmp_path, body)
+    assert (tmp_path / "fired").exists()
+    assert len(parts[0]) == 3
