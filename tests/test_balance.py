@@ -281,9 +281,11 @@ def test_a_worker_is_lost_in_an_evaluation_while_shares_are_unequal(tmp_path: Pa
         "for report in t.steps(data, count=32):\n"
         "    if report.step == 24:\n"
         "        found = t.evaluate(data, metric)\n"
-        "        assert found['n'] == 96\n"
+        "        with open('right', 'a') as file:\n"
+        "            file.write(f'{found}\\n')\n"
         "t.export('weights.safetensors')\n"
     )
     parts = both(tmp_path, body)
     assert (tmp_path / "fired").exists()
     assert len(parts[0]) == 3
+    assert len(set((tmp_path / "right").read_text().splitlines())) == 1
