@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ def _resting(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(
-    team: Team, job: Job, model: nn.Module, source: Source, metric: Metric, micro: int, weights: Sequence[float]
+    team: Team, job: Job, model: nn.Module, source: Source, metric: Metric, micro: int, weights: tuple[float, ...]
 ) -> dict[str, float]:
     """Means by name over all rows of `source`, and the number of rows as ``n``; workers' parts are as `weights`.
     Collective.

@@ -10,8 +10,9 @@ import ctypes
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby, islice
 from typing import Any
 
@@ -178,15 +179,18 @@ class Place:
     """
 
     rank: int
-    weights: Sequence[float]
+    weights: tuple[float, ...]
     generation: int = 0
     fine: bool = False
 
-    def mine(self, grid: Grid, cuts: Sequence[range]) -> list[tuple[int, range | None]]:
-        """This worker's micro-batches of those of a global batch, and which of their rows, if not all."""
-        dealt = deal_rows(cuts, self.weights, grid.grain if self.fine else None)[self.rank]
-        parts = [range(rows.start - cuts[n].start, rows.stop - cuts[n].start) for n, rows in dealt]
-        return [(n, None if rows == cuts[n] else part) for (n, rows), part in zip(dealt, parts, strict=True)]
+
+@lru_cache(maxsize=8)  # asked for twice a step, and almost always the same
+def share_of(place: Place, grid: Grid, rows: int) -> tuple[tuple[int, range | None], ...]:
+    """A worker's micro-batches of those of a global batch of so many rows, and which of their rows, if not all."""
+    cuts = grid.cut(rows)
+    dealt = deal_rows(cuts, place.weights, grid.grain if place.fine else None)[place.rank]
+    parts = [range(mine.start - cuts[n].start, mine.stop - cuts[n].start) for n, mine in dealt]
+    return tuple((n, None if mine == cuts[n] else part) for (n, mine), part in zip(dealt, parts, strict=True))
 
 
 Batch = tuple[int, int, list[MicroBatch]]  # epoch, rows of the global batch, this worker's micro-batches
@@ -235,7 +239,7 @@ class Feed:
         step = start
         while self.batches is None or step < self.batches:
             epoch, first, cuts = self.grid_of(step)
-            for index, part in place.mine(self.grid, cuts):
+            for index, part in share_of(place, self.grid, sum(map(len, cuts))):
                 yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, part=part)
             step += 1
 
@@ -259,7 +263,8 @@ class Feed:
                 self._dealt, self._next = place, step
                 self._iterator = self._loader(step)
             epoch, _, cuts = self.grid_of(step)
-            share = len(place.mine(self.grid, cuts))
+            count = sum(map(len, cuts))
+            share = len(share_of(place, self.grid, count))
             with Streams(torch.device("cpu")).lent():
                 taken = [next(self._iterator) for _ in range(share)]
             self._next = step + 1
@@ -267,7 +272,7 @@ class Feed:
                 MicroBatch(slot.index, slot.stop - slot.start, rows, self._where(slot), slot.part)
                 for slot, rows in taken
             ]
-            batch = epoch, sum(map(len, cuts)), mine
+            batch = epoch, count, mine
         self._loading = time.perf_counter() - began
         return batch
 
@@ -297,7 +302,7 @@ class Feed:
         options = {"num_workers": 0, **self.options}
         if options["num_workers"]:
             options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
-            share = max(1, len(self._dealt.mine(self.grid, self.grid.cut(self.grid.global_batch))))
+            share = max(1, len(share_of(self._dealt, self.grid, self.grid.global_batch)))
             options.setdefault("prefetch_factor", max(2, -(-2 * share // options["num_workers"])))
         # DataLoader draws a seed: not from the user's stream.
         options.setdefault("generator", torch.Generator())
@@ -402,7 +407,7 @@ class _Stream:
     def deal(self, step: int, place: Place) -> Batch:
         cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
         streams, share = Streams(torch.device("cpu")), []
-        for index, part in place.mine(self._grid, cuts):
+        for index, part in share_of(place, self._grid, len(self._rows)):
             with streams.lent():
                 position = step * self._grid.global_batch + cuts[index].start
                 streams.seed(stream_seed(self._source.seed, _COLLATE + epoch, position))

@@ -29,10 +29,7 @@ class MicroBatch:
         """Leaves the rows of this worker's part; whether they can be told from the others."""
         if self.part is None:
             return True
-        leaves = pytree.tree_leaves(self.batch)
-        divisible = bool(leaves) and all(
-            isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self.rows for leaf in leaves
-        )
+        divisible = _can_join([self])  # with itself: all of it are tensors of rows
         if divisible:
             self.batch, self.rows = cut(self.batch, self.part), len(self.part)
         self.part = None
