@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import paceline.data as data
     from paceline.data.order import sample_index as sample_index
     from paceline.errors import PacelineError as PacelineError
     from paceline.plan import Plan as Plan
@@ -37,6 +38,7 @@ _HOMES = {
 
 __all__ = [  # noqa: PLE0604 (they are strings)
     *_HOMES,
+    "data",
     "__version__",
 ]
 
@@ -46,6 +48,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
+    if name == "data":
+        return import_module("paceline.data")
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
 
 

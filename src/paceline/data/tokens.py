@@ -1,0 +1,328 @@
+"""Token files as rows of a training: a row is a range of bytes, read from a mapped file or by a ranged request.
+
+The format (docs/data.md): a folder with raw little-endian shards and ``tokens.json``, which is written last. A single
+``.npy`` or raw file will do as well. Nothing is read but the index and the rows that are asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import accumulate
+from operator import index
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.errors import DatasetError, UsageError, first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT, INDEX = 1, "tokens.json"
+DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_BLOCK = 16 << 20  # bytes that `verify` holds at once
+Span = tuple[str, int, int]  # a file, the first byte and the end
+
+
+class Tokens:
+    """Rows of consecutive tokens, as the training of a language model reads them: a dataset with random access.
+
+    Row i is ``tokens[i * length : i * length + length + 1]``, an int64 tensor of shape (length + 1,) of its own:
+    ``row[:-1]`` are the inputs and ``row[1:]`` the targets. So neighbouring rows share one token, and each token but
+    the first is a target once. There are (tokens - 1) // length rows; what is left at the end is dropped. Rows cross
+    the borders of documents and of shards.
+
+    `url` is a folder that ``paceline tokenize`` made, a ``.npy`` file with one dimension, or a raw little-endian file
+    with its `dtype` (one of `DTYPES`); in the local file system, or as a URL that fsspec knows (``s3://...``), which
+    gets `storage_options`. Local files are mapped, others read by ranges of bytes, one request for neighbouring rows
+    and those of a micro-batch at once. Opening takes one request for the index and one for each shard's size; a row
+    costs the same at any position. May be pickled and forked.
+
+    `tokens` (their number), `dtype`, `vocabulary` (its size) and `end` (the token after each document) are yours to
+    read; the last two are None where the file does not say. Tokens are not compared with the vocabulary, nor shards
+    with their SHA-256, when rows are read: `verify` does both.
+
+    Raises UsageError for arguments that cannot work, DatasetError for files that are missing, of another size than
+    their index says, of an unknown format, or shorter than a row.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        length: int,
+        dtype: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        url, self.length = os.fspath(url), index(length)
+        if self.length < 1:
+            raise UsageError(f"rows of {length} tokens cannot be trained on", "give a length of at least 1")
+        if dtype is not None and dtype not in DTYPES:
+            raise UsageError(f"dtype={dtype!r} is no type of tokens", f"give one of {', '.join(DTYPES)}")
+        self._store: _Local | _Remote
+        if re.match(r"[A-Za-z][\w+.-]*:(//|:)", url):
+            self._store = _Remote(url, dict(storage_options or {}))
+            folder = dtype is None and not url.endswith((".bin", ".npy"))
+        else:
+            url = os.path.abspath(url)  # a process that reads may stand in another folder
+            self._store, folder = _Local(), os.path.isdir(url)
+        self.vocabulary: int | None = None
+        self.end: int | None = None
+        self._offset = 0  # bytes before the first token of a file
+        if folder:
+            self._open_folder(url, dtype)
+        else:
+            self._open_file(url, dtype)
+        self.dtype, self.tokens = self._dtype.name, int(self._starts[-1])
+        if self.tokens <= self.length:
+            what = f"{url} holds {self.tokens} tokens, and a row of length {self.length} needs {self.length + 1}"
+            raise DatasetError(what, "give a smaller length, or more text")
+
+    def _open_folder(self, url: str, dtype: str | None) -> None:
+        root = self._store.root(url)
+        where = f"{url.rstrip('/')}/{INDEX}"
+        self._index = read_index(self._store.whole(f"{root}/{INDEX}", where), where)
+        name = self._index["dtype"]
+        if dtype not in (None, name):
+            raise UsageError(f"the tokens of {url} are {name}, not {dtype}", "leave dtype= out")
+        self._dtype = np.dtype(name).newbyteorder("<")
+        self.vocabulary, self.end = self._index["vocabulary"], self._index["end"]
+        shards = self._index["shards"]
+        self._paths = [f"{root}/{shard['file']}" for shard in shards]
+        self._starts = [0, *accumulate(shard["tokens"] for shard in shards)]
+        for shard, size in zip(shards, self._store.sizes(self._paths, "shard of " + url), strict=True):
+            if size != shard["bytes"]:
+                what = f"{shard['file']} of {url} has {size} bytes, and its index says {shard['bytes']}"
+                raise DatasetError(what, "copy it again, or make the folder again with `paceline tokenize`")
+
+    def _open_file(self, url: str, dtype: str | None) -> None:
+        path = self._store.root(url)
+        (size,) = self._store.sizes([path], url)
+        self._index, self._paths = {}, [path]
+        if url.endswith(".npy"):
+            (head,) = self._store.ranges([(path, 0, min(size, 4096))])
+            self._dtype, self._offset, count = _npy_header(head.tobytes(), url)
+            if self._offset + count * self._dtype.itemsize != size:
+                what = f"{url} has {size} bytes, and its header tells of {count} tokens of {self._dtype.name}"
+                raise DatasetError(what, "write or copy it again")
+            if dtype not in (None, self._dtype.name):
+                raise UsageError(f"the tokens of {url} are {self._dtype.name}, not {dtype}", "leave dtype= out")
+        elif dtype is None:
+            raise UsageError(f"{url} does not say what its tokens are", 'give dtype=, as "uint16" for nanoGPT\'s files')
+        else:
+            self._dtype = np.dtype(dtype).newbyteorder("<")
+            count, rest = divmod(size, self._dtype.itemsize)
+            if rest:
+                what = f"{url} has {size} bytes, which is no multiple of the {self._dtype.itemsize} of {dtype}"
+                raise DatasetError(what, "give the dtype that it was written with, or copy it again")
+        self._starts = [0, count]
+
+    def __len__(self) -> int:
+        return (self.tokens - 1) // self.length
+
+    def __getitem__(self, row: int) -> Tensor:
+        return self.__getitems__([row])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Tensor]:
+        """Several rows, in the order asked for. Neighbours are read at once. Raises IndexError."""
+        import torch  # here, because `paceline tokenize` needs none
+
+        wanted, length, runs = [self._row(row) for row in rows], self.length, list[range]()
+        for row in sorted(set(wanted)):
+            if runs and runs[-1].stop == row:
+                runs[-1] = range(runs[-1].start, row + 1)
+            else:
+                runs.append(range(row, row + 1))
+        found: dict[int, Any] = {}
+        read = self._read([(run.start * length, run.stop * length + 1) for run in runs])
+        for run, tokens in zip(runs, read, strict=True):
+            for row, start in zip(run, range(0, len(tokens), length), strict=False):
+                found[row] = tokens[start : start + length + 1]
+        return [torch.from_numpy(found[row].astype(np.int64)) for row in wanted]
+
+    def verify(self) -> None:
+        """Reads everything: raises DatasetError where a shard's SHA-256 is not that of the index, or a token is not of
+        the vocabulary. UsageError: a single file has nothing to be compared with.
+        """
+        if not self._index:
+            raise UsageError(f"{self._paths[0]} has no index to be compared with", "verify a folder with tokens.json")
+        for path, shard in zip(self._paths, self._index["shards"], strict=True):
+            digest, most = hashlib.sha256(), 0
+            for start in range(0, shard["bytes"], _BLOCK):
+                (block,) = self._store.ranges([(path, start, min(start + _BLOCK, shard["bytes"]))])
+                digest.update(block)
+                most = max(most, int(block.view(self._dtype).max()))
+            if digest.hexdigest() != shard["sha256"]:
+                raise DatasetError(f"{path} has another SHA-256 than its index says", "copy it again")
+            if most >= self._index["vocabulary"]:
+                what = f"{path} holds the token {most}, and the vocabulary has {self._index['vocabulary']}"
+                raise DatasetError(what, "make the folder again with `paceline tokenize`")
+
+    def _row(self, row: int) -> int:
+        place = index(row) + (len(self) if row < 0 else 0)
+        if not 0 <= place < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        return place
+
+    def _read(self, spans: Sequence[tuple[int, int]]) -> Iterator[Any]:
+        """The tokens from a position to an end, for each span; one may lie in several shards."""
+        width, owners, pieces = self._dtype.itemsize, list[int](), list[Span]()
+        for owner, (begin, end) in enumerate(spans):
+            shard = bisect_right(self._starts, begin) - 1
+            while begin < end:
+                first, stop = self._starts[shard], min(end, self._starts[shard + 1])
+                start = self._offset + (begin - first) * width
+                pieces.append((self._paths[shard], start, start + (stop - begin) * width))
+                owners.append(owner)
+                begin, shard = stop, shard + 1
+        parts: list[list[Any]] = [[] for _ in spans]
+        for owner, data in zip(owners, self._store.ranges(pieces), strict=True):
+            parts[owner].append(data.view(self._dtype))
+        return (part[0] if len(part) == 1 else np.concatenate(part) for part in parts)
+
+
+def read_index(text: bytes, where: str) -> dict[str, Any]:
+    """Parses and checks ``tokens.json``. Raises DatasetError."""
+    try:
+        found = json.loads(text)
+        version = found["format"]
+    except (ValueError, KeyError, TypeError):
+        raise DatasetError(f"{where} is no index of tokens", "make it with `paceline tokenize`") from None
+    if version != FORMAT:
+        what = f"{where} has format version {version}, and this Paceline reads {FORMAT}"
+        raise DatasetError(what, "update Paceline, or make the folder again with `paceline tokenize`")
+    try:
+        width = np.dtype(found["dtype"]).itemsize
+        whole = found["dtype"] in DTYPES and found["vocabulary"] > 0 and {"end", "tokenizer"} <= set(found)
+        for shard in found["shards"]:  # a name leads nowhere but into the folder
+            plain = re.fullmatch(r"[\w-][\w.-]*", shard["file"]) is not None and isinstance(shard["sha256"], str)
+            whole = whole and plain and shard["tokens"] > 0 and shard["bytes"] == shard["tokens"] * width
+    except (KeyError, TypeError):
+        whole = False
+    if not whole or not found["shards"]:
+        raise DatasetError(f"{where} contradicts itself or lacks a part", "make it again with `paceline tokenize`")
+    return dict(found)
+
+
+def _npy_header(head: bytes, where: str) -> tuple[np.dtype[Any], int, int]:
+    """The dtype, the bytes before the data, and the length. Raises DatasetError."""
+    file = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+    except ValueError:
+        raise DatasetError(f"{where} is no .npy file", "write it with numpy.save") from None
+    if len(shape) != 1 or dtype.name not in DTYPES:
+        what = f"{where} holds {dtype.name} of shape {shape}, not a row of tokens"
+        raise DatasetError(what, f"save one dimension of {', '.join(DTYPES)}")
+    return dtype, file.tell(), shape[0]
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        cure = "give a token file, or a folder that `paceline tokenize` has finished"
+        raise DatasetError(f"there is no {error.filename or where}", cure) from None
+    except OSError as error:
+        raise DatasetError(f"{where} cannot be read ({first_line(error)})", "see to that, and start again") from error
+
+
+def _whole(data: Any, span: Span) -> Any:
+    path, start, stop = span
+    if len(data) != stop - start:
+        what = f"{path} gave {len(data)} bytes where {stop - start} were asked for"
+        raise DatasetError(what, "copy it to this machine: it has changed, or its server knows no ranges of bytes")
+    return data
+
+
+class _Local:
+    """Files of this machine, mapped when first read."""
+
+    MAPS = 128  # each keeps a descriptor, and a process may have no more than 1024
+
+    def __init__(self) -> None:
+        self._map = lru_cache(self.MAPS)(_mapped)
+
+    def __reduce__(self) -> Any:  # maps stay behind
+        return _Local, ()
+
+    def root(self, url: str) -> str:
+        return url
+
+    def whole(self, path: str, where: str) -> bytes:
+        with _reading(where):
+            return Path(path).read_bytes()
+
+    def sizes(self, paths: Sequence[str], where: str) -> list[int]:
+        with _reading(where):
+            return [os.stat(path).st_size for path in paths]
+
+    def ranges(self, spans: Sequence[Span]) -> list[Any]:
+        found = []
+        for span in spans:
+            with _reading(span[0]):
+                found.append(_whole(self._map(span[0])[span[1] : span[2]], span))
+        return found
+
+
+def _mapped(path: str) -> Any:
+    return np.memmap(path, np.uint8, "r").view(np.ndarray)  # plain: a memmap's slices are slow to make
+
+
+class _Remote:
+    """Files that fsspec reads. It keeps connections, so there is nothing to keep open for each file."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        self.url, self.options = url, options
+        self._pid, self._system, self._root = 0, None, ""
+
+    def __reduce__(self) -> Any:  # connections stay behind
+        return _Remote, (self.url, self.options)
+
+    def _opened(self) -> Any:
+        if self._pid != os.getpid():  # threads and sockets do not survive a fork
+            try:
+                import fsspec
+            except ImportError:
+                what = f"{self.url} is read with fsspec, which is not installed"
+                raise UsageError(what, "pip install 'paceline[text]', or copy the files to this machine") from None
+            try:
+                self._system, root = fsspec.core.url_to_fs(self.url, **self.options)
+            except (ImportError, ValueError) as error:
+                what = f"fsspec cannot read {self.url} ({first_line(error)})"
+                raise UsageError(what, "install what it names, or copy the files to this machine") from None
+            self._root, self._pid = root.rstrip("/"), os.getpid()
+        return self._system
+
+    def root(self, url: str) -> str:
+        self._opened()
+        return self._root
+
+    def whole(self, path: str, where: str) -> bytes:
+        with _reading(where):
+            return bytes(self._opened().cat_file(path))
+
+    def sizes(self, paths: Sequence[str], where: str) -> list[int]:
+        with _reading(where):
+            found = self._opened().sizes(list(paths))
+        if None in found:
+            what = f"the server does not say how large {paths[found.index(None)]} is"
+            raise DatasetError(what, "copy the files to this machine")
+        return list(found)
+
+    def ranges(self, spans: Sequence[Span]) -> list[Any]:
+        paths, starts, stops = ([span[part] for span in spans] for part in range(3))
+        with _reading(self.url):
+            found = self._opened().cat_ranges(paths, starts, stops, on_error="raise")
+        return [np.frombuffer(_whole(data, span), np.uint8) for data, span in zip(found, spans, strict=True)]
