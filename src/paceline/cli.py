@@ -1,4 +1,4 @@
-"""The command line: run, check, chaos, export, explain, report."""
+"""The command line: run, check, chaos, tokenize, export, explain, report."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ def _export(**options: Any) -> str:
     return export_model(**options)
 
 
+def _tokenize(**options: Any) -> int | str:
+    from paceline.data.tokenize import tokenize  # needs numpy
+
+    try:
+        return tokenize(**options)
+    except KeyboardInterrupt:
+        print("paceline: stopped; the same command goes on where it was", file=sys.stderr)
+        return 130
+
+
 def _script(option: Callable[..., Any]) -> None:
     """What a rehearsal starts, and with which plan."""
     option("script", help="the training script")
@@ -71,6 +81,26 @@ def _rehearsals(add: Callable[..., Any]) -> None:
     option("--seed", type=int, default=0, help="draws who is lost, when and how (default 0)")
     option("--faults", default="", metavar="TEXT", help="instead: KIND:WORKER@STEP.MOMENT, with commas between")
     _script(option)
+
+
+def _makers(add: Callable[..., Any]) -> None:
+    option = add(
+        "tokenize",
+        _tokenize,
+        "make a folder of tokens out of text, for paceline.data.Tokens",
+        "examples:\n"
+        "  paceline tokenize texts/ --tokenizer tokenizer.json --out tokens/\n"
+        "  paceline tokenize 'web-*.jsonl' --field content --tokenizer gpt2 --out tokens/ --workers 8",
+        "A .txt file is one document, and so is each line of a .jsonl file. Killed at any moment, the same command "
+        "goes on. The files do not depend on the number of workers.",
+    )
+    option("inputs", nargs="+", metavar="INPUT", help="a .txt or .jsonl file, a folder of them, or a glob")
+    option("--tokenizer", required=True, metavar="FILE|NAME", help="a tokenizer.json, or a name on Hugging Face's hub")
+    option("--out", required=True, type=Path, metavar="FOLDER", help="the folder to make")
+    option("--workers", type=int, metavar="N", help="processes (default: one for each core)")
+    option("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens in a file (default 100,000,000)")
+    option("--field", default="text", metavar="NAME", help="where a line of a .jsonl file has its text (default text)")
+    option("--end", metavar="TOKEN", help='the token behind each document (default: the usual one; "": none)')
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     option("arguments", nargs=argparse.REMAINDER, help="its own arguments")
 
     _rehearsals(add)
+    _makers(add)
     does = "write the weights of a run's newest checkpoint as safetensors"
     option = add("export", _export, does, "example:\n  paceline export runs/a model.safetensors")
     option("run_dir", type=Path, metavar="RUN", help="the run folder")

@@ -1,0 +1,428 @@
+"""`paceline tokenize`: makes a folder of token files from text, with several processes. No torch.
+
+What is written is a function of the texts, the tokenizer and the options alone: documents follow one another in the
+order of the inputs, each with the end token behind it, and shards are cut at a number of tokens. Every shard is written
+under another name, flushed and renamed, then ``progress.json`` says where in the texts the next one begins. So whoever
+goes on after a kill writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from paceline.data.tokens import FORMAT, INDEX, read_index
+from paceline.errors import DatasetError, LaunchError, UsageError, first_line
+from paceline.observe.figures import clock, number, plural, size_of
+
+PIECE = 1 << 20  # bytes of text that a process tokenizes at once
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+MADE_FROM, PROGRESS, TOKENIZER = "made-from.json", "progress.json", "tokenizer.json"
+AGAIN = "the same command goes on where it was"
+
+
+class _Piece(NamedTuple):
+    """Consecutive bytes of an input: whole lines, at least `PIECE` bytes where there are as many."""
+
+    file: int
+    path: str
+    offset: int
+    data: bytes
+    last: bool
+
+
+class _Recipe(NamedTuple):
+    """What every process needs."""
+
+    tokenizer: Any
+    dtype: str
+    field: str
+    end: int | None
+
+
+def tokenize(
+    inputs: Sequence[str],
+    tokenizer: str,
+    out: Path,
+    workers: int | None = None,
+    shard_tokens: int = 100_000_000,
+    field: str = "text",
+    end: str | None = None,
+) -> str:
+    """Writes the tokens of `inputs` to the folder `out`, from where an earlier call was ended; returns what to print.
+
+    `inputs`: .txt files (one document each), .jsonl files (one document a line, in `field`), folders of those, globs.
+    `tokenizer`: a ``tokenizer.json``, or a name on Hugging Face's hub. `end`: the token behind each document, by
+    default the first of `ENDS` that the vocabulary has; an empty text for none. `workers`: processes, by default one
+    for each core; the result does not depend on it.
+
+    Raises UsageError for arguments that cannot work and where `out` was begun otherwise, DatasetError for inputs that
+    cannot be read, LaunchError where another process writes to `out` or a process of ours was killed.
+    """
+    if shard_tokens < 1 or (workers is not None and workers < 1):
+        raise UsageError("--workers and --shard-tokens must be at least 1", "give larger numbers, or none")
+    files = _find(inputs)
+    model, text, name = _tokenizer(tokenizer)
+    ids = model.get_vocab()
+    if end is None:
+        end = next((token for token in ENDS if token in ids), None)
+        if end is None:
+            cure = 'give it as --end TOKEN; --end "" writes none'
+            raise UsageError(f"{name} has none of the usual tokens for the end of a document", cure)
+    if end and end not in ids:
+        raise UsageError(f"--end {end!r} is not in the vocabulary of {name}", "give a token that is")
+    vocabulary = max(ids.values()) + 1
+    recipe = _Recipe(model, "uint16" if vocabulary <= 1 << 16 else "uint32", field, ids[end] if end else None)
+    source = {
+        "tokenizer": {"name": name, "sha256": hashlib.sha256(text).hexdigest()},
+        "options": {"--end": end, "--field": field, "--shard-tokens": shard_tokens},
+        "inputs": {path: list(known) for path, known in files.items()},
+    }
+    head = {"format": FORMAT, "dtype": recipe.dtype, "vocabulary": vocabulary, "end": recipe.end}
+    try:
+        with ExitStack() as stack:
+            _lock(out, stack)
+            whole, before = _begin(out, source, text), " (it was whole before)"
+            if whole is None:
+                made, before = _make(out, files, recipe, shard_tokens, workers or len(os.sched_getaffinity(0))), ""
+                if not made["shards"]:
+                    raise DatasetError("there is no text in the inputs", "give files that are not empty")
+                whole = head | {"tokenizer": source["tokenizer"]} | made
+                _write(out / INDEX, whole)
+            for rest in (PROGRESS, ".lock"):
+                (out / rest).unlink(missing_ok=True)
+            return _summary(out, whole) + before
+    except OSError as error:
+        raise DatasetError(f"{out} cannot be written ({first_line(error)})", f"see to that; {AGAIN}") from error
+
+
+def _summary(out: Path, made: dict[str, Any]) -> str:
+    counts = f"{number(made['tokens'])} tokens of {plural(made['documents'], 'document')}"
+    return f"{out}: {counts} in {plural(len(made['shards']), 'shard')} of {made['dtype']}"
+
+
+def _find(inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Size and time of change of each file, in the order in which they are read; each once."""
+    paths: dict[str, None] = {}
+    for given in inputs:
+        found = [given]
+        if os.path.isdir(given):
+            found = sorted(str(path) for path in Path(given).rglob("*") if path.suffix in (".txt", ".jsonl"))
+        elif not os.path.exists(given):
+            found = sorted(glob.glob(given, recursive=True))
+        if not found:
+            raise UsageError(f"there is no text in {given}", "give .txt or .jsonl files, folders of them, or globs")
+        paths |= dict.fromkeys(found)
+    for path in paths:
+        if Path(path).suffix not in (".txt", ".jsonl"):
+            raise UsageError(f"{path} is neither .txt nor .jsonl", "convert it, or rename it if it is plain text")
+    return {path: ((known := os.stat(path)).st_size, known.st_mtime_ns) for path in paths}
+
+
+def _tokenizer(given: str) -> tuple[Any, bytes, str]:
+    """The tokenizer, its file's bytes, and a name for readers."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UsageError("the library tokenizers is not installed", "pip install 'paceline[text]'") from None
+    path = Path(given)
+    if path.is_file():
+        text, name = path.read_bytes(), path.name
+        try:
+            known = isinstance(json.loads(text)["model"], dict)
+        except (ValueError, KeyError, TypeError):
+            known = False
+        if not known:
+            raise UsageError(f"{given} is no tokenizer", "give a tokenizer.json of Hugging Face's tokenizers")
+        model = Tokenizer.from_str(text.decode())
+    elif path.suffix == ".json" or path.exists():
+        raise UsageError(f"there is no tokenizer in {given}", "give a tokenizer.json, or a name on the hub as gpt2")
+    else:
+        try:
+            model = Tokenizer.from_pretrained(given)
+        except (OSError, ValueError) as error:
+            what = f"the tokenizer {given} could not be fetched ({first_line(error)})"
+            raise UsageError(what, "give a tokenizer.json, or a name on Hugging Face's hub as gpt2") from error
+        text, name = model.to_str().encode(), given
+    model.no_truncation()  # both may be left from a training of short texts
+    model.no_padding()
+    return model, text, name
+
+
+def _lock(out: Path, stack: ExitStack) -> None:
+    """For this process until its end or the stack's. Not flock: our processes would hold that, too, after a kill."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = stack.enter_context((out / ".lock").open("a"))
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise LaunchError(f"another process writes to {out}", "wait for its end, or give another --out") from None
+
+
+def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any] | None:
+    """Compares `out` with what is wanted, or begins it; returns the index where it is whole."""
+    if not (out / MADE_FROM).exists():
+        if any(not path.name.startswith(".") for path in out.iterdir()):
+            raise UsageError(f"{out} holds something else", "give a new folder as --out")
+        _write(out / MADE_FROM, source)
+    before = json.loads((out / MADE_FROM).read_bytes())
+    differences = [
+        f"{name} was {before['options'].get(name)!r} and is {value!r}"
+        for name, value in source["options"].items()
+        if before["options"].get(name) != value
+    ]
+    one, other = ("{name} ({sha256:.12})".format(**some["tokenizer"]) for some in (before, source))
+    if before["tokenizer"]["sha256"] != source["tokenizer"]["sha256"]:
+        differences.append(f"the tokenizer was {one} and is {other}")
+    old, new = before["inputs"], source["inputs"]
+    differences += [f"{path} was not there" for path in new if path not in old]
+    differences += [f"{path} is missing" for path in old if path not in new]
+    differences += [f"{path} has changed" for path in new if path in old and old[path] != new[path]]
+    if not differences and list(old) != list(new):
+        differences.append("the inputs have another order")
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        what = f"{out} was begun otherwise: {', '.join(differences[:3])}{more}"
+        raise UsageError(what, "give what was given then, or another --out")
+    if not (out / TOKENIZER).exists():  # for those who decode
+        with _replacing(out / TOKENIZER) as file:
+            file.write(tokenizer)
+    return read_index((out / INDEX).read_bytes(), str(out / INDEX)) if (out / INDEX).exists() else None
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes its name when it is whole and on the disk."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with open(temporary, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    with _replacing(path) as file:
+        file.write(json.dumps(value, indent=1).encode() + b"\n")
+
+
+def _make(
+    out: Path, files: dict[str, tuple[int, int]], recipe: _Recipe, shard_tokens: int, workers: int
+) -> dict[str, Any]:
+    """Writes the shards that are missing; the parts of the index that tell of them."""
+    place: dict[str, int] = {"file": 0, "offset": 0, "skip": 0, "documents": 0}
+    shards: list[dict[str, Any]] = []
+    if (out / PROGRESS).exists():
+        progress = json.loads((out / PROGRESS).read_bytes())
+        place, shards = progress["next"], progress["shards"]
+    with ExitStack() as stack:
+        pieces = _pieces(list(files), [size for size, _ in files.values()], place["file"], place["offset"])
+        line = _Line([size for size, _ in files.values()], place, sum(shard["tokens"] for shard in shards))
+        stream = _Stream(_tokenized(pieces, recipe, workers, stack), place, line)
+        while stream.more():
+            name, count, digest = f"{len(shards):05}.bin", 0, hashlib.sha256()
+            with _replacing(out / name) as file:
+                while count < shard_tokens and stream.more():
+                    part = stream.take(shard_tokens - count)
+                    file.write(part)
+                    digest.update(part)
+                    count += len(part)
+            size = count * np.dtype(recipe.dtype).itemsize
+            shards.append({"file": name, "tokens": count, "bytes": size, "sha256": digest.hexdigest()})
+            _write(out / PROGRESS, {"next": stream.place(), "shards": shards})
+        line.show(last=True)
+    return {"tokens": sum(shard["tokens"] for shard in shards), "documents": stream.documents, "shards": shards}
+
+
+class _Stream:
+    """The tokens of all pieces in a row, from a place on."""
+
+    def __init__(self, results: Iterator[tuple[_Piece, Any, int]], place: dict[str, int], line: _Line) -> None:
+        self._results, self._line = results, line
+        self.documents, self._inside = place["documents"], 0  # before the present piece, and in it
+        self._piece, self._tokens = line.end, np.empty(0)
+        self._next()
+        self._used = place["skip"]
+
+    def _next(self) -> bool:
+        self.documents, self._used = self.documents + self._inside, 0
+        found = next(self._results, None)
+        self._piece, self._tokens, self._inside = found or (self._line.end, self._tokens[:0], 0)
+        return found is not None
+
+    def more(self) -> bool:
+        """Whether there are tokens left; the next piece is waited for where the present one is used up."""
+        while self._used >= len(self._tokens):
+            if not self._next():
+                return False
+        return True
+
+    def take(self, most: int) -> Any:
+        """At most so many tokens of the present piece."""
+        part = self._tokens[self._used : self._used + most]
+        self._used += len(part)
+        self._line.add(self._piece, len(part))
+        return part
+
+    def place(self) -> dict[str, int]:
+        """Where to begin again for the tokens that follow."""
+        piece = self._piece
+        return {"file": piece.file, "offset": piece.offset, "skip": self._used, "documents": self.documents}
+
+
+def _pieces(paths: list[str], sizes: list[int], file: int, offset: int) -> Iterator[_Piece]:
+    """The inputs from a place on. What has been appended to a file since we began is left alone."""
+    for which in range(file, len(paths)):
+        path, size = paths[which], sizes[which]
+        try:
+            with open(path, "rb") as source:
+                source.seek(offset)
+                while offset < size:
+                    data = source.read(min(PIECE, size - offset))
+                    data += source.readline(size - offset - len(data))
+                    if not data:
+                        raise DatasetError(f"{path} has become shorter", f"bring it back; {AGAIN}")
+                    yield _Piece(which, path, offset, data, offset + len(data) == size)
+                    offset += len(data)
+        except OSError as error:
+            raise DatasetError(f"{path} cannot be read ({first_line(error)})", f"see to that; {AGAIN}") from error
+        offset = 0
+
+
+def _tokenized(
+    pieces: Iterator[_Piece], recipe: _Recipe, workers: int, stack: ExitStack
+) -> Iterator[tuple[_Piece, Any, int]]:
+    """Each piece without its text, its tokens, and the documents that end in it; in the order of the pieces."""
+    # Forked: the tokenizer is there at once. Nothing runs beside us yet, and the executor forks all before its threads.
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _start, (os.getpid(), recipe))
+    stack.callback(pool.shutdown, cancel_futures=True)
+    ahead = deque[Any]()
+    try:
+        more = True
+        while more or ahead:
+            while more and len(ahead) < 3 * workers:  # so much text is held, and no more
+                piece = next(pieces, None)
+                more = piece is not None
+                if piece is not None:
+                    ahead.append((piece._replace(data=b""), pool.submit(_encode, piece)))
+            if ahead:
+                piece, future = ahead.popleft()
+                tokens, documents, problem = future.result()
+                if problem:
+                    raise DatasetError(*problem)
+                yield piece, tokens, documents
+    except BrokenProcessPool:
+        what = "a process that tokenizes was killed, most likely because memory ran out"
+        raise LaunchError(what, f"give fewer --workers; {AGAIN}") from None
+
+
+_recipe: _Recipe  # in the processes that tokenize
+
+
+def _start(parent: int, recipe: _Recipe) -> None:
+    global _recipe
+    _recipe = recipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent hears it as well
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody would tell us of our parent's end
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _encode(piece: _Piece) -> tuple[Any, int, tuple[str, str] | None]:
+    """A piece's tokens, the documents that end in it, and what is wrong with it."""
+    ids: list[int] = []
+    documents, whole_file = 0, piece.path.endswith(".txt")
+    try:
+        for text in [_decoded(piece.data, piece)] if whole_file else _fields(piece):
+            # One at a time, because the library would give several to threads of its own. Special tokens that it adds
+            # itself (a start, a separator) belong to the model it was made for, not into a stream.
+            (encoding,) = _recipe.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            found = encoding.ids
+            ids += found
+            begun = bool(found) or (whole_file and piece.offset > 0)
+            if begun and (piece.last or not whole_file):
+                documents += 1
+                ids += [] if _recipe.end is None else [_recipe.end]
+    except DatasetError as error:
+        return None, 0, (error.what, error.cure)
+    return np.array(ids, np.dtype(_recipe.dtype).newbyteorder("<")), documents, None
+
+
+def _decoded(data: bytes, piece: _Piece, offset: int = 0) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        at = piece.offset + offset + error.start
+        raise DatasetError(f"{piece.path} is not UTF-8 at byte {at}", "convert it, as with iconv") from None
+
+
+def _fields(piece: _Piece) -> Iterator[str]:
+    """The texts in the lines of a .jsonl file."""
+    offset, field = 0, _recipe.field
+    for line in piece.data.split(b"\n"):
+        if line.strip():
+            text, where = _decoded(line, piece, offset), f"the line at byte {piece.offset + offset} of {piece.path}"
+            try:
+                found = json.loads(text)
+            except ValueError:
+                found = None
+            if not isinstance(found, dict):
+                raise DatasetError(f"{where} is no JSON object", "repair or remove it")
+            if not isinstance(found.get(field), str):
+                raise DatasetError(f"{where} has no text in {field!r}", f"--field says where it is: {', '.join(found)}")
+            # Half a surrogate pair, which JSON can write, is no text: it becomes U+FFFD.
+            yield found[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        offset += len(line) + 1
+
+
+class _Line:
+    """How far it is, on standard error: one line on a terminal, elsewhere one every ten seconds and at the end."""
+
+    def __init__(self, sizes: list[int], place: dict[str, int], tokens: int) -> None:
+        self._before = np.cumsum([0, *sizes])
+        self.end = _Piece(len(sizes), "", 0, b"", True)
+        self._done = self._first = int(self._before[place["file"]]) + place["offset"]
+        self._tokens, self._began, self._shown = tokens, time.monotonic(), 0.0
+        self._live = sys.stderr.isatty()
+
+    def add(self, piece: _Piece, tokens: int) -> None:
+        self._done = int(self._before[piece.file]) + piece.offset
+        self._tokens += tokens
+        if time.monotonic() - self._shown >= (0.1 if self._live else 10):
+            self.show()
+
+    def show(self, last: bool = False) -> None:
+        self._shown, total = time.monotonic(), int(self._before[-1])
+        self._done = total if last else self._done
+        speed = (self._done - self._first) / max(self._shown - self._began, 1e-3)
+        text = f"{size_of(self._done)} of {size_of(total)}  {number(self._tokens)} tokens"
+        text += f"  {size_of(speed)}/s  {clock((total - self._done) / speed)} left" if speed else ""
+        with suppress(OSError):  # whoever read it is gone
+            print(
+                f"\r\033[K{text}" if self._live else text,
+                end="" if self._live and not last else "\n",
+                file=sys.stderr,
+                flush=True,
+            )
