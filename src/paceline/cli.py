@@ -1,4 +1,4 @@
-"""The command line: run, check, chaos, tokenize, export, explain, report."""
+"""The command line: run, check, chaos, tokenize, export, import, inspect, explain, report."""
 
 from __future__ import annotations
 
@@ -44,6 +44,66 @@ def _tokenize(**options: Any) -> int | str:
     except KeyboardInterrupt:
         print("paceline: stopped; the same command goes on where it was", file=sys.stderr)
         return 130
+
+
+def _import(**options: Any) -> str:
+    from paceline.checkpoint.adopt import import_model
+
+    return import_model(**options)
+
+
+def _inspect(**options: Any) -> str:
+    from paceline.checkpoint.contents import inspect_run
+
+    return inspect_run(**options)
+
+
+def _weights(add: Callable[..., Any]) -> None:
+    """The commands that read and write checkpoints without a script."""
+    dtype = "convert weights of floating point on the way"
+    option = add(
+        "export",
+        _export,
+        "write the weights of a run's newest checkpoint, for other programs",
+        "examples:\n"
+        "  paceline export runs/a model.safetensors\n"
+        "  paceline export runs/a weights --max-file 2GB --dtype bf16    a folder as Hugging Face's libraries read it\n"
+        "  paceline export runs/a weights --format dcp                   for torch.distributed.checkpoint.load",
+        "Writes one .safetensors file, or a folder of them. Needs neither the script nor the model's code.",
+    )
+    option("run_dir", type=Path, metavar="RUN", help="the run folder")
+    option("out", type=Path, metavar="OUT", help="the file to write, OUT.safetensors, or a folder")
+    option("--format", dest="layout", choices=["safetensors", "dcp"], help="the format of a folder")
+    option("--max-file", default="5GB", metavar="SIZE", help="most bytes of a file in a folder (default 5GB)")
+    option("--dtype", metavar="bf16|fp16|fp32", help=dtype)
+    option("--step", type=int, help="a checkpoint other than the newest")
+    option("--trainer", type=int, default=0, help="which trainer of the script, from 0 (default 0)")
+    option = add(
+        "import",
+        _import,
+        "make a run that begins with weights from elsewhere",
+        "examples:\n"
+        "  paceline import model.safetensors runs/b\n"
+        "  paceline import gpt2/ runs/b --map transformer.= --dtype fp32\n"
+        "  paceline run --run-dir runs/b --workers 4 train.py            begins with them, at step 0",
+        "Reads safetensors alone. Names, shapes and dtypes are compared when the script makes its model.",
+    )
+    option("source", type=Path, metavar="SOURCE", help="a .safetensors file, or a folder in Hugging Face's layout")
+    option("run_dir", type=Path, metavar="RUN", help="the run folder to make")
+    option("--map", dest="renames", action="append", default=[], metavar="OLD=NEW", help="rename a prefix; repeatable")
+    option("--dtype", metavar="bf16|fp16|fp32", help=dtype)
+    option("--trainer", type=int, default=0, help="for which trainer of the script, from 0 (default 0)")
+    option = add(
+        "inspect",
+        _inspect,
+        "say what a checkpoint holds",
+        "examples:\n  paceline inspect runs/a\n  paceline inspect runs/a --step 120 --tensors --json",
+        "Lists and verifies the checkpoints of a run, and tells one of them, by default the newest.",
+    )
+    option("run_dir", type=Path, metavar="RUN", help="the run folder")
+    option("--step", type=int, help="a checkpoint other than the newest")
+    option("--tensors", action="store_true", help="list every tensor")
+    option("--json", dest="as_json", action="store_true", help="print one JSON object")
 
 
 def _script(option: Callable[..., Any]) -> None:
@@ -152,13 +212,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _rehearsals(add)
     _makers(add)
-    does = "write the weights of a run's newest checkpoint as safetensors"
-    option = add("export", _export, does, "example:\n  paceline export runs/a model.safetensors")
-    option("run_dir", type=Path, metavar="RUN", help="the run folder")
-    option("out", type=Path, metavar="OUT.safetensors", help="the file to write")
-    option("--step", type=int, help="a checkpoint other than the newest")
-    option("--trainer", type=int, default=0, help="which trainer of the script, from 0 (default 0)")
-
+    _weights(add)
     does = "say why a run did what it did: plan, grid, decisions, time, bytes, failures"
     option = add("explain", explain, does, "example:\n  paceline explain runs/a")
     option("folder", type=Path, metavar="RUN", help="the run folder")

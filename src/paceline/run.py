@@ -104,13 +104,15 @@ class Run:
         self.resumed = None if world.newcomer else self._find()
         self.tree: dict[str, Any] = {}
         self._streams: list[Any] = []  # the user's own, by rank, as they were saved; one where all had the same
-        self.passing = self.resumed is not None  # what was done before is not done again
+        self.imported: str = self.resumed.manifest.get("imported", "") if self.resumed else ""
+        self.passing = self.resumed is not None and not self.imported  # what was done before is not done again
         if self.resumed is not None:
             self.tree = unflatten(self.resumed.manifest["tree"], self.resumed.tensors())
             self.results = list(self.tree["results"])
             self._saved_steps = self.resumed.step
             self._streams = self.resumed.manifest["streams"]
-            self._say_changes(self.resumed.manifest)
+            if not self.imported:
+                self._say_changes(self.resumed.manifest)
         self._may_handle = threading.current_thread() is threading.main_thread()
         # With an agent, SIGUSR2 is its word that the whole run is to stop; the others tell this worker alone to leave.
         alone_too = self._leave_alone if team.operations.elastic else self._notice
@@ -209,7 +211,9 @@ class Run:
             return
         self._plan = plan
         world = self.team.world
-        if self.resumed is not None:
+        if self.imported:
+            self.say(f"beginning with the weights imported from {self.imported}")
+        elif self.resumed is not None:
             before, workers = self.resumed.manifest["plan"], self.resumed.manifest["workers"]
             change = f": written by {plural(workers, 'worker')} ({before}), now {plural(world.size, 'worker')} ({plan})"
             self.say(f"resuming from step {self.resumed.step} of {self.folder}{change if before != plan else ''}")
@@ -224,7 +228,7 @@ class Run:
             script=sys.argv[0],
             argv=sys.argv,
             script_sha256=hashlib.sha256(_script().encode()).hexdigest(),
-            versions={"python": sys.version.split()[0], "torch": torch.__version__, "paceline": version("paceline")},
+            versions=_versions(),
             seed=seed,
             threads=torch.get_num_threads(),
             device=str(device),
@@ -318,6 +322,10 @@ class Run:
         """
         self.need_team()
         saved = self._streams
+        if self.imported and not self.took_step and len(self.members) < len(self.tree["trainers"]):
+            what = f"the weights imported from {self.imported} are for trainer {len(self.tree['trainers']) - 1}"
+            cure = "make all trainers before the first step, or import them again with another --trainer"
+            raise CheckpointError(f"{what}, and the script has made {plural(len(self.members), 'trainer')}", cure)
         if self.passing and not self.took_step and (len(saved) == 1 or self.team.rank < len(saved)):
             _load_user_streams(saved[min(self.team.rank, len(saved) - 1)])
         for member in self.members:
@@ -431,6 +439,7 @@ class Run:
             "plan": self._plan,
             "script": _script(),
             "workers": self.team.size,
+            "versions": _versions(),
             "streams": streams if any(s != streams[0] for s in streams) else streams[:1],
         }
         return write_checkpoint(folder, self.step, tensors, manifest)
@@ -488,6 +497,10 @@ def _script() -> str:
     """The text of the script that runs, as far as it is a file."""
     path = Path(sys.argv[0])
     return path.read_text(errors="replace")[:_SCRIPT_LIMIT] if path.is_file() else ""
+
+
+def _versions() -> dict[str, str]:
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "paceline": version("paceline")}
 
 
 def _user_streams() -> dict[str, Any]:

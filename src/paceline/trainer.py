@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.checkpoint.adopt import adopted
 from paceline.checkpoint.export import write_model
 from paceline.data.balance import Balance
 from paceline.data.loader import Feed, Place, Source
@@ -436,6 +437,10 @@ class Trainer:
         if not saved:
             return
         (mine,) = saved
+        if "steps" not in mine:  # weights from elsewhere, to begin with; or nothing for this trainer
+            if "model" in mine:
+                self._top.load({"model": adopted(self.model, mine["model"], self._number, self._run.imported)})
+            return
         self._top.load(mine)
         self._stepper.done, self._stepper.expected = mine["steps"], mine["expected"]
         if not newcomer:

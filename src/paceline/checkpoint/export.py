@@ -1,21 +1,34 @@
-"""A model's weights as one safetensors file with the user's own keys, without the model's code."""
+"""A model's weights with the user's own keys, without the model's code: one safetensors file, or a folder of them as
+Hugging Face's libraries read it, or one in the format of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
+import json
 import os
+import re
+import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from paceline.checkpoint.files import find_checkpoint, list_checkpoints, write_cure
-from paceline.checkpoint.tensorfile import DTYPES, flush_folder, size_text, write_tensors
+from paceline.checkpoint.deferred import deferred, float_named
+from paceline.checkpoint.files import Checkpoint, find_checkpoint, list_checkpoints, write_cure
+from paceline.checkpoint.tensorfile import DTYPES, flush_folder, size_text, write_file, write_tensors
 from paceline.checkpoint.tree import unflatten
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, PacelineError, UsageError
+
+_MODE = 0o666  # the user's umask decides who may read an export, as it does for any file of theirs
+_MARK = "paceline-export.json"  # says which files of a folder an export wrote, and the next one may replace
+_OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz", ".h5", ".onnx", ".gguf")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+State = Mapping[str, torch.Tensor]
 
 
-def write_model(state: Mapping[str, torch.Tensor], out: Path) -> int:
+def write_model(state: State, out: Path) -> int:
     """Writes `state`, a model's state dict, to the .safetensors file `out` atomically; its size in bytes.
 
     Tied weights are written under each of their keys, so that ``load_state_dict(load_file(out))`` is strict. Raises
@@ -24,22 +37,15 @@ def write_model(state: Mapping[str, torch.Tensor], out: Path) -> int:
     if out.suffix != ".safetensors":
         what = f"the model cannot be exported to {out}: only .safetensors files, which run no code, are written"
         raise UsageError(what, f"name it {out.with_suffix('.safetensors')}")
-    for name, value in state.items():
-        tensor = isinstance(value, torch.Tensor)
-        if not tensor or value.dtype not in DTYPES or value.layout != torch.strided or value.is_meta:
-            kind = f"{value.dtype} tensor on {value.device}" if tensor else type(value).__name__
-            what = f"{name!r} of the model's state is of a kind that safetensors files do not hold ({kind})"
-            cure = "keep it out of state_dict(), as register_buffer(..., persistent=False) does, or convert it"
-            raise UsageError(what, cure)
+    _check(state)
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
-        # The user's umask decides who may read an export, as it does for any file of theirs.
-        size, _ = write_tensors(temporary, state, mode=0o666)
+        size, _ = write_tensors(temporary, state, mode=_MODE)
         os.replace(temporary, out)
         flush_folder(out.parent)
     except OSError as error:
-        cure = write_cure(error, sum(value.nbytes for value in state.values()), "another file")
+        cure = write_cure(error, _bytes(state), "another file")
         raise CheckpointError(f"the model could not be written to {out}: {error.strerror}", cure) from error
     finally:
         with contextlib.suppress(OSError):
@@ -47,25 +53,178 @@ def write_model(state: Mapping[str, torch.Tensor], out: Path) -> int:
     return size
 
 
-def export_model(run_dir: Path, out: Path, trainer: int = 0, step: int | None = None) -> str:
+def _check(state: State) -> None:
+    for name, value in state.items():
+        tensor = isinstance(value, torch.Tensor)
+        if not tensor or value.dtype not in DTYPES or value.layout != torch.strided or value.is_meta:
+            kind = f"{value.dtype} tensor on {value.device}" if tensor else type(value).__name__
+            what = f"{name!r} of the model's state is of a kind that safetensors files do not hold ({kind})"
+            cure = "keep it out of state_dict(), as register_buffer(..., persistent=False) does, or convert it"
+            raise UsageError(what, cure)
+
+
+def _bytes(state: State) -> int:
+    return sum(value.nbytes for value in state.values())
+
+
+def export_model(
+    run_dir: Path,
+    out: Path,
+    trainer: int = 0,
+    step: int | None = None,
+    layout: str | None = None,
+    dtype: str | None = None,
+    max_file: str = "5GB",
+) -> str:
     """Writes the weights of the script's `trainer`, counted from 0, to `out`: of `step`, or the newest.
 
-    The checkpoint is mapped, not loaded, so that memory stays within one tensor. Returns what to print:
-    damaged checkpoints that were passed over, and what was written. Raises CheckpointError for a run folder
-    without such a checkpoint, UsageError for a trainer that is not there.
+    A name that ends in .safetensors is one file. Any other is a folder: Hugging Face's, in files of at most
+    `max_file`, or with the `layout` "dcp" that of torch.distributed.checkpoint. `dtype` (bf16, fp16, fp32) converts
+    weights of floating point. The checkpoint is mapped part by part, so that memory stays within the largest tensor
+    and a constant. Returns what to print: damaged checkpoints that were passed over, and what was written. Raises
+    CheckpointError for a run folder without such a checkpoint and where writing fails, UsageError for a trainer that
+    is not there, for options that cannot work, and for a folder that holds files of others.
     """
+    kind, most = float_named(dtype), parse_size(max_file)
+    single = layout != "dcp" and out.suffix in (".safetensors", *_OTHERS)
+    if layout == "dcp" and out.suffix == ".safetensors":
+        raise UsageError(f"{out} is a file's name, and --format dcp writes a folder", "leave .safetensors away")
     lines: list[str] = []
     found = find_checkpoint(run_dir, lines.append, step)
     if found is None:
-        others = ", ".join(str(number) for number, _ in reversed(list_checkpoints(run_dir)))
-        cure = f"choose one of the steps {others}" if others else "give the --run-dir of a run that saved one"
-        which = "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise CheckpointError(f"there is no {which} in {run_dir}", cure)
-    trainers = unflatten(found.manifest["tree"], found.tensors(mapped=True))["trainers"]
-    if not 0 <= trainer < len(trainers):
+        raise no_checkpoint(run_dir, step)
+    trainers = found.manifest["tree"]["trainers"]
+    if not 0 <= trainer < len(trainers) or "model" not in trainers[trainer]:
         what = f"there is no trainer {trainer} in step {found.step} of {run_dir}, which has {len(trainers)}"
         raise UsageError(what, "count trainers from 0, in the order in which the script makes them")
-    state = trainers[trainer]["model"]
-    size = write_model(state, out)
-    lines.append(f"wrote {out}: {len(state)} tensors, {size_text(size)}, from step {found.step} of {run_dir}")
+    state = deferred(lambda: unflatten(trainers[trainer]["model"], found.tensors(mapped=True)), kind)
+    if single:
+        text = size_text(write_model(state, out))
+    else:
+        _check(state)
+        files = _write_folder(out, state, found, most if layout != "dcp" else None)
+        text = f"{size_text(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}"
+    text += f", floating point as {dtype}" if dtype else ""
+    lines.append(f"wrote {out}: {len(state)} tensors, {text}, from step {found.step} of {run_dir}")
     return "\n".join(lines)
+
+
+def no_checkpoint(run_dir: Path, step: int | None) -> CheckpointError:
+    """What to say where the run has no checkpoint, or none of `step`."""
+    others = ", ".join(str(number) for number, _ in reversed(list_checkpoints(run_dir)))
+    cure = f"choose one of the steps {others}" if others else "give the --run-dir of a run that saved one"
+    which = "checkpoint" if step is None else f"checkpoint of step {step}"
+    return CheckpointError(f"there is no {which} in {run_dir}", cure)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``500MB`` or ``2.5GB``: powers of 1000. Raises UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?B?)", text.strip().upper())
+    unit = match and (match[2] if match[2] in _UNITS else f"{match[2].removesuffix('B')}B")
+    size = int(float(match[1]) * _UNITS.get(unit or "", 1)) if match else 0
+    if size < 1:
+        raise UsageError(f"{text!r} is not the size of a file", "give one as 500MB or 5GB")
+    return size
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _write_folder(out: Path, state: State, found: Checkpoint, most: int | None) -> list[int]:
+    """Writes a folder that appears under its name only whole; the sizes of its files with weights.
+
+    Hugging Face's with `most` bytes in a file, torch.distributed.checkpoint's with None.
+    """
+    final = out.resolve()
+    temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
+    former = final.with_name(f".{final.name}.old-{os.getpid()}")
+    try:
+        _refuse_others(out)
+        _sweep(final)
+        temporary.mkdir()
+        if most is None:
+            _fill_dcp(temporary, state)
+        else:
+            _fill_split(temporary, state, most)
+        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        mark = {"format": 1, "step": found.step, "files": list(sizes)}
+        write_file(temporary / _MARK, [json.dumps(mark, indent=1).encode()], _MODE)
+        flush_folder(temporary)
+        if final.is_dir() and any(final.iterdir()):
+            os.rename(final, former)  # a folder cannot replace a full one in one move
+        os.rename(temporary, final)
+        flush_folder(final.parent)
+    except OSError as error:
+        if former.exists() and not final.exists():
+            os.rename(former, final)
+        cure = write_cure(error, _bytes(state), "another folder")
+        raise CheckpointError(f"the model could not be written to {out}: {error.strerror}", cure) from error
+    finally:
+        for path in (temporary, former):
+            shutil.rmtree(path, ignore_errors=True)
+    return [size for name, size in sizes.items() if name.endswith((".safetensors", ".distcp"))]
+
+
+def _refuse_others(out: Path) -> None:
+    """Raises UsageError unless the place is free, or holds nothing but what an export wrote."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file, and the export is a folder", "choose another name")
+    there = {path.name for path in out.iterdir()} if out.exists() else set()
+    ours: set[str] = set()
+    if _MARK in there:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            ours = {_MARK, *json.loads((out / _MARK).read_text())["files"]}
+    if others := sorted(there - ours):
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        what = f"{out} holds what no export wrote: {', '.join(others[:3])}{more}"
+        raise UsageError(what, "choose another folder, or move that away first")
+
+
+def _sweep(final: Path) -> None:
+    """Tidies up after exports that were killed, also in the moment between two names."""
+    for path in final.parent.glob(f".{glob.escape(final.name)}.*-*"):
+        kind, _, pid = path.name.rpartition(".")[2].partition("-")
+        if kind in ("tmp", "old") and pid.isdigit() and (int(pid) == os.getpid() or not os.path.exists(f"/proc/{pid}")):
+            if kind == "old" and not final.exists():
+                os.rename(path, final)
+            else:
+                shutil.rmtree(path)
+
+
+def _fill_split(folder: Path, state: State, most: int) -> None:
+    """Hugging Face's layout (https://huggingface.co/docs/safetensors and the save_pretrained of transformers)."""
+    groups: list[dict[str, torch.Tensor]] = [{}]
+    room = most
+    for name, tensor in state.items():
+        if tensor.nbytes > room and groups[-1]:
+            groups.append({})
+            room = most
+        groups[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(groups) == 1:
+        write_tensors(folder / "model.safetensors", state, _MODE)
+        return
+    places: dict[str, str] = {}
+    for number, group in enumerate(groups, start=1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_tensors(folder / file, group, _MODE)
+        places.update(dict.fromkeys(group, file))
+    index = {"metadata": {"total_size": _bytes(state)}, "weight_map": dict(sorted(places.items()))}
+    write_file(folder / "model.safetensors.index.json", [json.dumps(index, indent=2).encode() + b"\n"], _MODE)
+
+
+def _fill_dcp(folder: Path, state: State) -> None:
+    """Written by torch itself, in this process alone. Torch pickles the metadata, so we never read this format."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    # A file for each tensor: of several in one, torch's writer holds all until the last is written.
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that no process group is there
+            dcp.save(dict(state), storage_writer=writer, no_dist=True)
+    except CheckpointException as error:
+        cause: BaseException = next(iter(error.failures.values()))[0]
+        while cause.__context__ and not isinstance(cause, OSError | PacelineError):
+            cause = cause.__context__  # torch fails once more in closing the file that the disk did not take
+        raise cause from None

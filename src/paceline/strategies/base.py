@@ -436,6 +436,8 @@ class Single(Strategy):
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.job.model.load_state_dict(state["model"], strict=True)
+        if "optimizers" not in state:  # weights from elsewhere, to begin with
+            return
         _same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
         _same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):

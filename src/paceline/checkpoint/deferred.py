@@ -1,0 +1,78 @@
+"""Tensors that are read when they are used, so that a state of any size passes through little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from paceline.errors import CheckpointError, UsageError
+
+FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_WINDOW = 64 << 20  # pages of a mapped file count as memory of the process until the mapping goes
+
+
+class Deferred(torch.Tensor):
+    """A CPU tensor of a known shape and dtype, whose values `load` brings anew for each operation that needs them."""
+
+    load: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, load: Callable[[], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> Deferred:
+        made: Deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made.load = load
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # a classmethod: not so in the stub of torch
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.is_pinned.default:
+            return False
+        args, kwargs = tree_map_only(Deferred, lambda tensor: tensor.load(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def float_named(name: str | None) -> torch.dtype | None:
+    """The dtype of `--dtype`: bf16, fp16 or fp32. Raises UsageError for any other."""
+    if name is not None and name not in FLOATS:
+        raise UsageError(f"there is no dtype {name!r} to convert weights to", f"take one of {', '.join(FLOATS)}")
+    return FLOATS[name] if name else None
+
+
+def deferred(read: Callable[[], Mapping[str, Any]], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """What `read` returns, with every tensor in it deferred; those of floating point are converted to `dtype`.
+
+    `read` maps files and is called again and again: what was touched of a mapping stays in memory as long as it. A
+    tensor raises CheckpointError when it is used and holds values that are finite and too large for `dtype`.
+    """
+    held, used = read(), 0
+
+    def fetch(name: str) -> torch.Tensor:
+        nonlocal held, used
+        if used + held[name].nbytes > _WINDOW and used:
+            held, used = {}, 0
+            held = read()
+        used += held[name].nbytes
+        tensor: torch.Tensor = held[name]
+        return _converted(name, tensor, dtype) if dtype and tensor.is_floating_point() else tensor
+
+    def defer(name: str, tensor: torch.Tensor) -> Deferred:
+        kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        return Deferred(lambda: fetch(name), tensor.shape, kind)
+
+    return {name: defer(name, value) if isinstance(value, torch.Tensor) else value for name, value in held.items()}
+
+
+def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    made = tensor.to(dtype)
+    if _infinite(made) and not _infinite(tensor):
+        short = next(text for text, kind in FLOATS.items() if kind is dtype)
+        raise CheckpointError(f"{name!r} holds values that are too large for {short}", "take --dtype bf16 or fp32")
+    return made
+
+
+def _infinite(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and any(bool(end.isinf()) for end in torch.aminmax(tensor))
