@@ -16,7 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "paceline"
 # 9,000 until there was a transport of our own, which is 2,300 of these; 12,000 until there was a coordinator;
-# 13,800 until shares followed the speed of workers; 14,300 until there were token files.
+# 13,800 until shares followed the speed of workers; 14,300 until there were token files, and weights went
+# anywhere and came from anywhere.
 MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 16_400, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
