@@ -110,7 +110,8 @@ def test_training_begins_with_the_weights_as_plain_pytorch_does(workers: int, tm
     assert apart(from_the_seed, wanted) > 0.1  # the comparison would show other weights
 
 
-@pytest.mark.parametrize("kill", [pytest.param("2", marks=pytest.mark.slow), "7"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["2", "7"])
 def test_a_run_that_began_with_an_import_resumes(kill: str, tmp_path: Path) -> None:
     """Killed before its first checkpoint, and after it; the evaluation before training is the first one's."""
     import_model(bare(tmp_path, weights()), tmp_path / "out")
@@ -147,6 +148,7 @@ def test_weights_that_do_not_fit_train_nothing(workers: int, tmp_path: Path) -> 
     assert not (tmp_path / "out.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_one_of_several_trainers(tmp_path: Path) -> None:
     body = """
 a, b = make(), make(seed=1)

@@ -216,9 +216,7 @@ def test_what_others_become_runs(tmp_path: Path) -> None:
     assert "embed.weight" in load_file(tmp_path / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "command", ["run", "check", "tokenize", "export", "import", "inspect", "explain", "report"]
-)
+@pytest.mark.parametrize("command", ["run", "check", "tokenize", "export", "import", "inspect", "explain", "report"])
 def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
