@@ -97,9 +97,9 @@ class Cluster:
         self.agents.append(Agent(process, self.folder / name, console))
         return self.agents[-1]
 
-    def spread(self, *counts: int, options: Sequence[str] = ()) -> None:
+    def spread(self, *counts: int, options: Sequence[str] = (), faults: str = "") -> None:
         """So many workers on each host: the first begin the run, and the others join it. All are of the team then."""
-        self.start(0, counts[0], *options)
+        self.start(0, counts[0], *options, faults=faults)
         self.until(lambda: self.status().get("step", 0) > 2)
         for host, count in enumerate(counts[1:], 1):
             self.start(host, count)

@@ -47,7 +47,7 @@ def train_basics(
     return paceline(*args, cwd=folder, code=code, PYTHONPATH=str(SCRIPTS), PACELINE_CHAOS=chaos)
 
 
-def without_an_agent(*scripts: Path, **env: str) -> list[tuple[int, str]]:
+def without_an_agent(*scripts: Path, cwd: Path | None = None, **env: str) -> list[tuple[int, str]]:
     """Workers started as torchrun starts them, one per script: the exit code of each, and what it said."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
@@ -55,6 +55,7 @@ def without_an_agent(*scripts: Path, **env: str) -> list[tuple[int, str]]:
     workers = [
         subprocess.Popen(
             [sys.executable, script],
+            cwd=cwd,
             env={**os.environ, **shared, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

@@ -17,9 +17,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from checkpoints import find_checkpoint, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 
-from paceline.checkpoint.files import find_checkpoint, write_checkpoint
 from paceline.checkpoint.tensorfile import DTYPES, size_text
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.errors import CheckpointError, UsageError

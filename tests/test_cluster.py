@@ -244,7 +244,7 @@ def test_nothing_to_take_over(cluster: Callable[[int], Cluster], tmp_path: Path)
     assert done.stderr == what
 
 
-MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "forming", "hand-over")
+MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "writing", "forming", "hand-over")
 QUICK = {("coordinator", "backward")}
 CELLS = [
     pytest.param(kind, moment, marks=[] if (kind, moment) in QUICK else [pytest.mark.slow], id=f"{kind}-{moment}")
@@ -255,12 +255,16 @@ CELLS = [
 
 @pytest.mark.parametrize(("kind", "moment"), CELLS)
 def test_the_matrix_between_hosts(cluster: Callable[[int], Cluster], undisturbed: Path, kind: str, moment: str) -> None:
-    """A worker waits at the moment, while its host's link, its agent, or the coordinator is taken away."""
+    """A worker waits at the moment, while its host's link, its agent, or the coordinator is taken away. `writing`: only
+    those write whose host has the first worker's run folder, so the other host goes while these do.
+    """
     here = cluster(2)
-    here.spread(3)
-    fault = "wait:5@0.hand-over" if moment == "hand-over" else f"wait:4@45.{moment}"
+    at = {"hand-over": "5@0", "writing": "0@45"}.get(moment, "4@45")
+    fault = f"wait:{at}.{moment}"
+    here.spread(3, faults=fault if moment == "writing" else "")
     here.start(1, 3, faults=fault)
-    fired = lambda: [entry["fault"] for entry in read_log(here.agents[1].folder)] == [fault]
+    waits = here.agents[0 if moment == "writing" else 1]
+    fired = lambda: [entry["fault"] for entry in read_log(waits.folder)] == [fault]
     if moment == "forming":  # in a generation that admits somebody, or in one that a loss makes
         here.until(lambda: fired() or len(here.status()["members"]) == 6)
         if not fired():
@@ -273,8 +277,8 @@ def test_the_matrix_between_hosts(cluster: Callable[[int], Cluster], undisturbed
         here.agents[1].kill()
     else:
         here.network.hosts[1].cut()
-    if kind != "agent":
-        (here.agents[1].folder / "chaos-go").touch()
+    if kind != "agent" or moment == "writing":
+        (waits.folder / "chaos-go").touch()
     if kind == "coordinator":
         here.until(lambda: "the coordinator ended (SIGKILL) and is started again" in here.agents[0].text)
     else:
@@ -321,7 +325,7 @@ def test_who_differs_or_has_no_token_is_refused(cluster: Callable[[int], Cluster
     told = refused(here, code=script.replace("lr=1e-2", "lr=1e-3"))
     assert told == (
         "paceline: the script differs from the run's:\n"
-        "--- script of the run\n+++ script here\n@@ -47,3 +47,3 @@\n"
+        "--- script of the run\n+++ script here\n@@ -53,3 +53,3 @@\n"
         "     loss=lambda output, batch: F.cross_entropy(output, batch[1]),\n"
         "-    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),\n"
         "+    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),\n"

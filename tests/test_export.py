@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import find_checkpoint, weights_of, write_checkpoint
 from safetensors.torch import load_file
 from test_checkpoint import equal, flip, sample
 from test_checkpoint_tree import refusal, same
 
 from paceline.checkpoint.adopt import adopted, import_model
 from paceline.checkpoint.export import export_model, parse_size, write_model
-from paceline.checkpoint.files import find_checkpoint, write_checkpoint
 from paceline.checkpoint.tensorfile import size_text
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.errors import CheckpointError, UsageError
@@ -85,9 +85,10 @@ def test_export_says_what_it_passed_over(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "m.safetensors"
     save_net(run, 100, torch.nn.Linear(2, 2))
     save_net(run, 120, torch.nn.Linear(2, 2))
-    flip(run / "checkpoints/step-000000000120/model.safetensors", -1)
+    damaged = weights_of(run / "checkpoints/step-000000000120")
+    flip(damaged, -1)
     first, second = export_model(run, out).splitlines()
-    assert first == "checkpoint of step 120 is damaged (model.safetensors: SHA-256 differs); taking step 100"
+    assert first == f"checkpoint of step 120 is damaged ({damaged.name}: SHA-256 differs); taking step 100"
     assert second == f"wrote {out}: 2 tensors, {out.stat().st_size} bytes, from step 100 of {run}"
 
 

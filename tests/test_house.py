@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "paceline"
 # 9,000 until there was a transport of our own, which is 2,300 of these; 12,000 until there was a coordinator;
 # 13,800 until shares followed the speed of workers; 14,300 until there were token files, and weights went
-# anywhere and came from anywhere.
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 16_400, 600, 80, 9
+# anywhere and came from anywhere; 16,400 until checkpoints were written beside training.
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 16_900, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [
@@ -26,7 +26,7 @@ ROWS = [
     {"comm"},
     {"strategies"},
     {"data", "checkpoint", "team", "observe"},
-    {"run", "stepping", "phases", "evaluate", "given"},
+    {"run", "saving", "stepping", "phases", "evaluate", "given"},
     {"trainer"},
     {"planner"},
     {"launch"},
@@ -146,7 +146,9 @@ def broad_excepts(modules: Modules) -> Iterator[str]:
     for name, tree in modules.items():
         for node in ast.walk(tree):
             kinds: list[ast.AST | None] = []
-            if isinstance(node, ast.ExceptHandler):
+            if isinstance(node, ast.ExceptHandler) and isinstance(node.body[0], ast.Raise):
+                kinds = []  # it tells of it in other words
+            elif isinstance(node, ast.ExceptHandler):
                 kinds = [*node.type.elts] if isinstance(node.type, ast.Tuple) else [node.type]
             elif isinstance(node, ast.Call) and dotted(node.func) in ("suppress", "contextlib.suppress"):
                 kinds = [*node.args]
@@ -338,6 +340,8 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
     (broad_excepts, "try: ...\nexcept (OSError, Exception): ...", ["plan:2: catches everything"]),
     (broad_excepts, "try: ...\nexcept* builtins.BaseException: ...", ["plan:2: catches everything"]),
     (broad_excepts, "with suppress(Exception): ...", ["plan:1: catches everything"]),
+    (broad_excepts, "try: ...\nexcept Exception as error:\n  raise OSError(str(error)) from error", []),
+    (broad_excepts, "try: ...\nexcept Exception:\n  print()\n  raise", ["plan:2: catches everything"]),
     (broad_excepts, "try: ...\nexcept (OSError, KeyError): ...\nwith suppress(OSError): ...", []),
     (questions_about_strategies, STRATEGIES | {"run": "isinstance(x, (int, data.Data))"}, ["run:1: asks for Data"]),
     (questions_about_strategies, STRATEGIES | {"run": "issubclass(x, int | Single)"}, ["run:1: asks for Single"]),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from basics import data, net
+from checkpoints import find_checkpoint, list_checkpoints
 from launching import paceline, train_basics
 from oracle import apart
 from safetensors import SafetensorError, safe_open
@@ -23,7 +24,6 @@ from torch.nn.functional import cross_entropy
 
 from paceline import sample_index
 from paceline.checkpoint.adopt import adopted, import_model
-from paceline.checkpoint.files import find_checkpoint, list_checkpoints
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, LaunchError, UsageError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import weights_of, write_checkpoint
 from launching import paceline, train_basics
 from test_checkpoint import flip
 from test_checkpoint_tree import refusal
@@ -20,7 +22,6 @@ from torch import nn
 from paceline.checkpoint.adopt import import_model
 from paceline.checkpoint.contents import inspect_run
 from paceline.checkpoint.export import write_model
-from paceline.checkpoint.files import write_checkpoint
 from paceline.checkpoint.tensorfile import size_text
 from paceline.checkpoint.tree import flatten
 from paceline.errors import CheckpointError
@@ -78,20 +79,20 @@ def test_what_programs_get(tmp_path: Path) -> None:
     found = told(tmp_path)
     path = tmp_path / "checkpoints/step-000000000007"
     (listed,) = found.pop("checkpoints")
-    assert datetime.fromisoformat(listed.pop("written")).timestamp() == int((path / "manifest.json").stat().st_mtime)
+    assert abs(datetime.fromisoformat(listed.pop("written")).timestamp() - time.time()) < 100
     size = sum(file.stat().st_size for file in path.iterdir())
     assert listed == {"step": 7, "bytes": size, "whole": True, "damage": None, "path": str(path)}
     first, second = found.pop("trainers")
-    data = (path / "model.safetensors").read_bytes()
+    data, file = weights_of(path).read_bytes(), weights_of(path).name
     assert found == {
         "run": str(tmp_path),
         "step": 7,
-        "format": 1,
+        "format": 2,
         "plan": "data=3",
         "workers": 3,
         "versions": {"python": "3.11.7", "torch": "2.13.0", "paceline": "0.1.0"},
         "imported": None,
-        "files": [{"name": "model.safetensors", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}],
+        "files": [{"name": file, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}],
     }
     parameters = list(Net().parameters())
     buffers = list(Net().buffers())
@@ -130,20 +131,21 @@ def test_what_programs_get(tmp_path: Path) -> None:
 def test_what_people_get(tmp_path: Path) -> None:
     save(tmp_path, 7)
     save(tmp_path, 9)
-    flip(tmp_path / "checkpoints/step-000000000009/model.safetensors", -1)
+    damaged = weights_of(tmp_path / "checkpoints/step-000000000009")
+    flip(damaged, -1)
     lines = inspect_run(tmp_path, tensors=True).splitlines()
     size, written = told(tmp_path)["files"][0], [row["written"] for row in told(tmp_path)["checkpoints"]]
     whole = [size_text(row["bytes"]) for row in told(tmp_path)["checkpoints"]]
     assert lines[0].split() == ["step", "written", "size", "state"]
     assert lines[2:4] == [
-        f"   9   {written[0]}   {whole[0]}   damaged: model.safetensors: SHA-256 differs",
+        f"   9   {written[0]}   {whole[0]}   damaged: {damaged.name}: SHA-256 differs",
         f"   7   {written[1]}   {whole[1]}   whole",
     ]
     said = "\n".join(lines[4:])
     seen = [line.split() for line in lines[4:]]
     for line in [
         f"step 7 of {tmp_path}",
-        "format    1",
+        "format    2",
         "plan      data=3",
         "workers   3",
         "versions  python 3.11.7, torch 2.13.0, paceline 0.1.0",
@@ -155,7 +157,7 @@ def test_what_people_get(tmp_path: Path) -> None:
         "scheduler 0   last_epoch 7, _last_lr [0.25]",
         "state 'best'  float",
         "weights  3 values in 2 tensors, float32, 12 bytes",
-        f"model.safetensors   {size_text(size['bytes'])}   {size['sha256'][:12]}...",
+        f"{size['name']}   {size_text(size['bytes'])}   {size['sha256'][:12]}...",
     ]:
         assert line.split() in seen
     rows = [line.split() for line in said[said.index("tensor  ") :].splitlines()[2:]]
@@ -173,18 +175,19 @@ def test_a_chosen_and_a_damaged_checkpoint(tmp_path: Path) -> None:
     wanted = f"there is no checkpoint of step 4 in {tmp_path}; choose one of the steps 3, 5, 7"
     assert refusal(CheckpointError, inspect_run, tmp_path, step=4) == wanted
     folder = tmp_path / "checkpoints"
-    flip(folder / "step-000000000007/model.safetensors", -1)
+    flipped, removed = (weights_of(folder / f"step-{step:012d}") for step in (7, 3))
+    flip(flipped, -1)
     (folder / "step-000000000005/manifest.json").unlink()
     found = told(tmp_path)
     assert found["step"] == 3
-    damage = ["model.safetensors: SHA-256 differs", "manifest.json is missing", None]
+    damage = [f"{flipped.name}: SHA-256 differs", "not finished", None]
     assert [row["damage"] for row in found["checkpoints"]] == damage
     assert [row["whole"] for row in found["checkpoints"]] == [False, False, True]
-    reasons = [f"step 7 ({damage[0]})", f"step 5 ({damage[1]})", "step 3 (model.safetensors is missing)"]
+    reasons = [f"step 7 ({damage[0]})", f"step 5 ({damage[1]})", f"step 3 ({removed.name} is missing)"]
     assert refusal(CheckpointError, inspect_run, tmp_path, step=7) == (
         f"no checkpoint in {folder} is whole: {reasons[0]}; restore one from a copy"
     )
-    (folder / "step-000000000003/model.safetensors").unlink()
+    removed.unlink()
     assert refusal(CheckpointError, inspect_run, tmp_path) == (
         f"no checkpoint in {folder} is whole: {', '.join(reasons)}; restore one from a copy"
     )
@@ -194,9 +197,9 @@ def test_a_newer_one_is_told_beside_those_that_can_be_read(tmp_path: Path) -> No
     save(tmp_path, 3)
     save(tmp_path, 7)
     manifest = tmp_path / "checkpoints/step-000000000007/manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 99'))
     newest, other = told(tmp_path)["checkpoints"]
-    assert newest["damage"].endswith("has format version 99, and this Paceline reads versions up to 1")
+    assert newest["damage"].endswith("has format version 99, and this Paceline reads versions up to 2")
     assert other["whole"]
 
 

@@ -60,7 +60,8 @@ def test_the_users_frame_is_named_and_the_traceback_shown_once(launcher: Launche
         """
         event("join"); event("step", step=3)
         os.makedirs(RUN + "/checkpoints/step-000000000002")
-        os.makedirs(RUN + "/checkpoints/.step-000000000003.tmp")
+        open(RUN + "/checkpoints/step-000000000002/manifest.json", "w").close()
+        os.makedirs(RUN + "/checkpoints/step-000000000003")  # it was not finished
         import json.decoder
         json.loads("{")  # the library raises
         """,
@@ -342,6 +343,7 @@ mark("up")
 while not stop:
     time.sleep(0.01)
 os.makedirs(RUN + "/checkpoints/step-000000000120", exist_ok=True)
+open(RUN + "/checkpoints/step-000000000120/manifest.json", "w").close()
 event("stopped", step=120, checkpoint="checkpoints/step-000000000120")
 sys.exit(75)
 """
@@ -407,6 +409,7 @@ def test_the_end_that_was_asked_for(launcher: Launcher) -> None:
         """
         event("join")
         os.makedirs(RUN + "/checkpoints/step-000000000007", exist_ok=True)
+        open(RUN + "/checkpoints/step-000000000007/manifest.json", "w").close()
         event("stopped", step=7, checkpoint="checkpoints/step-000000000007")
         """,
         max_steps=7,

@@ -140,7 +140,7 @@ def journal(folder: Path) -> str:
 
 def test_a_bad_interval_is_refused(short):
     done = short("--save-every", "soon", code=2)
-    assert done.stderr == "paceline: --save-every 'soon' is no interval; give seconds as 60s, or steps as 100\n"
+    assert done.stderr == "paceline: --save-every 'soon' is no interval; give seconds as 60s, steps as 100, or auto\n"
 
 
 def test_a_lone_script_resumes_too(tmp_path):

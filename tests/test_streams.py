@@ -147,7 +147,7 @@ def test_a_grid_without_rows_is_refused():
 COUNTS = st.integers(0, 2**40).map(float)
 
 
-VECTOR = ("count", "loss", "tested", "strict", "stop", "save", "enter")
+VECTOR = ("count", "loss", "tested", "strict", "stop", "save", "enter", "writing", "written")
 
 
 @given(st.data())
@@ -180,7 +180,7 @@ def test_what_workers_pack_is_unpacked_as_their_sum(data):
 def test_fields_that_are_not_given_are_zero():
     layout = VectorLayout(("accuracy",), 2, 1)
     agreed = layout.unpack(layout.pack(1, 0.5, {}, {0}, {"count": 3}))
-    assert agreed == Agreed(3.0, 0.0, 0, 0, 0, 0, 0, {"accuracy": (0.0, 0.0)}, (0.0, 0.5), (0,))
+    assert agreed == Agreed(3.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {"accuracy": (0.0, 0.0)}, (0.0, 0.5), (0,))
 
 
 # -- the transaction --------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from checkpoints import find_checkpoint
 from conftest import enter_group
 from launching import SCRIPTS, paceline, train_basics, without_an_agent
 
@@ -42,10 +43,11 @@ def train(
     wait: str = "",
     loaders: int = 0,
     preexec: Callable[[], None] | None = None,
+    ballast: int = 0,
 ) -> Ended:
     """Runs the script to its end, with faults; a long one goes slowly until what it is to `wait` for has happened."""
     out, run = folder / "out", folder / "run"
-    env = {"PACELINE_CHAOS": faults} | ({"WAIT": wait} if wait else {})
+    env = {"PACELINE_CHAOS": faults, "BALLAST": str(ballast)} | ({"WAIT": wait} if wait else {})
     options = ("--workers", str(workers), "--run-dir", str(run))
     command = ("run", *options, SCRIPTS / "survivor.py", out, str(steps), str(loaders))
     done = paceline(*command, cwd=folder, preexec=preexec, **env)
@@ -59,8 +61,9 @@ def train(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """By the number of steps: what one worker gives."""
-    return {steps: train(tmp_path_factory.mktemp("undisturbed"), 1, steps) for steps in (STEPS, LONG)}
+    """By the number of steps: what one worker gives. And, as `writing`, in a run whose checkpoints all write."""
+    found = {steps: train(tmp_path_factory.mktemp("undisturbed"), 1, steps) for steps in (STEPS, LONG)}
+    return {**found, "writing": train(tmp_path_factory.mktemp("undisturbed"), 1, STEPS, ballast=WORKERS)}
 
 
 def same(ended: Ended, undisturbed: Ended) -> None:
@@ -74,10 +77,10 @@ def same(ended: Ended, undisturbed: Ended) -> None:
 # ---- the fault matrix
 
 KINDS = ("kill", "stop", "raise", "exit")
-MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "forming")
+MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "writing", "forming")
 WHO = {"worker 0": [0], "its neighbour": [1], "another": [3], "two at once": [1, 4]}
 QUICK = {("kill", "reduced", "worker 0"), ("stop", "backward", "another"), ("raise", "forward", "two at once")}
-QUICK |= {("exit", "saving", "its neighbour"), ("kill", "forming", "two at once")}
+QUICK |= {("exit", "saving", "its neighbour"), ("kill", "forming", "two at once"), ("kill", "writing", "another")}
 # A state is handed over by one worker to one other: nobody else takes part.
 HANDING = {"the giver": [0], "the taker": [5], "both": [0, 5]}
 
@@ -96,13 +99,23 @@ def fired(ended: Ended) -> set[object]:
 
 @pytest.mark.parametrize(("kind", "moment", "who"), [*cells(KINDS, MOMENTS, WHO, QUICK)])
 def test_whoever_is_lost_nothing_else_is(kind, moment, who, undisturbed, tmp_path):
-    """`forming`: in the generation that another loss makes."""
-    at = 9 if moment == "saving" else 11
+    """`forming`: in the generation that another loss makes. `writing`: in the thread that writes a checkpoint's part,
+    where an exception ends that part alone.
+    """
+    at = 9 if moment in ("saving", "writing") else 11
     faults = {f"{kind}:{worker}@{at}.{moment}" for worker in WHO[who]}
     first = {"kill:5@11.loading"} if moment == "forming" else set()
-    ended = train(tmp_path, WORKERS, STEPS, ",".join(faults | first))
+    ended = train(tmp_path, WORKERS, STEPS, ",".join(faults | first), ballast=WORKERS if moment == "writing" else 0)
     assert fired(ended) == faults | first, "a fault did not fire"
-    same(ended, undisturbed[STEPS])
+    same(ended, undisturbed["writing" if moment == "writing" else STEPS])
+    if moment == "writing":
+        newest = find_checkpoint(ended.folder, pytest.fail)
+        assert newest is not None
+        assert newest.step == STEPS
+        assert len(newest.manifest["files"]) > 1, "more than one worker wrote the checkpoint"
+    if (kind, moment) == ("raise", "writing"):
+        assert "training goes on without it: worker " in ended.text
+        return
     lost = [worker for event in ended.events("lost") for worker in event["workers"]]
     assert set(WHO[who]) <= set(lost)
 
@@ -123,11 +136,12 @@ def test_lost_while_a_state_is_handed_over(kind, moment, who, undisturbed, tmp_p
 @pytest.mark.parametrize("worker", [0, 3])
 def test_who_takes_too_much_memory_is_lost_alone(worker, moment, undisturbed, memory_group, tmp_path):
     """The kernel's out-of-memory killer strikes in a memory cgroup that all are in."""
-    at = 9 if moment == "saving" else 11
+    at = 9 if moment in ("saving", "writing") else 11
     faults = {f"memory:{worker}@{at}.{moment}"} | ({"kill:5@11.loading"} if moment == "forming" else set())
-    ended = train(tmp_path, WORKERS, STEPS, ",".join(faults), preexec=enter_group(memory_group(4 << 30)))
+    ballast, enter = WORKERS if moment == "writing" else 0, enter_group(memory_group(4 << 30))
+    ended = train(tmp_path, WORKERS, STEPS, ",".join(faults), preexec=enter, ballast=ballast)
     assert fired(ended) == faults, "a fault did not fire"
-    same(ended, undisturbed[STEPS])
+    same(ended, undisturbed["writing" if moment == "writing" else STEPS])
     assert f"worker {worker} was killed for want of memory: " in ended.text
 
 
@@ -237,7 +251,7 @@ def test_the_rehearsal_shows_each_loss_and_that_nothing_else_was(tmp_path):
         (
             ["--faults", "kill:0@1"],
             "'kill:0@1' is no fault; write KIND:WORKER@STEP.MOMENT with a kind of kill, stop, raise, exit, leave, slow"
-            ", wait, memory and a moment of loading, forward, backward, reduced, saving, forming, hand-over",
+            ", wait, memory and a moment of loading, forward, backward, reduced, saving, writing, forming, hand-over",
         ),
     ],
 )

@@ -71,7 +71,7 @@ def _weights(add: Callable[..., Any]) -> None:
         "  paceline export runs/a weights --format dcp                   for torch.distributed.checkpoint.load",
         "Writes one .safetensors file, or a folder of them. Needs neither the script nor the model's code.",
     )
-    option("run_dir", type=Path, metavar="RUN", help="the run folder")
+    option("run_dir", metavar="RUN", help="the run folder, or the URL at which it keeps its checkpoints")
     option("out", type=Path, metavar="OUT", help="the file to write, OUT.safetensors, or a folder")
     option("--format", dest="layout", choices=["safetensors", "dcp"], help="the format of a folder")
     option("--max-file", default="5GB", metavar="SIZE", help="most bytes of a file in a folder (default 5GB)")
@@ -100,7 +100,7 @@ def _weights(add: Callable[..., Any]) -> None:
         "examples:\n  paceline inspect runs/a\n  paceline inspect runs/a --step 120 --tensors --json",
         "Lists and verifies the checkpoints of a run, and tells one of them, by default the newest.",
     )
-    option("run_dir", type=Path, metavar="RUN", help="the run folder")
+    option("run_dir", metavar="RUN", help="the run folder, or the URL at which it keeps its checkpoints")
     option("--step", type=int, help="a checkpoint other than the newest")
     option("--tensors", action="store_true", help="list every tensor")
     option("--json", dest="as_json", action="store_true", help="print one JSON object")
@@ -199,7 +199,11 @@ def _parser() -> argparse.ArgumentParser:
     option("--run-dir", metavar="DIR", help="run folder; the same one again resumes (default: a new one under runs/)")
     option("--plan", metavar="TEXT", help="how the work is spread; wins over the script's")
     option("--shares", metavar="A,B,..", help="weights of unequal workers in dealing rows, as 3,1")
-    option("--save-every", metavar="60s|N", help="interval of checkpoints, seconds or steps (default 60s)")
+    option("--save-every", metavar="60s|N|auto", help="interval of checkpoints: seconds, steps or auto (default 60s)")
+    option("--keep", type=int, metavar="N", help="how many checkpoints stay (default 2)")
+    option(
+        "--checkpoints", metavar="PLACE", help="a folder or URL for them, as s3://bucket/a (default: the run folder)"
+    )
     option("--steps", dest="max_steps", type=int, metavar="N", help="end cleanly after N optimizer steps in all")
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
     option("--max-restarts", type=int, default=10, metavar="N", help=RESTARTS)

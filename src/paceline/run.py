@@ -5,15 +5,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import random
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,9 +20,10 @@ from rich.console import Console
 from torch.backends.cpu import get_cpu_capability
 
 from paceline.checkpoint.export import write_model
-from paceline.checkpoint.files import Checkpoint, find_checkpoint, write_checkpoint
+from paceline.checkpoint.files import FOLDER, folder_of
 from paceline.checkpoint.lock import hold_lock
-from paceline.checkpoint.tree import flatten, unflatten
+from paceline.checkpoint.storage import storage_at
+from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, UsageError, WorkersDifferError
 from paceline.observe.account import process_began
 from paceline.observe.figures import duration, plural, size_of
@@ -33,11 +31,12 @@ from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.phases import Phase, State
+from paceline.saving import Saving, Subject, load_user_streams, user_streams
+from paceline.step import Agreed
 from paceline.team.coordinator import STOPPED
 from paceline.team.operations import LeftError, Simple
 from paceline.team.orders import Generation
 from paceline.team.team import Team, join
-from paceline.world import parse_save_every
 
 _SCRIPT_LIMIT = 200_000
 
@@ -87,13 +86,12 @@ class Run:
         self.results: list[Any] = []
         self._replayed = 0
         self._said: set[str] = set()
-        self._every = parse_save_every(world.save_every)
-        self._saved_at = time.monotonic()
-        self._saved_steps = 0
+        place = world.checkpoints or (self.folder / FOLDER if self.folder is not None else None)
+        self.saving = Saving(team, storage_at(place) if place is not None else None, world.save_every, world.keep)
         self._check: dict[str, Any] = json.loads(world.check) if world.check else {}
         self.probing = bool(self._check)  # the loss is tested also where micro-batches cannot be merged
         self.reverse = bool(self._check.get("reverse"))  # micro-batches are summed in the opposite order
-        self.save_asked = self._left = False
+        self._left = False
         self._plan = ""
         self._opened = self.main
         team.operations.holder = self
@@ -101,18 +99,22 @@ class Run:
         self._lock = hold_lock(self.folder) if self.folder is not None and alone else None
         self.journal = Journal(self.folder if self.main else None)
         self.progress = Progress() if self.main and world.events_fd is None else None
-        self.resumed = None if world.newcomer else self._find()
         self.tree: dict[str, Any] = {}
         self._streams: list[Any] = []  # the user's own, by rank, as they were saved; one where all had the same
-        self.imported: str = self.resumed.manifest.get("imported", "") if self.resumed else ""
-        self.passing = self.resumed is not None and not self.imported  # what was done before is not done again
-        if self.resumed is not None:
-            self.tree = unflatten(self.resumed.manifest["tree"], self.resumed.tensors())
+        found = None if world.newcomer else self.saving.find(self.say)
+        self._from: dict[str, Any] | None = None  # what the checkpoint that the run resumes from tells of itself
+        if found is not None:
+            step, self._from, tensors = found
+            self.resumed: int | None = step
+            self.tree = unflatten(self._from["tree"], tensors)
             self.results = list(self.tree["results"])
-            self._saved_steps = self.resumed.step
-            self._streams = self.resumed.manifest["streams"]
-            if not self.imported:
-                self._say_changes(self.resumed.manifest)
+            self._streams = self._from["streams"]
+        else:
+            self.resumed = None
+        self.imported: str = self._from.get("imported", "") if self._from is not None else ""
+        self.passing = self._from is not None and not self.imported  # what was done before is not done again
+        if self._from is not None and not self.imported:
+            self._say_changes(self._from)
         self._may_handle = threading.current_thread() is threading.main_thread()
         # With an agent, SIGUSR2 is its word that the whole run is to stop; the others tell this worker alone to leave.
         alone_too = self._leave_alone if team.operations.elastic else self._notice
@@ -130,11 +132,15 @@ class Run:
 
     def hand_over(self) -> Any:
         trainers = [member.snapshot() for member in self.members]
-        own = {"streams": _user_streams(), "saved": self._saved_steps, "capability": get_cpu_capability()}
+        own = {
+            "streams": user_streams(),
+            "saved": [self.saving.begun, self.saving.open],
+            "capability": get_cpu_capability(),
+        }
         return {"trainers": trainers, "results": self.results, **own}
 
     def take_over(self, tree: Any, newcomer: bool) -> None:
-        self.tree, self._saved_steps = tree, tree["saved"]
+        self.tree, (self.saving.begun, self.saving.open) = tree, tree["saved"]
         if newcomer and "exact" in self._plan.split() and tree["capability"] != get_cpu_capability():
             worker, theirs = self.team.operations.worker, tree["capability"]
             raise WorkersDifferError(
@@ -169,6 +175,7 @@ class Run:
             self._opened, self.journal = True, Journal(self.folder)
             for member in self.members:
                 member.follow()
+        self.saving.losses += not generation.planned
         self.journal.write(
             "formed", number=generation.number, workers=list(generation.members), step=self.step, seconds=seconds
         )
@@ -183,16 +190,6 @@ class Run:
             self.team.operations.admit()
 
     # -- beginning ----------------------------------------------------------------------------------------------
-
-    def _find(self) -> Checkpoint | None:
-        """The newest good checkpoint, the same on every worker."""
-        found = find_checkpoint(self.folder, self.say) if self.folder is not None else None
-        self.team.group.enter("the start of the run")
-        steps = self.team.group.gather_json(found.step if found else None)
-        if len(set(steps)) > 1:
-            what = f"the workers see different checkpoints in {self.folder} (steps {steps})"
-            raise CheckpointError(what, "put the run folder where all workers can read it")
-        return found
 
     def _say_changes(self, manifest: dict[str, Any]) -> None:
         """A changed script continues, but says what changed."""
@@ -213,10 +210,11 @@ class Run:
         world = self.team.world
         if self.imported:
             self.say(f"beginning with the weights imported from {self.imported}")
-        elif self.resumed is not None:
-            before, workers = self.resumed.manifest["plan"], self.resumed.manifest["workers"]
+        elif self._from is not None:
+            before, workers = self._from["plan"], self._from["workers"]
             change = f": written by {plural(workers, 'worker')} ({before}), now {plural(world.size, 'worker')} ({plan})"
-            self.say(f"resuming from step {self.resumed.step} of {self.folder}{change if before != plan else ''}")
+            where = world.checkpoints or self.folder
+            self.say(f"resuming from step {self.resumed} of {where}{change if before != plan else ''}")
         if origin != "default":
             self.say(f"plan: {plan} (from {origin})")
         self.journal.write(
@@ -232,7 +230,7 @@ class Run:
             seed=seed,
             threads=torch.get_num_threads(),
             device=str(device),
-            resumed_from=self.resumed.step if self.resumed else None,
+            resumed_from=self.resumed,
             began=process_began(),
         )
 
@@ -327,7 +325,7 @@ class Run:
             cure = "make all trainers before the first step, or import them again with another --trainer"
             raise CheckpointError(f"{what}, and the script has made {plural(len(self.members), 'trainer')}", cure)
         if self.passing and not self.took_step and (len(saved) == 1 or self.team.rank < len(saved)):
-            _load_user_streams(saved[min(self.team.rank, len(saved) - 1)])
+            load_user_streams(saved[min(self.team.rank, len(saved) - 1)])
         for member in self.members:
             member.state.begin()
         if not self.loops:
@@ -337,21 +335,24 @@ class Run:
             if not loop:
                 self._round.add(trainer)
 
-    def agreed(self, save: bool, stop: bool, enter: bool) -> None:
+    def agreed(self, agreed: Agreed) -> None:
         """Wishes that all workers know of since a step: they wait until the outermost loop asks for its next one."""
-        self._save_due |= save
-        self._stop_due |= stop
-        self._enter_due |= enter
+        self._save_due |= agreed.save > 0
+        self._stop_due |= agreed.stop > 0
+        self._enter_due |= agreed.enter > 0
+        self.saving.agreed(agreed)
 
     def between(self) -> None:
         """When the outermost loop asks for the next step: what was agreed, after its body did its part."""
         save, self._save_due = self._save_due, False
+        self.saving.turn()
+        self._tell_saved()
         if self._stop_due:
             self.leave(130 if self.notice == 2 else STOPPED, "asked to stop")
         if self.team.world.max_steps is not None and self.step >= self.team.world.max_steps:
             self.leave(0, f"--steps {self.team.world.max_steps}")
-        if self.save_asked or save:
-            self.save(must=self.save_asked)
+        if self.saving.asked or save:
+            self.save()
         while self._enter_due or self.team.operations.hold:
             self._enter_due = False
             try:
@@ -384,72 +385,68 @@ class Run:
         return sum(member.steps_done for member in self.members)
 
     def wants_save(self) -> bool:
-        """Worker 0's wish, by the interval of `--save-every`; the step's vector makes it everybody's."""
-        if self.folder is None or not self.main:
-            return False
-        seconds, steps = self._every
-        if seconds is not None:
-            return time.monotonic() - self._saved_at >= seconds
-        return self.step + 1 - self._saved_steps >= (steps or 1)
+        """Worker 0's wish, by the interval of `--save-every`."""
+        return self.main and self.saving.storage is not None and self.saving.wants(self.step + 1)
 
     def ask_save(self) -> None:
-        if self.folder is None:
+        if self.saving.storage is None:
             cure = "start with `paceline run --run-dir FOLDER train.py`, or set PACELINE_RUN_DIR"
             raise UsageError("there is no run folder to save to", cure)
-        self.save_asked = True
+        self.saving.asked = True
 
-    def save(self, must: bool) -> None:
-        """Writes a checkpoint of all trainers; collective. Without `must`, a failure is said and training goes on."""
-        self.save_asked = False
-        if self.folder is None or (self.step == self._saved_steps and not must):
+    def save(self, wait: bool = False, must: bool = False) -> None:
+        """A checkpoint of all trainers as they are now, written while training goes on; collective.
+
+        With `wait` it is there on return, or a line said why not; `must`: or this raises CheckpointError.
+        """
+        saving = self.saving
+        if saving.storage is None:
             return
-        write = Simple(partial(self._checkpoint, self.folder), spends="saving")
-        trouble = self.team.operations.run(write)
-        self._saved_at = time.monotonic()
-        if trouble is None:
-            self._saved_steps = self.step
-        elif must:
-            raise CheckpointError(*trouble)
-        else:
-            self.say(f"training goes on without it: {'; '.join(trouble)}")
-
-    def _checkpoint(self, folder: Path) -> Any:
-        """What went wrong in writing one, and what to do, the same on all workers."""
-        began = time.monotonic()
         for member in self.members:
             member.flush()
-        self.team.group.enter("a checkpoint")
-        streams = self.team.group.gather_json(_user_streams())
-        self.team.operations.reached("saving")
-        trouble = None
-        if self.main:
-            try:
-                path = self._write(folder, streams)
-                figures = {"seconds": time.monotonic() - began, "bytes": sum(f.stat().st_size for f in path.iterdir())}
-                self.journal.write("checkpoint", step=self.step, path=path.relative_to(folder), **figures)
-            except CheckpointError as error:
-                trouble = [error.what, error.cure]
-        return self.team.group.gather_json(trouble)[0]
+        subject = Subject(self.step, self._tree, self._params, self._about)
+        asked = saving.asked
+        if saving.open and (wait or asked):
+            saving.finish()
+        if asked or self.step != (saving.committed if wait else saving.begun):
+            saving.begin(subject, still=wait)
+        trouble = saving.finish() if wait and saving.open else None
+        if must and trouble is not None:
+            raise CheckpointError(*trouble)
+        self._tell_saved()
 
-    def _write(self, folder: Path, streams: list[Any]) -> Path:
-        tree = {"trainers": [member.snapshot() for member in self.members], "results": self.results}
-        tensors, skeleton = flatten(tree, "")
-        manifest = {
-            "tree": skeleton,
+    def _tell_saved(self) -> None:
+        for told in self.saving.news:
+            if isinstance(told, dict):
+                self.journal.write("checkpoint", **told)
+                self.team.world.tell("saved", step=told["step"])
+            else:
+                self.say(f"training goes on without it: {'; '.join(told)}")
+        self.saving.news.clear()
+
+    def _tree(self) -> Any:
+        return {"trainers": [member.snapshot() for member in self.members], "results": self.results}
+
+    def _params(self) -> Iterator[torch.Tensor]:
+        for model in self.models:
+            yield from model.parameters()
+
+    def _about(self) -> dict[str, Any]:
+        return {
             "plan": self._plan,
             "script": _script(),
             "workers": self.team.size,
+            "generation": self.team.operations.number,
             "versions": _versions(),
-            "streams": streams if any(s != streams[0] for s in streams) else streams[:1],
         }
-        return write_checkpoint(folder, self.step, tensors, manifest)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def leave(self, code: int, why: str) -> None:
         """Ends the script here, politely, after a checkpoint."""
-        self.save(must=False)
-        path = f"checkpoints/step-{self._saved_steps:012d}" if self.folder and self._saved_steps else None
+        self.save(wait=True)
+        saved = self.saving.committed
+        path = f"checkpoints/{folder_of(saved)}" if self.folder and saved else None
         self._close_account()
         self.journal.write("stopped", step=self.step, why=why)
         if self.main:
@@ -471,8 +468,8 @@ class Run:
             self.journal.write("collectives", kinds=dict(by_bytes))
         done = bool(self.members) and all(member.complete for member in self.members)
         if not failed and not self._left and self.members:
-            if self.save_asked or self.step > self._saved_steps:
-                self.save(must=True)
+            if self.saving.asked or self.saving.open or self.step > self.saving.begun:
+                self.save(wait=True, must=True)
             self._close_account()
             if not done and self.took_step:
                 self.journal.write("stopped", step=self.step, why="the script ended before its loops did")
@@ -501,26 +498,3 @@ def _script() -> str:
 
 def _versions() -> dict[str, str]:
     return {"python": sys.version.split()[0], "torch": torch.__version__, "paceline": version("paceline")}
-
-
-def _user_streams() -> dict[str, Any]:
-    streams: dict[str, Any] = {
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
-        "random": json.loads(json.dumps(random.getstate())),
-    }
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
-        streams["numpy"] = [name, keys.tolist(), *rest]
-    if torch.cuda.is_available():
-        streams["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
-    return streams
-
-
-def _load_user_streams(saved: dict[str, Any]) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
-    if "cuda" in saved and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["cuda"]), dtype=torch.uint8))
-    form, keys, gauss = saved["random"]
-    random.setstate((form, tuple(keys), gauss))
-    if "numpy" in saved and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(tuple(saved["numpy"]))

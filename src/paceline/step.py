@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
+from typing import Any
 
 from paceline.errors import UsageError
 
@@ -118,9 +119,10 @@ class Agreed:
     """What all workers know after a step's small vector was summed: the same on each of them, bit for bit.
 
     `count` and `loss` are sums over the global batch; `tested` and `strict` are votes on merging micro-batches; `stop`,
-    `save` and `enter` (the planned generation) are wishes; `metrics` maps names to (sum, count); `seconds` are each
-    worker's seconds of its last update, loading, forward and backward; `unused` are the numbers of the parameters that
-    got no gradient on any worker.
+    `save` and `enter` (the planned generation) are wishes; `writing` and `written` are the workers whose part of a
+    checkpoint is under way or done; `metrics` maps names to (sum, count); `seconds` are each worker's seconds of its
+    last update, loading, forward and backward; `unused` are the numbers of the parameters that got no gradient on any
+    worker.
     """
 
     count: float
@@ -130,13 +132,15 @@ class Agreed:
     stop: int
     save: int
     enter: int
+    writing: int
+    written: int
     metrics: dict[str, tuple[float, float]]
     seconds: tuple[float, ...]
     unused: tuple[int, ...]
 
 
 Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
-_FIELDS = ("count", "loss", "tested", "strict", "stop", "save", "enter")
+_FIELDS = ("count", "loss", "tested", "strict", "stop", "save", "enter", "writing", "written")
 
 
 @dataclass(frozen=True)
@@ -171,15 +175,9 @@ class VectorLayout:
         ends = [len(_FIELDS), 2 * len(self.metrics), self.workers, self.params]
         cuts = [sum(ends[:part]) for part in range(len(ends) + 1)]
         head, pairs, seconds, used = (vector[a:b] for a, b in pairwise(cuts))
-        count, loss, tested, strict, stop, save, enter = head
+        fields: dict[str, Any] = dict(zip(_FIELDS, [*head[:2], *map(round, head[2:])], strict=True))
         return Agreed(
-            count=count,
-            loss=loss,
-            tested=round(tested),
-            strict=round(strict),
-            stop=round(stop),
-            save=round(save),
-            enter=round(enter),
+            **fields,
             metrics={name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.metrics)},
             seconds=tuple(seconds),
             unused=tuple(number for number, workers in enumerate(used) if workers == 0),

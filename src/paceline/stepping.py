@@ -68,7 +68,7 @@ class Stepper:
             self.run.decide(self.trainer, *decision)
         if self.balance is not None and one.generation == self.run.team.operations.number:
             self._weigh(self.balance, one)
-        self.run.agreed(save=one.agreed.save > 0, stop=one.agreed.stop > 0, enter=one.agreed.enter > 0)
+        self.run.agreed(one.agreed)
         self._name_unused(one.agreed.unused)
         self.waiting_since = time.perf_counter()
         return one
@@ -219,6 +219,7 @@ class OneStep:
         if of.run.team.operations.ahead.giving:
             self._send_ahead()
             of.run.team.operations.ahead.copied()
+        of.run.saving.copied()
         of.top.update(self._sums, self.agreed, self._orders, self.norm)
         of.done = self.number + 1
         of.expected = self.agreed.count
@@ -282,6 +283,7 @@ class OneStep:
             "stop": run.notice is not None,
             "save": run.wants_save(),
             "enter": run.team.operations.newcomers,
+            **run.saving.fields,
         }
         packed = layout.pack(group.rank, seconds, sums.metrics, sums.unused, fields)
         rows = layout.rows(sums.parts, whole.count) if of.plan.exact else []

@@ -258,7 +258,7 @@ class Trainer:
         self.flush()
         phase.complete, phase.stopped = True, self._stopped
         if outermost and phase.done:
-            run.save(must=True)
+            run.save(wait=True, must=True)
 
     def step(self, batch: Any) -> StepReport:
         """One optimizer step on the rows that this worker brings itself: the mean over all workers' rows.
@@ -374,14 +374,18 @@ class Trainer:
         self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
 
     def save(self) -> None:
-        """Asks for a checkpoint; taken when the loop asks for its next step, so that it holds what the body did.
+        """Asks for a checkpoint; taken when the loop asks for its next step, so that it holds what the body did, and
+        written while training goes on. Outside of loops it is taken at once; where no step() is used, it is there on
+        return.
 
         Collective: called by all workers or none. Raises UsageError without a run folder.
         """
+        run = self._run
         self._together("save()")
-        self._run.ask_save()
-        if not self._run.loops:
-            self._run.save(must=True)
+        run.ask_save()
+        if not run.loops:
+            run.save(wait=not run.stepping, must=not run.stepping)
+            run.saving.copied()  # what the script changes next must not show
 
     def export(self, path: str | Path) -> None:
         """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""

@@ -26,7 +26,8 @@ class World:
     `events_fd` is a pipe to the agent, one JSON object a line. `shares` are the workers' weights in dealing
     micro-batches. `orders_fd` is a socket on which the agent tells of new generations of the team; a `newcomer` waits
     for one that it belongs to. `members` are the workers of its generation by rank, where one has formed. `chaos` are
-    faults on purpose. `save_every` is seconds (``60s``) or steps (``100``); `max_steps` ends the run early.
+    faults on purpose. `save_every` is seconds (``60s``), steps (``100``) or ``auto``; of the `checkpoints`, at a place
+    other than the run folder if one is given, the newest `keep` stay; `max_steps` ends the run early.
     """
 
     rank: int = 0
@@ -44,6 +45,8 @@ class World:
     events_fd: int | None = None
     shares: tuple[float, ...] | None = None
     save_every: str = "60s"
+    keep: int = 2
+    checkpoints: str | None = None
     max_steps: int | None = None
     check: str | None = None
     orders_fd: int | None = None
@@ -178,6 +181,8 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         events_fd=int(events) if events else None,
         shares=parse_shares(shares, size) if shares else None,
         save_every=env.get("PACELINE_SAVE_EVERY") or "60s",
+        keep=max(1, _number(env, "PACELINE_KEEP", 2)),
+        checkpoints=env.get("PACELINE_CHECKPOINTS") or None,
         max_steps=_number(env, "PACELINE_MAX_STEPS", 0) or None,
         check=env.get("PACELINE_CHECK") or None,
         orders_fd=int(orders) if orders else None,
@@ -201,13 +206,15 @@ def parse_shares(text: str, size: int) -> tuple[float, ...]:
 
 
 def parse_save_every(text: str) -> tuple[float | None, int | None]:
-    """``60s`` is (60.0, None), ``100`` is (None, 100): seconds or steps between checkpoints."""
+    """``60s`` is (60.0, None), ``100`` is (None, 100): seconds or steps between checkpoints; ``auto`` is neither."""
+    if text == "auto":
+        return None, None
     try:
         seconds, steps = (float(text[:-1]), None) if text.endswith("s") else (None, int(text))
     except ValueError:
         seconds, steps = None, 0
     if (steps is None and not 0 <= (seconds or 0) < float("inf")) or (steps is not None and steps < 1):
-        raise UsageError(f"--save-every {text!r} is no interval", "give seconds as 60s, or steps as 100")
+        raise UsageError(f"--save-every {text!r} is no interval", "give seconds as 60s, steps as 100, or auto")
     return seconds, steps
 
 

@@ -1,5 +1,7 @@
 """Trains a model with all that depends on who computes what: dropout, BatchNorm, clipping, a schedule, an evaluation in
 the body, the user's own state. Usage: survivor.py OUT STEPS [LOADERS]
+
+With BALLAST there are that many megabytes of frozen parameters besides, so that so many workers write a checkpoint.
 """
 
 import json
@@ -22,7 +24,11 @@ data, held_out = TensorDataset(*rows), TensorDataset(rows[0][:40], rows[1][:40])
 
 def model():
     layers = nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU()
-    return nn.Sequential(*layers, nn.Linear(32, 3))
+    made = nn.Sequential(*layers, nn.Linear(32, 3))
+    if ballast := int(os.environ.get("BALLAST", "0")):
+        values = torch.arange(ballast << 18, dtype=torch.float32).view(-1, 1024)
+        made.register_parameter("ballast", nn.Parameter(values, requires_grad=False))
+    return made
 
 
 def right(output, batch):

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from paceline.checkpoint.deferred import deferred, float_named
-from paceline.checkpoint.files import list_checkpoints, write_checkpoint
+from paceline.checkpoint.files import checkpoints_of, list_checkpoints, write_checkpoint
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.tensorfile import size_text
 from paceline.checkpoint.tree import flatten
@@ -49,7 +49,8 @@ def import_model(
 
     tensors = deferred(lambda: flatten(tree(), "")[0], kind)
     manifest = {"tree": flatten(tree(), "")[1], "plan": "", "script": "", "workers": 0, "streams": []}
-    if list_checkpoints(run_dir):
+    storage = checkpoints_of(run_dir)
+    if list_checkpoints(storage):
         raise CheckpointError(f"{run_dir} has a checkpoint already", "import into a new run folder")
     try:
         lock = hold_lock(run_dir)
@@ -57,7 +58,7 @@ def import_model(
         cure = "see that it is a folder that you may write to, or choose another one"
         raise CheckpointError(f"the run folder {run_dir} could not be made: {error.strerror}", cure) from error
     try:
-        write_checkpoint(run_dir, 0, tensors, {**manifest, "imported": str(source)})
+        write_checkpoint(storage, 0, tensors, {**manifest, "imported": str(source)})
     finally:
         os.close(lock)
     size = size_text(sum(tensor.nbytes for tensor in tensors.values()))

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from datetime import datetime
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +17,69 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.checkpoint.export import no_checkpoint
-from paceline.checkpoint.files import FOLDER, Checkpoint, list_checkpoints, open_checkpoint
+from paceline.checkpoint.files import (
+    MANIFEST,
+    UNFINISHED,
+    Checkpoint,
+    checkpoints_of,
+    list_checkpoints,
+    open_checkpoint,
+)
+from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tensorfile import DTYPES, size_text
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError
 
 _KINDS = {name: dtype for dtype, name in DTYPES.items()}
+_OPEN = "not finished"
 _LARGE = 2_000_000_000  # bytes whose verification takes long enough to say so first
 
 
-def inspect_run(run_dir: Path, step: int | None = None, tensors: bool = False, as_json: bool = False) -> str:
+def inspect_run(run_dir: str | Path, step: int | None = None, tensors: bool = False, as_json: bool = False) -> str:
     """Every checkpoint of the run, verified by its hashes, and what that of `step`, or the newest whole one, holds.
 
     `tensors` adds a line for each tensor. Returns tables, or with `as_json` one JSON object. Raises CheckpointError
     where there is no such checkpoint, or none that is whole.
     """
-    listed = list_checkpoints(run_dir)
+    storage = checkpoints_of(run_dir)
+    listed = list_checkpoints(storage)
     if not any(step in (None, number) for number, _ in listed):
         raise no_checkpoint(run_dir, step)
-    sizes = {path: sum(each.stat().st_size for each in path.iterdir()) for _, path in listed}
+    sizes = {folder: sum(storage.sizes(folder).values()) for _, folder in listed}
     if sum(sizes.values()) > _LARGE:
         print(f"verifying {size_text(sum(sizes.values()))}", file=sys.stderr)
-    looks = [(number, path, _look(number, path)) for number, path in listed]
+    looks = [(number, folder, _look(storage, number, folder)) for number, folder in listed]
     chosen = next(
         (found for _, _, found in looks if isinstance(found, Checkpoint) and step in (None, found.step)), None
     )
     if chosen is None:
         reasons = ", ".join(f"step {number} ({said})" for number, _, said in looks if step in (None, number))
-        raise CheckpointError(f"no checkpoint in {run_dir / FOLDER} is whole: {reasons}", "restore one from a copy")
-    told = {"run": str(run_dir), "checkpoints": [_listing(*look, sizes[look[1]]) for look in looks], **_facts(chosen)}
+        raise CheckpointError(f"no checkpoint in {storage} is whole: {reasons}", "restore one from a copy")
+    told = {
+        "run": str(run_dir),
+        "checkpoints": [_listing(storage, *look, sizes[look[1]]) for look in looks],
+        **_facts(chosen),
+    }
     if tensors:
         told["tensors"] = {name: _tensor(entry) for name, entry in sorted(chosen.manifest["tensors"].items())}
     return json.dumps(told, indent=1) if as_json else _tables(told)
 
 
-def _look(step: int, path: Path) -> Checkpoint | str:
+def _look(storage: Storage, step: int, folder: str) -> Checkpoint | str:
     try:
-        return open_checkpoint(step, path)
+        found = open_checkpoint(storage, step, folder)
+        return _OPEN if found == UNFINISHED else found
     except CheckpointError as error:  # a newer Paceline wrote it
         return error.what
 
 
-def _listing(step: int, path: Path, found: Checkpoint | str, size: int) -> dict[str, Any]:
-    manifest = path / "manifest.json"
-    written = datetime.fromtimestamp((manifest if manifest.exists() else path).stat().st_mtime).astimezone()
+def _listing(storage: Storage, step: int, folder: str, found: Checkpoint | str, size: int) -> dict[str, Any]:
     damage = found if isinstance(found, str) else None
-    when = written.isoformat(sep=" ", timespec="seconds")
-    return {"step": step, "written": when, "bytes": size, "whole": damage is None, "damage": damage, "path": str(path)}
+    written = ""
+    with suppress(OSError, ValueError, AttributeError):  # of a damaged one too, if that is not where the damage is
+        written = json.loads(storage.read(folder, MANIFEST)).get("written", "")
+    path = f"{storage}/{folder}"
+    return {"step": step, "written": written, "bytes": size, "whole": damage is None, "damage": damage, "path": path}
 
 
 # -- the manifest ----------------------------------------------------------------------------------------------------
@@ -180,10 +196,7 @@ def _tables(told: dict[str, Any]) -> str:
     colour = ahead.is_terminal
     width = ahead.width if colour else 240  # what goes to a file or a pipe is not folded
     console = Console(file=out, width=width, force_terminal=colour, color_system="standard" if colour else None)
-    listing = [
-        (row["step"], row["written"], size_text(row["bytes"]), "whole" if row["whole"] else f"damaged: {row['damage']}")
-        for row in told["checkpoints"]
-    ]
+    listing = [(row["step"], row["written"], size_text(row["bytes"]), _state(row)) for row in told["checkpoints"]]
     console.print(_table(("step", "written", "size", "state"), listing, right=(0, 2)))
     console.print(Text(f"\nstep {told['step']} of {told['run']}", style="bold"))
     versions = ", ".join(f"{name} {value}" for name, value in (told["versions"] or {}).items())
@@ -198,6 +211,10 @@ def _tables(told: dict[str, Any]) -> str:
         named = [(name, t["dtype"], t["shape"], f"{t['bytes']:,}") for name, t in told["tensors"].items()]
         console.print("", _table(("tensor", "dtype", "shape", "bytes"), named, right=(3,)))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _state(row: dict[str, Any]) -> str:
+    return "whole" if row["whole"] else row["damage"] if row["damage"] == _OPEN else f"damaged: {row['damage']}"
 
 
 def _rows(trainer: dict[str, Any]) -> Iterator[tuple[str, Any]]:

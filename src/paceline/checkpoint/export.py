@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from paceline.checkpoint.deferred import deferred, float_named
-from paceline.checkpoint.files import Checkpoint, find_checkpoint, list_checkpoints, write_cure
-from paceline.checkpoint.tensorfile import DTYPES, flush_folder, size_text, write_file, write_tensors
+from paceline.checkpoint.files import Checkpoint, checkpoints_of, find_checkpoint, list_checkpoints, write_cure
+from paceline.checkpoint.storage import flush_folder, write_file
+from paceline.checkpoint.tensorfile import DTYPES, size_text, write_tensors
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, PacelineError, UsageError
 
@@ -68,7 +69,7 @@ def _bytes(state: State) -> int:
 
 
 def export_model(
-    run_dir: Path,
+    run_dir: str | Path,
     out: Path,
     trainer: int = 0,
     step: int | None = None,
@@ -76,7 +77,8 @@ def export_model(
     dtype: str | None = None,
     max_file: str = "5GB",
 ) -> str:
-    """Writes the weights of the script's `trainer`, counted from 0, to `out`: of `step`, or the newest.
+    """Writes the weights of the script's `trainer`, counted from 0, to `out`: of `step`, or the newest. `run_dir` is a
+    run folder, or the URL at which a run keeps its checkpoints.
 
     A name that ends in .safetensors is one file. Any other is a folder: Hugging Face's, in files of at most
     `max_file`, or with the `layout` "dcp" that of torch.distributed.checkpoint. `dtype` (bf16, fp16, fp32) converts
@@ -90,7 +92,7 @@ def export_model(
     if layout == "dcp" and out.suffix == ".safetensors":
         raise UsageError(f"{out} is a file's name, and --format dcp writes a folder", "leave .safetensors away")
     lines: list[str] = []
-    found = find_checkpoint(run_dir, lines.append, step)
+    found = find_checkpoint(checkpoints_of(run_dir), lines.append, step)
     if found is None:
         raise no_checkpoint(run_dir, step)
     trainers = found.manifest["tree"]["trainers"]
@@ -109,9 +111,9 @@ def export_model(
     return "\n".join(lines)
 
 
-def no_checkpoint(run_dir: Path, step: int | None) -> CheckpointError:
+def no_checkpoint(run_dir: str | Path, step: int | None) -> CheckpointError:
     """What to say where the run has no checkpoint, or none of `step`."""
-    others = ", ".join(str(number) for number, _ in reversed(list_checkpoints(run_dir)))
+    others = ", ".join(str(number) for number, _ in reversed(list_checkpoints(checkpoints_of(run_dir))))
     cure = f"choose one of the steps {others}" if others else "give the --run-dir of a run that saved one"
     which = "checkpoint" if step is None else f"checkpoint of step {step}"
     return CheckpointError(f"there is no {which} in {run_dir}", cure)

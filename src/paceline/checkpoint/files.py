@@ -1,257 +1,399 @@
-"""Checkpoints on disk, format version 1: a folder per step with safetensors files and a JSON manifest.
+"""Checkpoints, format version 2: a folder per step with safetensors files and a JSON manifest, which is written last.
 
-A checkpoint is written into a hidden folder beside its place, flushed, and renamed: it is there whole or not
-at all. The manifest holds size and SHA-256 of every file and ends with the SHA-256 of its own text before it,
-so that damage anywhere is found before a value is used.
+A folder without a manifest is no checkpoint. The manifest holds size and SHA-256 of every file and ends with the
+SHA-256 of its own text before it, so that damage anywhere is found before a value is used. Several workers may write
+the files of one checkpoint: `layout` tells each of them what, from the shapes of the state alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
-import os
+import math
 import re
-import shutil
-import time
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from paceline.checkpoint.tensorfile import DTYPES, flush_folder, size_text, write_file, write_tensors
+from paceline.checkpoint.deferred import Deferred
+from paceline.checkpoint.storage import Storage, storage_at
+from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks
 from paceline.errors import CheckpointError
 
-VERSION = 1
-FOLDER = "checkpoints"
-_NAME = re.compile(r"step-(\d{12})|\.step-(\d{12})\.old-\d+")  # the second: about to be replaced by the same step
-_STALE = re.compile(r"\.step-\d{12}\.tmp-(\d{1,9})")
+VERSION = 2
+FOLDER, MANIFEST = "checkpoints", "manifest.json"
+UNFINISHED = f"{MANIFEST} is missing"
+FILE_BYTES = 4 << 30
+_NAME = re.compile(r"step-(\d{12})|\.step-(\d{12})\.old-\d+")  # the second: version 1, about to be replaced
 _SEAL = ',\n"sha256": "'
-_MANIFEST = "manifest.json"
+_SMALL = 1 << 20  # bytes of a tensor that is not divided
+_TENSORS = {text: dtype for dtype, text in DTYPES.items()}
+
+Slice = tuple[str, range | None]  # a tensor's name, and which of its rows, if not all
+_Piece = tuple[list[int], torch.Tensor]  # where it begins in the whole tensor
+Files = dict[str, list[Slice]]  # what each file holds
+Told = Mapping[str, tuple[int, str]]  # bytes and SHA-256 of each
+
+
+def checkpoints_of(run: str | Path) -> Storage:
+    """Where the checkpoints of a run are: of its folder, or at the URL that they are kept at."""
+    storage = storage_at(run)
+    return storage if storage.shared else storage_at(Path(run) / FOLDER)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint; `manifest` is what `write_checkpoint` got, and step, format, files, tensors."""
+    """A verified checkpoint; `manifest` is what `commit` got, and step, format, files, tensors."""
 
     step: int
-    path: Path
+    storage: Storage
+    folder: str
     manifest: dict[str, Any]
 
+    def __str__(self) -> str:
+        return f"{self.storage}/{self.folder}"
+
     def tensors(self, mapped: bool = False) -> dict[str, torch.Tensor]:
-        """Every tensor by name, on the CPU; if `mapped` as pages of the file instead of memory of its own.
+        """Every tensor by name, on the CPU; if `mapped` as pages of its file instead of memory of its own, or, where
+        several files have parts of it, deferred.
 
         Raises CheckpointError where names, dtypes or shapes differ from the manifest's.
         """
-        cure = "take another checkpoint"
-        found: dict[str, torch.Tensor] = {}
+        parts: dict[str, dict[str, torch.Tensor]] = {}
         try:
             for name in self.manifest["files"]:
-                with safe_open(self.path / name, framework="pt") as file:
-                    for key in file.keys():  # noqa: SIM118 (not a mapping)
-                        tensor = file.get_tensor(key)
-                        found[key] = tensor if mapped else tensor.clone()
+                with safe_open(self.storage.local(self.folder, name), framework="pt") as file:
+                    parts[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.path} could not be read: {error}", cure) from error
-        told = {name: (entry["dtype"], entry["shape"]) for name, entry in self.manifest["tensors"].items()}
-        read = {name: (DTYPES[tensor.dtype], list(tensor.shape)) for name, tensor in found.items()}
-        if told != read:
-            name = min(name for name in told | read if told.get(name) != read.get(name))
-            raise CheckpointError(f"{self.path}: {name!r} is not what the manifest says", cure)
+            raise CheckpointError(f"{self} could not be read: {error}", "take another checkpoint") from error
+        found = {}
+        for name, entry in self.manifest["tensors"].items():
+            pieces = self._pieces(name, entry, parts)
+            if len(pieces) == 1:
+                found[name] = pieces[0][1] if mapped else pieces[0][1].clone()
+            else:
+                whole = partial(_assembled, entry, pieces)
+                found[name] = Deferred(whole, entry["shape"], _TENSORS[entry["dtype"]]) if mapped else whole()
+        if odd := [key for held in parts.values() for key in held]:
+            raise self._differs(min(odd))
         return found
 
+    def _pieces(self, name: str, entry: dict[str, Any], parts: dict[str, dict[str, torch.Tensor]]) -> list[_Piece]:
+        """The parts of a tensor and where each begins, taken out of those of each file."""
+        found: list[_Piece] = []
+        for file, at, shape in _places(entry):
+            piece = parts[file].pop(name, None)
+            if piece is None or [DTYPES[piece.dtype], list(piece.shape)] != [entry["dtype"], shape]:
+                raise self._differs(name)
+            found.append((at, piece))
+        if sum(piece.numel() for _, piece in found) != math.prod(entry["shape"]):
+            raise self._differs(name)
+        return found
 
-def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every checkpoint in the run folder, newest first, not verified.
+    def _differs(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self}: {name!r} is not what the manifest says", "take another checkpoint")
 
-    Raises CheckpointError where the folder cannot be read.
+
+def _places(entry: dict[str, Any]) -> list[tuple[str, list[int], list[int]]]:
+    """File, first indices and shape of each part of a tensor."""
+    if "parts" in entry:
+        return [(part["file"], part["at"], part["shape"]) for part in entry["parts"]]
+    return [(entry["file"], [0] * len(entry["shape"]), entry["shape"])]
+
+
+def _assembled(entry: dict[str, Any], pieces: list[_Piece]) -> torch.Tensor:
+    whole = torch.empty(entry["shape"], dtype=_TENSORS[entry["dtype"]])
+    for at, piece in pieces:
+        view = whole
+        for dim, first in enumerate(at):
+            view = view.narrow(dim, first, piece.shape[dim])
+        view.copy_(piece)
+    return whole
+
+
+# -- finding ---------------------------------------------------------------------------------------------------------
+
+
+def list_checkpoints(storage: Storage) -> list[tuple[int, str]]:
+    """(step, folder) of every checkpoint, newest first, not verified, and some perhaps not finished.
+
+    Raises CheckpointError where they cannot be listed.
     """
-    parent = folder / FOLDER
     try:
-        matches = [(_NAME.fullmatch(path.name), path) for path in parent.iterdir()]
-    except FileNotFoundError:
-        return []
+        matches = [(_NAME.fullmatch(name), name) for name in storage.folders()]
     except OSError as error:
         cure = "see that it is a folder that you may read, or choose another --run-dir"
-        raise CheckpointError(f"{parent} could not be read: {error.strerror}", cure) from error
-    found = [(int(match[1] or match[2]), match[1] is not None, path) for match, path in matches if match]
-    return [(step, path) for step, _, path in sorted(found, reverse=True)]
+        cure = "see that it can be reached, then start again" if storage.shared else cure
+        raise CheckpointError(f"{storage} could not be read: {error.strerror}", cure) from error
+    found = [(int(match[1] or match[2]), match[1] is not None, name) for match, name in matches if match]
+    return [(step, name) for step, _, name in sorted(found, reverse=True)]
 
 
-def open_checkpoint(step: int, path: Path, hashes: bool = True) -> Checkpoint | str:
-    """The checkpoint at `path`, or in a few words what is damaged there.
+def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = True) -> Checkpoint | str:
+    """The checkpoint in `folder`, or in a few words what is damaged there.
 
-    Without `hashes` files only need their size. Raises CheckpointError where a newer Paceline wrote it.
+    Without `hashes` files only need their size. Raises CheckpointError where a newer Paceline wrote it, or what is
+    behind a URL cannot be reached.
     """
-    current = path / _MANIFEST
+    current = MANIFEST
     try:
-        text = current.read_bytes()
+        text = storage.read(folder, current)
         manifest = json.loads(text)
         version = manifest["format"]
         if isinstance(version, int) and version > VERSION:
             raise CheckpointError(
-                f"checkpoint of step {step} in {path.parent} has format version {version}, "
+                f"checkpoint of step {step} in {storage} has format version {version}, "
                 f"and this Paceline reads versions up to {VERSION}",
                 "install the Paceline that wrote it, or choose another --run-dir",
             )
         body, _, seal = text.rpartition(_SEAL.encode())
         if seal[:64].decode() != hashlib.sha256(body).hexdigest():
-            return f"{_MANIFEST}: SHA-256 differs"
+            return f"{MANIFEST}: SHA-256 differs"
         if manifest["step"] != step:
-            return f"{_MANIFEST}: is of step {manifest['step']}"
-        for name, entry in manifest["files"].items():
-            current = path / name
-            size = current.stat().st_size
-            if size != entry["bytes"]:
-                return f"{name}: {size} bytes instead of {entry['bytes']}"
+            return f"{MANIFEST}: is of step {manifest['step']}"
+        sizes = storage.sizes(folder)
+        for current, entry in manifest["files"].items():
+            if current not in sizes:
+                return f"{current} is missing"
+            if sizes[current] != entry["bytes"]:
+                return f"{current}: {sizes[current]} bytes instead of {entry['bytes']}"
             if hashes:
-                with open(current, "rb") as file:
+                with open(storage.local(folder, current), "rb") as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                        return f"{name}: SHA-256 differs"
+                        return f"{current}: SHA-256 differs"
     except FileNotFoundError:
-        return f"{current.name} is missing"
+        return f"{current} is missing"
     except OSError as error:
-        return f"{current.name}: {error.strerror}"
+        if storage.shared:  # that it cannot be reached now does not mean that it is damaged
+            cure = "see that it can be reached, then start again"
+            raise CheckpointError(f"{storage}/{folder}/{current} could not be read: {error.strerror}", cure) from error
+        return f"{current}: {error.strerror}"
     except (ValueError, KeyError, TypeError, RecursionError):
-        return f"{_MANIFEST} cannot be read"
-    return Checkpoint(step, path, manifest)
+        return f"{MANIFEST} cannot be read"
+    return Checkpoint(step, storage, folder, manifest)
 
 
-def find_checkpoint(folder: Path, say: Callable[[str], None], only: int | None = None) -> Checkpoint | None:
-    """The run's newest checkpoint that verifies, or that of step `only`; None where there is none.
+def find_checkpoint(storage: Storage, say: Callable[[str], None], only: int | None = None) -> Checkpoint | None:
+    """The newest checkpoint that verifies, or that of step `only`; None where none was ever finished.
 
-    Every damaged one that is passed over is told through `say`. Raises CheckpointError when there are
-    checkpoints and none verifies, and when a newer Paceline wrote the newest.
+    Every one that is passed over is told through `say`. Raises CheckpointError when there are damaged ones and none
+    verifies, and when a newer Paceline wrote the newest.
     """
-    damaged: list[tuple[int, str]] = []
-    for step, path in list_checkpoints(folder):
+    passed: list[tuple[int, str]] = []
+    taken: Checkpoint | None = None
+    for step, folder in list_checkpoints(storage):
         if only not in (None, step):
             continue
-        found = open_checkpoint(step, path)
+        found = open_checkpoint(storage, step, folder)
         if isinstance(found, Checkpoint):
-            for bad, reason in damaged:
-                say(f"checkpoint of step {bad} is damaged ({reason}); taking step {step}")
-            return found
-        damaged.append((step, found))
-    if damaged:
-        reasons = ", ".join(f"step {step} ({reason})" for step, reason in damaged)
+            taken = found
+            break
+        passed.append((step, found))
+    if taken is None and any(reason != UNFINISHED for _, reason in passed):
+        reasons = ", ".join(f"step {step} ({reason})" for step, reason in passed)
         cure = "restore one from a copy, or choose another --run-dir to train from the start"
-        raise CheckpointError(f"no checkpoint in {folder / FOLDER} is whole: {reasons}", cure)
-    return None
+        raise CheckpointError(f"no checkpoint in {storage} is whole: {reasons}", cure)
+    then = f"taking step {taken.step}" if taken is not None else "there is none before it"
+    for step, reason in passed:
+        said = "was not finished" if reason == UNFINISHED else f"is damaged ({reason})"
+        say(f"checkpoint of step {step} {said}; {then}")
+    return taken
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def folder_of(step: int) -> str:
+    return f"step-{step:012d}"
+
+
+def layout(
+    own: Mapping[str, torch.Tensor],
+    common: Mapping[str, torch.Tensor],
+    writers: int,
+    attempt: str,
+    file_bytes: int = FILE_BYTES,
+) -> list[Files]:
+    """What each of the `writers` writes: `own` is the first one's, the bytes of what all have in `common` are dealt.
+
+    The same for all whose common tensors have the same names, shapes and dtypes. Files are of at most `file_bytes`
+    each, unless a tensor alone is larger.
+    """
+    shares = _divide(common, writers)
+    shares[0] = [*((name, None) for name in own), *shares[0]]
+    made: list[Files] = []
+    for number, share in enumerate(shares, start=1):
+        groups: list[list[Slice]] = []
+        room = 0
+        for name, rows in share:
+            tensor = own[name] if name in own else common[name]
+            size = tensor.nbytes if rows is None else tensor.nbytes // tensor.shape[0] * len(rows)
+            if not groups or size > room:
+                groups.append([])
+                room = file_bytes
+            groups[-1].append((name, rows))
+            room -= size
+        of = f"-{number:05d}-of-{writers:05d}" if writers > 1 else ""
+        last = len(groups)
+        made.append(
+            {
+                f"model-{attempt}{of}{f'.{count}' if last > 1 else ''}.safetensors": group
+                for count, group in enumerate(groups, start=1)
+            }
+        )
+    return made
+
+
+def _divide(tensors: Mapping[str, torch.Tensor], writers: int) -> list[list[Slice]]:
+    """Equal bytes for each writer: large tensors by rows, small ones whole."""
+    total, at = sum(tensor.nbytes for tensor in tensors.values()), 0
+    shares: list[list[Slice]] = [[] for _ in range(writers)]
+    for name, tensor in tensors.items():
+        rows = tensor.shape[0] if tensor.dim() and tensor.nbytes > _SMALL else 1
+        width = tensor.nbytes // rows
+        ends = [min(rows, max(0, -((at * writers - end * total) // (width * writers or 1)))) for end in range(writers)]
+        for number, (first, end) in enumerate(zip(ends, [*ends[1:], rows], strict=True)):
+            if first < end:
+                shares[number].append((name, None if end - first == rows else range(first, end)))
+        at += tensor.nbytes
+    return shares
+
+
+def take(tensor: torch.Tensor, rows: range | None) -> torch.Tensor:
+    return tensor if rows is None else tensor[rows.start : rows.stop]
+
+
+def write_files(
+    storage: Storage, step: int, files: Files, fetch: Callable[[str, range | None], torch.Tensor]
+) -> dict[str, tuple[int, str]]:
+    """Writes one writer's files; bytes and SHA-256 of each. Raises CheckpointError, and then leaves none behind."""
+    written: dict[str, tuple[int, str]] = {}
+    try:
+        for file, slices in files.items():
+            chunks = tensor_chunks({name: fetch(name, rows) for name, rows in slices})
+            written[file] = storage.write(folder_of(step), file, chunks)
+    except OSError as error:
+        need = sum(fetch(name, rows).nbytes for slices in files.values() for name, rows in slices)
+        raise write_error(storage, step, error, need) from error
+    finally:
+        if len(written) < len(files):
+            with suppress(OSError):
+                storage.remove(folder_of(step), files)
+    return written
+
+
+def write_error(storage: Storage, step: int, error: OSError, need: int) -> CheckpointError:
+    """What to say where the checkpoint of `step` could not be written."""
+    cure = write_cure(error, need, "another --run-dir")
+    if storage.shared:
+        cure = "see that it can be reached and written to, or give other --checkpoints"
+    with suppress(CheckpointError):
+        for number, folder in list_checkpoints(storage):
+            if isinstance(open_checkpoint(storage, number, folder, hashes=False), Checkpoint):
+                cure += f"; the checkpoint of step {number} is intact"
+                break
+    return CheckpointError(f"checkpoint of step {step} could not be written to {storage}: {error.strerror}", cure)
+
+
+def commit(
+    storage: Storage,
+    step: int,
+    plan: Iterable[Files],
+    told: Told,
+    tensors: Mapping[str, torch.Tensor],
+    manifest: Mapping[str, Any],
+    keep: int = 2,
+) -> Checkpoint:
+    """Makes a checkpoint of files that are all written, then removes older ones beyond `keep`.
+
+    `manifest` is any JSON object; its fields come back in `Checkpoint.manifest`. Raises CheckpointError.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    held = [(file, *piece) for files in plan for file, pieces in files.items() for piece in pieces]
+    for file, name, rows in held:
+        shape = list(tensors[name].shape)
+        entry = entries.setdefault(name, {"dtype": DTYPES[tensors[name].dtype], "shape": shape})
+        if rows is None:
+            entry["file"] = file
+        else:
+            part = {"file": file, "at": [rows.start, *[0] * (len(shape) - 1)], "shape": [len(rows), *shape[1:]]}
+            entry.setdefault("parts", []).append(part)
+    files = {file: {"bytes": size, "sha256": digest} for file, (size, digest) in told.items()}
+    written = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    whole = {**manifest, "format": VERSION, "written": written, "step": step, "files": files, "tensors": entries}
+    body = "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in whole.items())
+    seal = hashlib.sha256(body.encode()).hexdigest()
+    try:
+        storage.put(folder_of(step), MANIFEST, f'{body}{_SEAL}{seal}"\n}}\n'.encode())
+    except OSError as error:
+        raise write_error(storage, step, error, len(body)) from error
+    _prune(storage, step, keep)
+    return Checkpoint(step, storage, folder_of(step), whole)
 
 
 def write_checkpoint(
-    folder: Path,
+    storage: Storage,
     step: int,
     tensors: Mapping[str, torch.Tensor],
     manifest: Mapping[str, Any],
     keep: int = 2,
-    file_bytes: int = 4 << 30,
-) -> Path:
-    """Writes ``folder/checkpoints/step-%012d`` durably and atomically, then removes older ones beyond `keep`.
+    file_bytes: int = FILE_BYTES,
+) -> Checkpoint:
+    """Writes a whole checkpoint, as one writer. Raises CheckpointError; what was there before is intact then."""
+    plan = layout(tensors, {}, 1, new_attempt(), file_bytes)
+    told = write_files(storage, step, plan[0], lambda name, rows: take(tensors[name], rows))
+    return commit(storage, step, plan, told, tensors, manifest, keep)
 
-    `manifest` is any JSON object; its fields come back in `Checkpoint.manifest`. Tensors are split into files
-    of at most `file_bytes` each, unless one alone is larger. One writer at a time per folder (the run's lock
-    sees to that). Raises CheckpointError; what was there before is intact then.
+
+def new_attempt() -> str:
+    """A name for the files of one attempt at a checkpoint, so that they never meet those of another."""
+    return secrets.token_hex(4)
+
+
+def _prune(storage: Storage, step: int, keep: int) -> None:
+    """Removes older checkpoints beyond `keep`, damaged and unfinished older ones, and files of other attempts at this
+    one; nothing unless that of `step` is whole.
     """
-    parent = folder / FOLDER
-    final = parent / f"step-{step:012d}"
-    temporary = parent / f".{final.name}.tmp-{os.getpid()}"
-    try:
-        for path in (folder, parent):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _sweep(parent)
-        temporary.mkdir(mode=0o700)
-        _fill(temporary, step, tensors, manifest, file_bytes)
-        if final.exists():
-            # A folder cannot replace a full one in one move; between the two the hidden one is found.
-            os.rename(final, parent / f".{final.name}.old-{time.time_ns()}")
-        os.rename(temporary, final)
-        flush_folder(parent)
-        flush_folder(folder)
-    except OSError as error:
-        cure = write_cure(error, sum(tensor.nbytes for tensor in tensors.values()), "another --run-dir")
-        with contextlib.suppress(CheckpointError):
-            for number, path in list_checkpoints(folder):
-                if isinstance(open_checkpoint(number, path, hashes=False), Checkpoint):
-                    cure += f"; the checkpoint of step {number} is intact"
-                    break
-        what = f"checkpoint of step {step} could not be written to {parent}: {error.strerror}"
-        raise CheckpointError(what, cure) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    _prune(folder, step, final, keep)
-    return final
-
-
-def _fill(
-    target: Path, step: int, tensors: Mapping[str, torch.Tensor], manifest: Mapping[str, Any], file_bytes: int
-) -> None:
-    groups: list[dict[str, torch.Tensor]] = []
-    room = 0
-    for name, tensor in tensors.items():
-        if not groups or tensor.nbytes > room:
-            groups.append({})
-            room = file_bytes
-        groups[-1][name] = tensor
-        room -= tensor.nbytes
-    files, entries = {}, {}
-    for number, group in enumerate(groups, start=1):
-        last = len(groups)
-        file = "model.safetensors" if last == 1 else f"model-{number:05d}-of-{last:05d}.safetensors"
-        size, digest = write_tensors(target / file, group)
-        files[file] = {"bytes": size, "sha256": digest}
-        for name, tensor in group.items():
-            entries[name] = {"file": file, "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
-    whole = {**manifest, "format": VERSION, "step": step, "files": files, "tensors": entries}
-    body = "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in whole.items())
-    seal = hashlib.sha256(body.encode()).hexdigest()
-    write_file(target / _MANIFEST, [f'{body}{_SEAL}{seal}"\n}}\n'.encode()])
-    flush_folder(target)
-
-
-def _sweep(parent: Path) -> None:
-    """Tidies up after killed writers, also those that had our number before us."""
-    for path in parent.iterdir():
-        if match := _STALE.fullmatch(path.name):
-            if int(match[1]) == os.getpid() or not os.path.exists(f"/proc/{match[1]}"):
-                shutil.rmtree(path)
-        elif (match := _NAME.fullmatch(path.name)) and match[2]:
-            visible = parent / f"step-{match[2]}"
-            if not visible.exists():
-                os.rename(path, visible)
-
-
-def _prune(folder: Path, step: int, final: Path, keep: int) -> None:
-    """Removes older checkpoints beyond `keep`, and damaged older ones; nothing unless `final` is whole."""
-    reason = open_checkpoint(step, final, hashes=False)
-    if isinstance(reason, str):
+    found = open_checkpoint(storage, step, folder_of(step), hashes=False)
+    if isinstance(found, str):
         cure = "check that disk, or choose another --run-dir; older checkpoints were kept"
-        what = f"checkpoint of step {step} was written to {final.parent} and is damaged ({reason})"
-        raise CheckpointError(what, cure)
+        raise CheckpointError(f"checkpoint of step {step} was written to {storage} and is damaged ({found})", cure)
+    for number, folder in _doomed(storage, step, keep):
+        try:
+            # The manifest first: an interrupted removal must not leave what looks like a damaged checkpoint.
+            storage.remove(folder, [MANIFEST])
+            storage.remove(folder)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            what = f"checkpoint of step {step} is written, but that of step {number} could not be removed"
+            raise CheckpointError(f"{what} from {storage}: {error.strerror}", "remove it by hand") from error
+    with suppress(OSError):
+        storage.remove(folder_of(step), storage.sizes(folder_of(step)).keys() - {MANIFEST, *found.manifest["files"]})
+
+
+def _doomed(storage: Storage, step: int, keep: int) -> Iterator[tuple[int, str]]:
     kept = {step}
-    for number, path in list_checkpoints(folder):
-        if path == final or number > step:
+    for number, folder in list_checkpoints(storage):
+        if folder == folder_of(step) or number > step:
             continue
         try:
-            whole = isinstance(open_checkpoint(number, path, hashes=False), Checkpoint)
+            whole = isinstance(open_checkpoint(storage, number, folder, hashes=False), Checkpoint)
         except CheckpointError:
             continue  # a newer Paceline's: not ours to remove
         if whole and number not in kept and len(kept) < keep:
             kept.add(number)
-            continue
-        try:
-            # Renamed first: an interrupted removal must not leave what looks like a damaged checkpoint.
-            doomed = final.parent / f".step-{number:012d}.tmp-{os.getpid()}"
-            os.rename(path, doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            what = f"checkpoint of step {step} is written, but that of step {number} could not be removed"
-            raise CheckpointError(f"{what} from {final.parent}: {error.strerror}", "remove it by hand") from error
+        else:
+            yield number, folder
 
 
 def write_cure(error: OSError, need: int, instead: str) -> str:

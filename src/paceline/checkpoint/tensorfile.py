@@ -8,13 +8,13 @@ tensor, and the operating system's errors as they are. Files are read by the lib
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+
+from paceline.checkpoint.storage import write_file
 
 DTYPES = {
     torch.bool: "BOOL",
@@ -34,7 +34,6 @@ DTYPES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
-_BLOCK = 16 << 20  # a write(2) takes at most 2 GiB; a block that fits a cache is hashed and written fastest
 
 
 def size_text(count: int) -> str:
@@ -47,35 +46,8 @@ def size_text(count: int) -> str:
     return f"{count / 1000**power:.1f} {unit}"
 
 
-def flush_folder(path: Path) -> None:
-    """Makes the names inside `path` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_file(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o600) -> tuple[int, str]:
-    """Writes `chunks` to the new file `path` and flushes it; returns bytes and SHA-256. Raises OSError."""
-    digest, size = hashlib.sha256(), 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        for chunk in chunks:
-            view = memoryview(chunk)
-            size += len(view)
-            for start in range(0, len(view), _BLOCK):
-                block = view[start : start + _BLOCK]
-                digest.update(block)
-                while block:
-                    block = block[os.write(fd, block) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return size, digest.hexdigest()
-
-
-def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def tensor_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file."""
     # The widest elements first: then every tensor of a mapped file is aligned.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -97,4 +69,4 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], mode: int = 0
 
     Returns size in bytes and SHA-256. Tensors that share memory are written once each. Raises OSError.
     """
-    return write_file(path, _chunks(tensors), mode)
+    return write_file(path, tensor_chunks(tensors), mode)

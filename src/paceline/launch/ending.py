@@ -127,8 +127,11 @@ class Ending:
         return cause.code
 
     def _newest_checkpoint(self) -> int | None:
-        found = (self._folder / "checkpoints").glob("step-" + 12 * "[0-9]")
-        return max((int(path.name.removeprefix("step-")) for path in found), default=None)
+        found = (self._folder / "checkpoints").glob("step-" + 12 * "[0-9]" + "/manifest.json")
+        known = [int(path.parent.name.removeprefix("step-")) for path in found]
+        if "saved" in self._events:  # perhaps elsewhere
+            known.append(self._events["saved"]["step"])
+        return max(known, default=None)
 
     def _command(self) -> str:
         """The command that goes on with this run."""
@@ -141,6 +144,8 @@ class Ending:
             "--plan": options.plan,
             "--shares": options.shares,
             "--save-every": options.save_every,
+            "--keep": options.keep,
+            "--checkpoints": options.checkpoints,
             "--steps": options.max_steps if done < (options.max_steps or 0) else None,
         }
         flags = [part for name, value in given.items() if value is not None for part in (name, str(value))]

@@ -16,10 +16,11 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.checkpoint.lock import hold_lock
+from paceline.checkpoint.storage import is_url, storage_at
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
 from paceline.launch.joining import find, introduction, join, likeness, listen, stand_by
-from paceline.launch.options import LaunchOptions
+from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
@@ -28,8 +29,6 @@ from paceline.team.lease import parse_store
 from paceline.team.link import Link
 from paceline.team.token import keep_token, make_token
 from paceline.world import parse_save_every, parse_shares
-
-GIVEN = ("plan", "shares", "save_every", "max_steps")  # options of a run that those who join it take over
 
 
 def launch(options: LaunchOptions) -> int:
@@ -139,6 +138,13 @@ def _check(options: LaunchOptions) -> None:
         parse_store(options.store)
     if options.save_every is not None:
         parse_save_every(options.save_every)
+    if options.keep is not None and options.keep < 1:
+        raise UsageError(f"--keep {options.keep} would leave no checkpoint", "give 1 or more")
+    if is_url(options.run_dir or ""):
+        what = f"--run-dir {options.run_dir} is no folder, and logs and the journal need one"
+        raise UsageError(what, f"give --checkpoints {options.run_dir} instead")
+    if options.checkpoints is not None:
+        storage_at(options.checkpoints)
 
 
 def _new_folder(stem: str) -> Path:

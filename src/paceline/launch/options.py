@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# Options of a run that those who join it take over. Its workers get them as PACELINE_PLAN and so on.
+GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps")
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
@@ -12,7 +15,8 @@ class LaunchOptions:
 
     `against`: the folder of a run to compare the speed with. `debug`: the rank whose standard streams are the
     terminal's own, for pdb (its log stays empty). `quiet`: the console shows only how the run ended, and that
-    only where it did not finish. `environment`: further variables for the workers. `max_restarts`: how often workers
+    only where it did not finish. `checkpoints`: a folder or URL for them, other than the run folder's own; of which the
+    newest `keep` stay. `environment`: further variables for the workers. `max_restarts`: how often workers
     that were lost to one cause are started again; 0: any loss ends the run. With fewer than `min_workers` it pauses.
     `join`: the run folder or HOST:PORT of a run that these workers are to join, `token_file` its token; `listen`: the
     address at which other hosts reach this one; `store`: the etcd that decides who keeps the coordinator. `address` and
@@ -26,6 +30,8 @@ class LaunchOptions:
     plan: str | None = None
     shares: str | None = None
     save_every: str | None = None
+    keep: int | None = None
+    checkpoints: str | None = None
     max_steps: int | None = None
     against: str | None = None
     debug: int | None = None

@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launch.failure import SIGNALS, USAGE, WEIGHTS
-from paceline.launch.options import LaunchOptions
+from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import MemoryKills, die_with_us
 from paceline.launch.surroundings import pin, surround
@@ -279,12 +279,7 @@ class Workers:
     ) -> dict[str, str]:
         options = self._options
         events, orders, listener = map(str, handed)
-        given = {
-            "PACELINE_PLAN": options.plan,
-            "PACELINE_SHARES": options.shares,
-            "PACELINE_SAVE_EVERY": options.save_every,
-            "PACELINE_MAX_STEPS": options.max_steps,
-        }
+        given = {f"PACELINE_{name.upper()}": getattr(options, name) for name in GIVEN}
         environment = worker_environment(
             None,
             PACELINE_WORLD_SIZE=str(options.size or options.workers),

@@ -1,0 +1,254 @@
+"""Where checkpoints are kept: a folder, or whatever fsspec reaches by a URL. Both hold folders of files, by name.
+
+What is written has its name at once, and counts only when a manifest names it. So neither needs a rename, which object
+stores do not have. No torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.errors import UsageError, first_line
+
+Chunks = Iterable[bytes | memoryview]
+_BLOCK = 16 << 20  # a write(2) takes at most 2 GiB; a block that fits a cache is hashed and written fastest
+_URL = re.compile(r"[A-Za-z][\w+.-]*://")
+
+
+class Storage(Protocol):
+    """Every method raises OSError where the place cannot be read or written; FileNotFoundError where nothing is."""
+
+    shared: bool  # everybody reaches it by the same text
+
+    def __str__(self) -> str: ...
+
+    def folders(self) -> list[str]:
+        """The names of the folders in it; none where the place itself is not there."""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The bytes of each file in a folder."""
+
+    def read(self, folder: str, file: str) -> bytes: ...
+
+    def local(self, folder: str, file: str) -> Path:
+        """A file of this machine with the same bytes, as long as this object lives."""
+
+    def write(self, folder: str, file: str, chunks: Chunks) -> tuple[int, str]:
+        """Makes a new file durable; its bytes and their SHA-256."""
+
+    def put(self, folder: str, file: str, data: bytes) -> None:
+        """Makes a small file durable at once: it is there whole or not at all, and takes the place of another."""
+
+    def remove(self, folder: str, files: Iterable[str] | None = None) -> None:
+        """Removes these files, one after another, or the whole folder. One without files is none."""
+
+
+def is_url(place: str) -> bool:
+    return _URL.match(place) is not None
+
+
+def storage_at(place: str | Path) -> Storage:
+    """The storage at a URL (``s3://bucket/runs/a``) or in a folder. UsageError: fsspec does not know the URL."""
+    return Bucket(str(place)) if is_url(str(place)) else Folder(Path(place))
+
+
+class Folder:
+    """A folder of this machine, or one that several share. Made when first written to, for its owner alone."""
+
+    shared = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def folders(self) -> list[str]:
+        try:
+            return [path.name for path in self.path.iterdir() if path.is_dir()]
+        except FileNotFoundError:
+            return []
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return {path.name: path.stat().st_size for path in (self.path / folder).iterdir()}
+
+    def read(self, folder: str, file: str) -> bytes:
+        return (self.path / folder / file).read_bytes()
+
+    def local(self, folder: str, file: str) -> Path:
+        return self.path / folder / file
+
+    def make(self, folder: str = "") -> Path:
+        """The path of a folder, which is there from now on."""
+        path = self.path / folder
+        if not path.is_dir():
+            for each in (self.path.parent, self.path, path):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for each in (self.path.parent, self.path):
+                flush_folder(each)
+        return path
+
+    def write(self, folder: str, file: str, chunks: Chunks) -> tuple[int, str]:
+        path = self.make(folder)
+        written = write_file(path / file, chunks)
+        flush_folder(path)
+        return written
+
+    def put(self, folder: str, file: str, data: bytes) -> None:
+        path = self.make(folder)
+        temporary = path / f".{file}.tmp"
+        temporary.unlink(missing_ok=True)
+        try:
+            write_file(temporary, [data])
+            os.replace(temporary, path / file)
+        finally:
+            temporary.unlink(missing_ok=True)
+        flush_folder(path)
+
+    def remove(self, folder: str, files: Iterable[str] | None = None) -> None:
+        path = self.path / folder
+        if files is None:
+            shutil.rmtree(path)
+            return
+        for file in files:
+            (path / file).unlink(missing_ok=True)
+        if folder and not any(path.iterdir()):
+            path.rmdir()
+
+
+class Bucket:
+    """A URL of fsspec's, as ``s3://bucket/runs/a``. What reaches it (keys, an endpoint) is the environment's business,
+    as the packages behind fsspec read it.
+    """
+
+    shared = True
+
+    def __init__(self, url: str) -> None:
+        import fsspec  # torch needs it, so it is there
+
+        self.url = url.rstrip("/")
+        try:
+            self._system, self._root = fsspec.core.url_to_fs(
+                self.url, use_listings_cache=False, skip_instance_cache=True
+            )
+        except (ImportError, ValueError) as error:
+            what = f"checkpoints cannot be kept at {url} ({first_line(error)})"
+            raise UsageError(what, "install what it names, or give a folder") from None
+        self._fetched: Path | None = None
+
+    def __str__(self) -> str:
+        return self.url
+
+    @contextmanager
+    def _reached(self) -> Iterator[Any]:
+        """The file system. What its many packages raise becomes an OSError."""
+        try:
+            yield self._system
+        except OSError as error:
+            number = errno.ENOENT if isinstance(error, FileNotFoundError) else error.errno or errno.EIO
+            raise OSError(number, error.strerror or first_line(error)) from error
+        except Exception as error:
+            raise OSError(errno.EIO, f"{type(error).__name__}: {first_line(error)}") from error
+
+    def _path(self, *parts: str) -> str:
+        return "/".join((self._root.rstrip("/"), *parts))
+
+    def _listed(self, path: str) -> list[dict[str, Any]]:
+        with self._reached() as system:
+            system.invalidate_cache()
+            found: list[dict[str, Any]] = system.ls(path, detail=True)
+            return [entry for entry in found if entry["name"].strip("/") != path.strip("/")]
+
+    def folders(self) -> list[str]:
+        try:
+            listed = self._listed(self._path())
+        except FileNotFoundError:
+            return []
+        return [entry["name"].rstrip("/").rpartition("/")[2] for entry in listed if entry["type"] == "directory"]
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        listed = self._listed(self._path(folder))
+        return {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in listed if entry["type"] == "file"}
+
+    def read(self, folder: str, file: str) -> bytes:
+        with self._reached() as system:
+            return bytes(system.cat_file(self._path(folder, file)))
+
+    def local(self, folder: str, file: str) -> Path:
+        if self._fetched is None:
+            self._fetched = Path(tempfile.mkdtemp(prefix="paceline-"))
+            weakref.finalize(self, shutil.rmtree, self._fetched, ignore_errors=True)
+        path = self._fetched / f"{folder}-{file}"
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            with self._reached() as system:
+                system.get_file(self._path(folder, file), str(partial))
+            os.replace(partial, path)
+        return path
+
+    def write(self, folder: str, file: str, chunks: Chunks) -> tuple[int, str]:
+        digest, size = hashlib.sha256(), 0
+        with self._reached() as system:
+            system.makedirs(self._path(folder), exist_ok=True)  # nothing, in an object store
+            with system.open(self._path(folder, file), "wb") as stream:
+                for block in blocks(chunks):
+                    digest.update(block)
+                    stream.write(block)
+                    size += len(block)
+        return size, digest.hexdigest()
+
+    def put(self, folder: str, file: str, data: bytes) -> None:
+        with self._reached() as system:
+            system.makedirs(self._path(folder), exist_ok=True)
+            system.pipe_file(self._path(folder, file), data)
+
+    def remove(self, folder: str, files: Iterable[str] | None = None) -> None:
+        with self._reached() as system:
+            for file in files if files is not None else ():
+                system.rm_file(self._path(folder, file))
+            with suppress(FileNotFoundError):  # an object store has no folders without files
+                if files is None or not self._listed(self._path(folder)):
+                    system.rm(self._path(folder), recursive=True)
+
+
+def flush_folder(path: Path) -> None:
+    """Makes the names inside `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def blocks(chunks: Chunks) -> Iterator[memoryview]:
+    """The same bytes in pieces that are written and hashed fastest."""
+    for chunk in chunks:
+        view = memoryview(chunk)
+        for start in range(0, len(view), _BLOCK):
+            yield view[start : start + _BLOCK]
+
+
+def write_file(path: Path, chunks: Chunks, mode: int = 0o600) -> tuple[int, str]:
+    """Writes `chunks` to the new file `path` and flushes it; returns bytes and SHA-256. Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        for block in blocks(chunks):
+            size += len(block)
+            digest.update(block)
+            while block:
+                block = block[os.write(fd, block) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return size, digest.hexdigest()

@@ -1,0 +1,360 @@
+"""When checkpoints are made, who writes what of them, and when one counts.
+
+All begin one together, between two steps; each writes its part meanwhile training goes on (`checkpoint/saver.py`). Each
+step's vector says how many are still writing. When nobody is, they tell each other of their files between two steps,
+and the first of the writers writes the manifest, without which there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.files import Checkpoint, Files, commit, find_checkpoint, layout, new_attempt, write_error
+from paceline.checkpoint.saver import Background, Part
+from paceline.checkpoint.storage import Folder, Storage
+from paceline.checkpoint.tree import flatten
+from paceline.errors import CheckpointError
+from paceline.step import Agreed
+from paceline.team.ahead import pack, unpack
+from paceline.team.operations import Simple
+from paceline.team.team import Team
+from paceline.world import parse_save_every
+
+_OVERHEAD = 0.03  # of the time, at most, with `--save-every auto`
+_SHORTEST, _LONGEST, _FIRST = 1.0, 1800.0, 60.0  # seconds between two of these, and to the first one
+_BEFORE = 4 * 3600.0  # seconds after which a loss is expected before there was any
+_LOOK = 0.01  # seconds between two looks at what is still being written
+_SHARE = 1 << 20  # bytes that are worth another writer
+_OPTIMIZERS = re.compile(r"trainers\.\d+\.optimizers\.")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is saved: optimizer steps done; the whole state as a tree, whose tensors are not copies; all parameters in
+    it; and what else the manifest tells.
+    """
+
+    step: int
+    tree: Callable[[], Any]
+    params: Callable[[], Iterable[torch.Tensor]]
+    about: Callable[[], dict[str, Any]]
+
+
+@dataclass
+class _Draft:
+    """What the first writer keeps until all files are there."""
+
+    step: int
+    writers: list[int]
+    plan: list[Files]
+    shapes: dict[str, torch.Tensor]
+    manifest: dict[str, Any]
+    began: float = field(default_factory=time.monotonic)
+    blocked: float = 0.0
+
+
+class Saving:
+    """The checkpoints of a run, as one worker has them. `begun` is the step of the last one that was begun, `open`
+    whether its end is not known to all: both are the same everywhere. `committed` is the last one that this worker
+    knows to be whole. `news` are outcomes to be told, on the worker that wrote a manifest: the fields of the journal's
+    event, or what went wrong.
+    """
+
+    def __init__(self, team: Team, storage: Storage | None, every: str, keep: int) -> None:
+        self.team, self.storage, self.keep = team, storage, keep
+        self.begun, self.open, self.asked = 0, False, False
+        self.committed: int | None = None
+        self.news: list[dict[str, Any] | list[str]] = []
+        self.losses = 0
+        self._seconds, self._steps = parse_save_every(every)
+        self._auto = every == "auto"
+        self._born = self._saved_at = time.monotonic()
+        self._cost: float | None = None  # seconds of the last one that training did not get
+        self._again = False  # the last one was lost with a worker
+        self._collect = False
+        self._attempt, self._number, self._table = "", -1, ""
+        self._outcome: list[str] | None = None  # what went wrong with the last one, as far as this worker knows
+        self._part: Part | None = None
+        self._draft: _Draft | None = None
+        self._commit: Background | None = None
+        self._writers: tuple[int, list[int]] | None = None  # the generation, and who of it can write
+
+    # -- when -------------------------------------------------------------------------------------------------------
+
+    def wants(self, step: int) -> bool:
+        """The first worker's wish after `step`; the step's vector makes it everybody's."""
+        if self._part is not None or self._commit is not None:
+            return False
+        if self._again:
+            return True
+        if self._steps is not None:
+            return step - self.begun >= self._steps
+        return time.monotonic() - self._saved_at >= (self._interval() if self._auto else self._seconds or 0.0)
+
+    def _interval(self) -> float:
+        """Young, A first order approximation to the optimum checkpoint interval, CACM 1974; and no more than a part of
+        the time.
+        """
+        if self._cost is None:
+            return _FIRST
+        between = (time.monotonic() - self._born + _BEFORE) / (self.losses + 1)
+        return min(_LONGEST, max(_SHORTEST, self._cost / _OVERHEAD, math.sqrt(2 * self._cost * between)))
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """For the step's vector."""
+        part = self._part
+        return {"writing": part is not None and not part.over, "written": part is not None and part.over}
+
+    def agreed(self, agreed: Agreed) -> None:
+        self._collect = agreed.written > 0 and agreed.writing == 0
+
+    # -- the way of one ---------------------------------------------------------------------------------------------
+
+    def begin(self, subject: Subject, still: bool = False) -> None:
+        """Begins one; collective. What went wrong is in the news."""
+        self.asked = self._again = False
+        operation = Simple(self._prepare, partial(self._start, subject, still), spends="saving")
+        self.team.operations.run(operation)
+        self.begun, self.open, self._saved_at = subject.step, True, time.monotonic()
+
+    def _prepare(self) -> Any:
+        group = self.team.group
+        group.enter("a checkpoint")
+        said = group.gather_json([user_streams(), new_attempt()])
+        self.team.operations.reached("saving")
+        writers, trouble = self._who_writes()
+        return {"streams": [streams for streams, _ in said], "by": [said[0][1], writers], "trouble": trouble}
+
+    def _who_writes(self) -> tuple[list[int], Any]:
+        """The workers that reach the place: those who find in it what the first one puts there."""
+        operations, group, storage = self.team.operations, self.team.group, self.storage
+        if not isinstance(storage, Folder):
+            return list(operations.members), None
+        if self._writers is None or self._writers[0] != operations.number:
+            probe, trouble = f".probe-{new_attempt()}", None
+            if group.rank == 0:
+                try:
+                    storage.put("", probe, b"")
+                except OSError as error:
+                    failure = write_error(storage, self.begun, error, 0)
+                    trouble = [f"no checkpoint can be written to {storage}: {error.strerror}", failure.cure]
+            probe, trouble = group.gather_json([probe, trouble])[0]
+            sees = group.gather_json((storage.path / probe).exists())
+            if group.rank == 0:
+                storage.remove("", [probe])
+            if trouble is not None:
+                return [], trouble
+            found = [worker for worker, there in zip(operations.members, sees, strict=True) if there]
+            self._writers = (operations.number, found)
+        return self._writers[1], None
+
+    def _start(self, subject: Subject, still: bool, settled: Any) -> Any:
+        began = time.monotonic()
+        self._part = self._draft = self._outcome = None
+        self._attempt, writers = settled["by"]
+        me = self.team.operations.worker
+        if settled["trouble"] is not None:
+            if self.team.rank == 0:
+                self._done(None, settled["trouble"])
+        elif me in writers and self.storage is not None:
+            tensors, skeleton = flatten(subject.tree(), "")
+            params = {param.data_ptr() for param in subject.params()}
+            calm = {name for name, t in tensors.items() if t.data_ptr() in params or _OPTIMIZERS.match(name)}
+            common = {name: tensors[name] for name in tensors if name in calm}
+            own = {name: tensors[name] for name in tensors if name not in calm}
+            writers = writers[: max(1, sum(tensor.nbytes for tensor in common.values()) // _SHARE)]
+            plan = layout(own, common, len(writers), self._attempt)
+            table = [[name, str(t.dtype), list(t.shape)] for name, t in common.items()]
+            self._table = hashlib.sha256(json.dumps(table).encode()).hexdigest()
+            if me in writers:
+                self._number = writers.index(me)
+                files, reached = plan[self._number], self.team.operations.reached
+                self._part = Part(self.storage, subject.step, files, tensors, calm, still, reached)
+            if me == writers[0]:
+                streams = settled["streams"]
+                same = all(one == streams[0] for one in streams)
+                manifest = {"tree": skeleton, **subject.about(), "streams": streams[:1] if same else streams}
+                shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+                self._draft = _Draft(subject.step, writers, plan, shapes, manifest, began)
+                self._draft.blocked = time.monotonic() - began
+        return settled
+
+    def copied(self) -> None:
+        """Before an update: waits until the state may change."""
+        if self._part is not None:
+            with self.team.operations.account.of("saving"):
+                blocked = self._part.copied()
+            if self._draft is not None:
+                self._draft.blocked += blocked
+
+    def turn(self) -> None:
+        """Between two steps: what was written is made a checkpoint, once all have written. Collective, if at all."""
+        if self._collect:
+            self._collect = False
+            self.team.operations.run(Simple(self._tell, self._end, spends="saving"))
+        if self._commit is not None and self._commit.over:
+            self._done(self._commit.result, self._commit.trouble)
+            self._commit = None
+
+    def _tell(self) -> Any:
+        self.team.group.enter("the end of a checkpoint")
+        return self._gather()
+
+    def _gather(self) -> list[Any]:
+        part, mine = self._part, None
+        if part is not None:
+            mine = [self._attempt, self._number, self._table, part.result, part.trouble]
+        said = self.team.group.gather_json(mine)
+        return [[worker, *parts] for worker, parts in zip(self.team.operations.members, said, strict=True) if parts]
+
+    def _end(self, said: Any) -> Any:
+        draft, work = self._draft, self._work(said)
+        if work is not None:
+            self._commit = Background(work, "paceline-commit")
+        elif draft is None and self.team.rank == 0 and all(number != 0 for _, _, number, *_ in said):
+            self._again = True  # the first of the writers was lost, and with it the manifest
+        self._part = self._draft = None
+        return said
+
+    def _work(self, said: Any) -> Callable[[], dict[str, Any]] | None:
+        """What the first writer has left to do."""
+        draft, part, storage = self._draft, self._part, self.storage
+        if draft is None or part is None or storage is None:
+            return None
+        mine = [row for row in said if row[1] == self._attempt]
+        cost = part.seconds
+
+        def work() -> dict[str, Any]:
+            self._refuse(draft, mine)
+            told = {file: (size, digest) for row in mine for file, (size, digest) in row[4].items()}
+            found = commit(storage, draft.step, draft.plan, told, draft.shapes, draft.manifest, self.keep)
+            took, size = time.monotonic() - draft.began, sum(size for size, _ in told.values())
+            told_of = {"step": draft.step, "path": f"checkpoints/{found.folder}" if not storage.shared else str(found)}
+            return {**told_of, "seconds": draft.blocked, "took": took, "bytes": size, "cost": cost + draft.blocked}
+
+        return work
+
+    def _refuse(self, draft: _Draft, mine: list[Any]) -> None:
+        for worker, _, _, table, result, trouble in mine:
+            if trouble is not None:
+                whose = f"worker {worker}: " if len(draft.writers) > 1 else ""
+                raise CheckpointError(f"{whose}{trouble[0]}", trouble[1])
+            if result is None or table != self._table:
+                what = f"worker {worker} has other tensors than worker {draft.writers[0]}"
+                raise CheckpointError(what, "make the same model and optimizers on every worker")
+        if len(mine) < len(draft.writers):
+            lost = sorted({*draft.writers} - {row[0] for row in mine})
+            self._again = True
+            what = f"checkpoint of step {draft.step} was given up with what worker {lost[0]} was writing of it"
+            raise CheckpointError(what, "the next one begins at once")
+
+    def _done(self, told: dict[str, Any] | None, trouble: list[str] | None) -> None:
+        if told is not None:
+            self._cost = told.pop("cost")
+            self.committed = told["step"]
+        self._outcome = trouble
+        outcome = told if told is not None else trouble
+        if outcome is not None:
+            self.news.append(outcome)
+
+    def finish(self) -> list[str] | None:
+        """Waits for the end of the last one that was begun; what went wrong. All know the same then. Collective."""
+        trouble: list[str] | None = self.team.operations.run(Simple(self._wait, self._close, spends="saving"))
+        return trouble
+
+    def _wait(self) -> Any:
+        group = self.team.group
+        group.enter("the end of a checkpoint")
+        while any(group.gather_json(any(work is not None and not work.over for work in (self._part, self._commit)))):
+            time.sleep(_LOOK)
+        work = self._work(self._gather())
+        if work is not None:
+            try:
+                self._done(work(), None)
+            except CheckpointError as error:
+                self._done(None, [error.what, error.cure])
+        elif self._commit is not None:
+            self._done(self._commit.result, self._commit.trouble)
+        self._commit = None
+        return group.gather_json([self.committed, self._outcome])
+
+    def _close(self, said: Any) -> Any:
+        self._part = self._draft = None
+        self.open = self._collect = False
+        self.committed = max((step for step, _ in said if step is not None), default=None)
+        return next((trouble for _, trouble in said if trouble is not None), None)
+
+    # -- a run that goes on -----------------------------------------------------------------------------------------
+
+    def find(self, say: Callable[[str], None]) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]] | None:
+        """Step, manifest and tensors of the newest good checkpoint, the same on every worker. Collective. Who does not
+        see it gets it from one who does.
+        """
+        storage, group = self.storage, self.team.group
+        mine: Checkpoint | None = None
+        if storage is not None and (group.rank == 0 or not storage.shared):
+            mine = find_checkpoint(storage, say)
+        group.enter("the start of the run")
+        steps = group.gather_json(mine.step if mine is not None else None)
+        known = [step for step in steps if step is not None]
+        if not known:
+            return None
+        step, source = max(known), steps.index(max(known))
+        blind = [rank for rank, other in enumerate(steps) if other != step]
+        manifest: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        if mine is not None and mine.step == step:
+            manifest = {name: value for name, value in mine.manifest.items() if name not in ("files", "tensors")}
+            tensors = mine.tensors()
+        if blind:
+            if storage is not None and not storage.shared:
+                names = ", ".join(str(rank) for rank in blind)
+                what = f"worker{'s' if len(blind) > 1 else ''} {names} cannot see the checkpoint of step {step}"
+                say(f"{what} in {storage}, and get{'' if len(blind) > 1 else 's'} it from worker {source}")
+            packed = pack([manifest, tensors]) if group.rank == source else None
+            sent = group.broadcast_bytes(packed, source)
+            if group.rank in blind:
+                manifest, tensors = unpack(sent)
+        self.begun = self.committed = step
+        return step, manifest, tensors
+
+
+# -- the user's own random streams -----------------------------------------------------------------------------------
+
+
+def user_streams() -> dict[str, Any]:
+    """The state of the generators that belong to the script."""
+    streams: dict[str, Any] = {
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "random": json.loads(json.dumps(random.getstate())),
+    }
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
+        streams["numpy"] = [name, keys.tolist(), *rest]
+    if torch.cuda.is_available():
+        streams["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
+    return streams
+
+
+def load_user_streams(saved: dict[str, Any]) -> None:
+    """Brings back what `user_streams` returned."""
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["cuda"]), dtype=torch.uint8))
+    form, keys, gauss = saved["random"]
+    random.setstate((form, tuple(keys), gauss))
+    if "numpy" in saved and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(saved["numpy"]))

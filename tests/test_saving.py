@@ -1,0 +1,252 @@
+"""Checkpoints that are written while training goes on: they hold what was there when they were taken."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import find_checkpoint, list_checkpoints
+from launching import paceline, train_basics, without_an_agent
+from safetensors.torch import load_file
+
+from paceline.checkpoint import saver
+from paceline.checkpoint.saver import Part
+from paceline.checkpoint.storage import Folder
+from paceline.errors import CheckpointError
+from paceline.observe.journal import read_journal
+from paceline.saving import Saving
+
+WIDE = """
+import os
+from pathlib import Path
+from safetensors.torch import save_file
+
+def wide():
+    made = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 2)).double()
+    made.register_parameter("ballast", nn.Parameter(torch.ones(1000, 1000, dtype=torch.float64)))
+    made.register_buffer("seen", torch.zeros(()))
+    return made
+
+def loss(output, batch):
+    return cross_entropy(output, batch) + 1e-6 * t.model.ballast.square().sum()
+
+t = make(loss, wide)
+there = lambda step: Path(f"out/checkpoints/step-{step:012d}/manifest.json").exists()
+"""
+
+
+def of_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint, by the model's own names."""
+    found = find_checkpoint(folder, pytest.fail, step)
+    assert found is not None
+    start = "trainers.0.model."
+    return {name.removeprefix(start): t for name, t in found.tensors().items() if name.startswith(start)}
+
+
+def test_what_changes_after_it_was_taken_does_not_show(tmp_path: Path) -> None:
+    """Three workers write; the writing takes until steps later, of which nothing is in it."""
+    body = WIDE + (
+        "t.state['best'] = torch.zeros(3)\n"
+        "for report in t.steps(data, count=9):\n"
+        "    if report.step == 4:\n"
+        "        t.save()\n"
+        "        if t.main:\n"
+        "            save_file(t.model.state_dict(), 'then.safetensors')\n"
+        "    t.state['best'] += 1\n"
+        "    t.model.seen += 1\n"
+        "    if report.step == 6:\n"
+        "        print('there' if there(4) else 'not yet')\n"
+        "with torch.no_grad():\n"
+        "    t.model.ballast.zero_()\n"
+        "t.save()\n"
+        "with torch.no_grad():\n"
+        "    t.model.ballast.fill_(7)\n"
+    )
+    train_basics(tmp_path, body, 3, "--keep", "3", chaos="slow:1@4.writing")
+    assert "not yet\n" in (tmp_path / "out/logs/worker-0.log").read_text()
+    then = load_file(tmp_path / "then.safetensors")
+    found = find_checkpoint(tmp_path / "out", pytest.fail, 4)
+    assert found is not None
+    assert len(found.manifest["files"]) == 3
+    held = of_step(tmp_path / "out", 4)
+    assert {name for name in held if not torch.equal(held[name], then[name])} == {"seen"}
+    assert held["seen"] == then["seen"] + 1  # the body did it before the loop asked for its next step
+    assert found.tensors()["trainers.0.state.best.1"].tolist() == [4.0] * 3
+    assert of_step(tmp_path / "out", 9)["ballast"].count_nonzero() == 0
+
+
+@pytest.mark.slow
+def test_rows_of_ones_own(tmp_path: Path) -> None:
+    """step() in a loop of the script's: what it does to the weights right after save() does not show either."""
+    body = WIDE + (
+        "rows = data[:24]\n"
+        "while t.steps_done < 6:\n"
+        "    t.step(rows if t.main else None)\n"
+        "    if t.steps_done == 3:\n"
+        "        t.save()\n"
+        "        with torch.no_grad():\n"
+        "            t.model.ballast.zero_()\n"
+    )
+    train_basics(tmp_path, body, 2)
+    assert of_step(tmp_path / "out", 3)["ballast"].count_nonzero() == 1_000_000
+
+
+def test_a_parameter_that_changes_while_it_is_copied_voids_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changing(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        tensor += 1  # as a forward might
+        return copy
+
+    monkeypatch.setattr(saver, "_copy", changing)
+    live = torch.ones(3, 4)
+    part = Part(
+        Folder(tmp_path), 7, {"a.safetensors": [("net.w", range(1, 3))]}, {"net.w": live}, {"net.w"}, False, print
+    )
+    part.copied()
+    while not part.over:
+        time.sleep(0.01)
+    assert part.trouble == [
+        "checkpoint of step 7 was given up: 'net.w' was changed before the step's update",
+        "change weights in the body of the loop, not in the forward",
+    ]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_part_copies_what_may_change_at_once(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(3, 4).t(), "buffer": torch.ones(2), "half": torch.ones(5, dtype=torch.bfloat16)}
+    go = Path(tmp_path / "go")
+
+    def reached(_: str) -> None:
+        while not go.exists():
+            time.sleep(0.01)
+
+    files = {"a.safetensors": [("weight", range(1, 3)), ("buffer", None), ("half", None)]}
+    part = Part(Folder(tmp_path / "checkpoints"), 7, files, state, {"weight", "half"}, False, reached)
+    state["buffer"].zero_()  # may change at once
+    part.copied()
+    state["weight"].zero_()
+    state["half"].zero_()
+    assert not part.over
+    go.touch()
+    while not part.over:
+        time.sleep(0.01)
+    assert part.trouble is None
+    written = load_file(tmp_path / "checkpoints/step-000000000007/a.safetensors")
+    assert all(tensor.min() == 1 for tensor in written.values())
+    assert written["weight"].shape == (2, 3)
+
+
+def test_one_worker_that_cannot_write_ends_a_save_and_no_training(tmp_path: Path) -> None:
+    body = WIDE + (
+        "import resource, threading, time\n"
+        "for report in t.steps(data, count=12):\n"
+        "    while report.step == 8 and any(thread.name == 'paceline-save' for thread in threading.enumerate()):\n"
+        "        time.sleep(0.01)\n"
+        "    if os.environ['PACELINE_RANK'] == '1' and report.step in (3, 8):\n"
+        "        most = 4096 if report.step == 3 else resource.RLIM_INFINITY\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))\n"
+        "    if report.step == 4:\n"
+        "        t.save()\n"
+        "    if report.step >= 10:\n"
+        "        t.save()\n"
+    )
+    done = train_basics(tmp_path, body, 3, "--keep", "9")
+    assert re.search(
+        r"training goes on without it: worker 1: checkpoint of step 4 could not be written to \S+/out/checkpoints: "
+        r"File too large; raise the limit on the size of a file \(ulimit -f\) or choose another --run-dir",
+        done.stderr,
+    )
+    assert [step for step, _ in list_checkpoints(tmp_path / "out")] == [12, 11, 10]
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_lost_is_told_and_the_next_save_begins_at_once(tmp_path: Path) -> None:
+    body = WIDE + ("for report in t.steps(data, count=12):\n    if report.step == 4:\n        t.save()\n")
+    done = train_basics(tmp_path, body, 3, "--keep", "9", chaos="kill:1@4.writing")
+    assert (
+        "training goes on without it: checkpoint of step 4 was given up with what worker 1 was writing of it; "
+        "the next one begins at once"
+    ) in done.stderr
+    steps = [event["step"] for event in read_journal(tmp_path / "out") if event["event"] == "checkpoint"]
+    assert steps[-1] == 12
+    assert 4 < steps[0] < 12
+
+
+def test_hosts_with_a_disk_each(tmp_path: Path) -> None:
+    """Only those write who see the first worker's folder; who does not see the checkpoint gets it from one who does."""
+    script = (
+        "import os\nos.environ['PACELINE_RUN_DIR'] = 'ab'[os.environ['RANK'] == '2']\nfrom basics import *\n" + WIDE
+    )
+    end = "list(t.steps(data, count=8))\nt.export(f'out-{os.environ[\"RANK\"]}-{t.steps_done}.safetensors')\n"
+    (tmp_path / "train.py").write_text(script + end)
+    env = {"PYTHONPATH": str(Path(__file__).parent / "scripts"), "OMP_NUM_THREADS": "1", "PACELINE_MAX_STEPS": "5"}
+    train = tmp_path / "train.py"
+    first = without_an_agent(train, train, train, cwd=tmp_path, **env)
+    assert [code for code, _ in first] == [0, 0, 0], first
+    found = find_checkpoint(tmp_path / "a", pytest.fail)
+    assert found is not None
+    assert (found.step, len(found.manifest["files"])) == (5, 2)
+    assert not (tmp_path / "b" / "checkpoints").exists()
+    second = without_an_agent(train, train, train, cwd=tmp_path, **env | {"PACELINE_MAX_STEPS": ""})
+    assert [code for code, _ in second] == [0, 0, 0], second
+    assert "worker 2 cannot see the checkpoint of step 5 in a/checkpoints, and gets it from worker 0" in second[0][1]
+    (tmp_path / "whole").mkdir()
+    train_basics(tmp_path / "whole", WIDE + "list(t.steps(data, count=8))\nt.export('out.safetensors')\n", 1)
+    ours, whole = load_file(tmp_path / "out-0-8.safetensors"), load_file(tmp_path / "whole/out.safetensors")
+    assert all(torch.allclose(ours[name], whole[name], rtol=0, atol=1e-12) for name in whole)
+
+
+@pytest.mark.slow
+def test_how_many_stay(tmp_path: Path) -> None:
+    train_basics(tmp_path, "list(make().steps(data, count=9))\n", 2, "--save-every", "2", "--keep", "3")
+    assert len(list_checkpoints(tmp_path / "out")) == 3
+    done = paceline("run", "--keep", "0", "train.py", cwd=tmp_path, code=2)
+    assert done.stderr == "paceline: --keep 0 would leave no checkpoint; give 1 or more\n"
+
+
+def test_a_url_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = paceline("run", "--run-dir", "s3://bucket/a", "train.py", cwd=tmp_path, code=2)
+    assert done.stderr == (
+        "paceline: --run-dir s3://bucket/a is no folder, and logs and the journal need one; "
+        "give --checkpoints s3://bucket/a instead\n"
+    )
+    done = paceline("run", "--checkpoints", "nowhere://a", "train.py", cwd=tmp_path, code=2)
+    assert done.stderr == (
+        "paceline: checkpoints cannot be kept at nowhere://a (Protocol not known: nowhere); "
+        "install what it names, or give a folder\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cost", "losses", "wanted"),
+    [(0.0, 0, 1.0), (0.5, 0, math.sqrt(2 * 0.5 * 14400)), (0.5, 99, 0.5 / 0.03), (600.0, 0, 1800.0), (None, 0, 60.0)],
+)
+def test_how_often(cost: float | None, losses: int, wanted: float) -> None:
+    team: Any = SimpleNamespace()
+    saving = Saving(team, None, "auto", 2)
+    saving._cost, saving.losses = cost, losses
+    assert saving._interval() == pytest.approx(wanted, rel=1e-3)
+    saving._saved_at = time.monotonic() - wanted * 1.01
+    assert saving.wants(5)
+    saving._saved_at = time.monotonic() - wanted * 0.5
+    assert not saving.wants(5)
+
+
+def test_trouble_of_a_thread_is_not_lost(tmp_path: Path) -> None:
+    def reached(_: str) -> None:
+        raise CheckpointError("it broke", "mend it")
+
+    part = Part(Folder(tmp_path), 7, {"a": [("x", None)]}, {"x": torch.ones(1)}, {"x"}, False, reached)
+    while not part.over:
+        time.sleep(0.01)
+    assert part.trouble == ["it broke", "mend it"]
+    assert part.result is None

@@ -1,0 +1,177 @@
+"""Where checkpoints are kept: folders and URLs keep the same contract, and no trouble of a server's stops training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import find_checkpoint
+from launching import paceline, train_basics
+from s3 import Proxy, s3_server
+from safetensors.torch import load_file
+from test_checkpoint_tree import refusal, same
+
+from paceline.checkpoint import files
+from paceline.checkpoint.export import export_model
+from paceline.checkpoint.files import checkpoints_of
+from paceline.checkpoint.storage import Bucket, Folder, Storage, storage_at
+from paceline.errors import CheckpointError
+from paceline.observe.journal import read_journal
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    with s3_server(tmp_path, monkeypatch) as server:
+        yield server
+
+
+def places(tmp_path: Path) -> list[Storage]:
+    return [storage_at(tmp_path / "a" / "b"), storage_at("memory://a/b"), storage_at("s3://bucket/runs/a")]
+
+
+def test_all_places_keep_the_contract(s3: Proxy, tmp_path: Path) -> None:
+    found = places(tmp_path)
+    assert [type(place) for place in found] == [Folder, Bucket, Bucket]
+    assert [str(place) for place in found] == [f"{tmp_path}/a/b", "memory://a/b", "s3://bucket/runs/a"]
+    for place in found:
+        assert place.folders() == []
+        with pytest.raises(FileNotFoundError):
+            place.sizes("none")
+        with pytest.raises(FileNotFoundError):
+            place.read("none", "x")
+        with pytest.raises(FileNotFoundError):
+            place.local("none", "x").stat()
+        large = bytes(range(256)) * 80_000  # 20 MB: more than a block, and in parts
+        size, digest = place.write("one", "large", [large[:1000], memoryview(large)[1000:]])
+        assert (size, digest) == (len(large), hashlib.sha256(large).hexdigest())
+        place.put("one", "small", b"first")
+        place.put("one", "small", b"second")
+        place.write("two", "empty", [])
+        assert sorted(place.folders()) == ["one", "two"]
+        assert place.sizes("one") == {"large": len(large), "small": 6}
+        assert place.read("one", "small") == b"second"
+        assert place.local("one", "large").read_bytes() == large
+        place.remove("one", ["small"])
+        assert place.sizes("one") == {"large": len(large)}
+        place.remove("two", ["empty"])
+        place.remove("one")
+        assert place.folders() == []
+
+
+def test_checkpoints_behind_a_url(s3: Proxy, tmp_path: Path) -> None:
+    storage = storage_at("s3://bucket/runs/a")
+    state = {"w": torch.randn(300, 5), "b": torch.arange(4)}
+    for step in (1, 2, 3):
+        files.write_checkpoint(storage, step, state, {"seed": step, "tree": {}})
+    storage.write("step-000000000009", "model-00000000.safetensors", [b"torn"])
+    lines: list[str] = []
+    found = files.find_checkpoint(storage_at("s3://bucket/runs/a"), lines.append)
+    assert found is not None
+    assert (found.step, found.manifest["seed"]) == (3, 3)
+    assert lines == ["checkpoint of step 9 was not finished; taking step 3"]
+    assert same(found.tensors(), state)
+    assert sorted(storage.folders()) == ["step-000000000002", "step-000000000003", "step-000000000009"]
+    s3.trouble.write_text("500")
+    said = refusal(CheckpointError, files.write_checkpoint, storage, 4, state, {})
+    assert re.fullmatch(
+        r"checkpoint of step 4 could not be written to s3://bucket/runs/a: .*; "
+        r"see that it can be reached and written to, or give other --checkpoints; "
+        r"the checkpoint of step 3 is intact",
+        said,
+    )
+    assert s3.met > 0
+
+
+BODY = """
+import time
+from pathlib import Path
+
+t = make()
+for report in t.steps(data, count=60):
+    if t.main:
+        if report.step == 25 and Path("wanted").exists():
+            Path("wanted").rename("trouble")
+        if report.step == 45:
+            Path("trouble").unlink(missing_ok=True)
+    time.sleep(0.25 if Path("trouble").exists() else 0.1 if Path("wanted").exists() else 0)
+t.export("out.safetensors")
+"""
+
+
+def run_to_s3(folder: Path, trouble: str, *options: str, code: int = 0) -> Any:
+    if trouble:
+        (folder / "wanted").write_text(trouble)
+    where = ("--checkpoints", "s3://bucket/runs/a", "--save-every", "2")
+    return train_basics(folder, BODY, 2, *where, *options, code=code)
+
+
+def test_a_run_keeps_them_behind_a_url_and_goes_on_from_there(s3: Proxy, tmp_path: Path) -> None:
+    stopped = run_to_s3(tmp_path, "", "--steps", "19")
+    assert "--checkpoints s3://bucket/runs/a" in stopped.stderr
+    assert not (tmp_path / "out/checkpoints").exists()
+    again = run_to_s3(tmp_path, "")
+    assert "resuming from step 19 of s3://bucket/runs/a" in again.stderr
+    told = json.loads(paceline("inspect", "s3://bucket/runs/a", "--json", cwd=tmp_path).stdout)
+    assert (told["step"], told["checkpoints"][0]["path"]) == (60, "s3://bucket/runs/a/step-000000000060")
+    export_model("s3://bucket/runs/a", tmp_path / "theirs.safetensors")
+    (tmp_path / "alone").mkdir()
+    train_basics(tmp_path / "alone", BODY, 1)
+    ours, theirs, alone = (
+        load_file(tmp_path / name) for name in ("out.safetensors", "theirs.safetensors", "alone/out.safetensors")
+    )
+    assert same(ours, theirs)
+    assert all(torch.allclose(ours[name], alone[name], rtol=0, atol=1e-12) for name in alone)
+
+
+@pytest.mark.parametrize("trouble", ["500", pytest.param("gone", marks=pytest.mark.slow)])
+def test_a_server_in_trouble_stops_no_training(s3: Proxy, tmp_path: Path, trouble: str) -> None:
+    done = run_to_s3(tmp_path, trouble)
+    assert s3.met > 0, "the trouble was met"
+    assert re.search(
+        r"training goes on without it: checkpoint of step \d+ could not be written to s3://bucket/runs/a: ",
+        done.stderr,
+    )
+    found = files.find_checkpoint(checkpoints_of("s3://bucket/runs/a"), pytest.fail)
+    assert found is not None
+    assert found.step == 60
+
+
+@pytest.mark.slow
+def test_a_slow_server_is_not_waited_for(s3: Proxy, tmp_path: Path) -> None:
+    run_to_s3(tmp_path, "0.2")
+    assert s3.met > 0
+    events = read_journal(tmp_path / "out")
+    late = [
+        (event["step"], max(other["step"] for other in events[:place] if other["event"] == "step"))
+        for place, event in enumerate(events)
+        if event["event"] == "checkpoint"
+    ]
+    assert any(done > saved + 1 for saved, done in late), "training went on while one was written"
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_away_fails_the_last_save_alone(s3: Proxy, tmp_path: Path) -> None:
+    (tmp_path / "wanted").write_text("gone")
+    body = BODY.replace("report.step == 45", "False")
+    where = ("--checkpoints", "s3://bucket/runs/a", "--save-every", "2")
+    done = train_basics(tmp_path, body, 2, *where, code=1)
+    assert "checkpoint of step 60 could not be written to s3://bucket/runs/a: " in done.stderr
+    (tmp_path / "trouble").unlink()
+    found = files.find_checkpoint(checkpoints_of("s3://bucket/runs/a"), lambda _: None)
+    assert found is not None
+    saved = [event["step"] for event in read_journal(tmp_path / "out") if event["event"] == "checkpoint"]
+    assert found.step == saved[-1] <= 26, "what was there before the trouble"
+    done = train_basics(tmp_path, BODY, 1, *where)
+    assert f"resuming from step {found.step} of s3://bucket/runs/a" in done.stderr
+
+
+def test_the_folder_of_a_run_and_a_url(tmp_path: Path) -> None:
+    assert str(checkpoints_of(tmp_path)) == f"{tmp_path}/checkpoints"
+    assert str(checkpoints_of("s3://a/b/")) == "s3://a/b"
+    assert find_checkpoint(tmp_path, pytest.fail) is None
