@@ -3,8 +3,8 @@
 Usage: unequal.py [--rounds N] [--record FILE]. As root: each worker is in a cgroup with a quota of a core (period
 10 ms). A small GPT is trained by single workers with 100, 50 and 25 % of a core, by the three together, by the first
 two, and by these two with DistributedDataParallel, which deals equal parts. In one more run the third worker's quota is
-doubled on the way. Speeds are those after the first 20 steps, or after 20 steps with the other quota; rounds are
-interleaved.
+doubled on the way. Speeds are those after the first 20 steps (alone: 4), or after 20 steps with the other quota; rounds
+are interleaved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from turns import record
 from paceline.observe.journal import read_journal
 
 CPU, PERIOD = Path("/sys/fs/cgroup/cpu"), 10_000  # microseconds
-GLOBAL_BATCH, STEPS, SETTLED = 32, 60, 20
+GLOBAL_BATCH, STEPS, SETTLED = 128, 50, 20
+ALONE, WARM = 12, 4  # steps of a worker alone, and those of them that are not counted
 
 
 def limit(group: Path, share: float) -> None:
@@ -67,7 +68,7 @@ def run(role: str, shares: Sequence[float], then: float | None = None) -> tuple[
             "paceline": ["paceline.cli", "run", "--quiet", "--workers", workers, "--run-dir", str(out / "run")],
             "ddp": ["torch.distributed.run", "--standalone", "--nproc-per-node", workers],
         }[role]
-        steps = STEPS if then is None else 2 * STEPS
+        steps = ALONE if len(shares) == 1 else STEPS if then is None else 2 * STEPS
         command = [sys.executable, "-m", *launcher, __file__, "--role", role, str(out), str(steps), *map(str, made)]
         process = subprocess.Popen(
             command, cwd=out, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
@@ -151,7 +152,7 @@ def main() -> None:
     for number in range(options.rounds):
         for name, (role, shares) in sides.items():
             times, changed = run(role, shares)
-            speeds[name].append(speed(times, SETTLED))
+            speeds[name].append(speed(times, WARM if len(shares) == 1 else SETTLED))
             changes[name].append(changed)
         times, changed = run("paceline", [1.0, 0.5, 0.25], then=0.5)
         speeds["25 % become 50 %"].append(speed(times, STEPS + SETTLED))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,6 +204,45 @@ def test_hosts_with_a_disk_each(tmp_path: Path) -> None:
     train_basics(tmp_path / "whole", WIDE + "list(t.steps(data, count=8))\nt.export('out.safetensors')\n", 1)
     ours, whole = load_file(tmp_path / "out-0-8.safetensors"), load_file(tmp_path / "whole/out.safetensors")
     assert all(torch.allclose(ours[name], whole[name], rtol=0, atol=1e-12) for name in whole)
+
+
+COUNTS = (1, 2, 3, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["micro=3", "micro=3 exact"])
+def test_any_team_reads_what_any_team_wrote(plan: str, tmp_path: Path) -> None:
+    """Saved on so many workers, loaded on as many others: the next losses are those of the undisturbed run."""
+    body = WIDE.replace("make(loss, wide)", f"make(loss, wide, plan='{plan}')") + (
+        "import json\n"
+        "losses = [report.loss for report in t.steps(data, count=11)]\n"
+        "if t.main:\n"
+        "    Path('losses.json').write_text(json.dumps(losses))\n"
+    )
+
+    def losses(folder: Path) -> list[float]:
+        found: list[float] = json.loads((folder / "losses.json").read_text())
+        return found
+
+    (tmp_path / "whole").mkdir()
+    train_basics(tmp_path / "whole", body, 1)
+    wanted = losses(tmp_path / "whole")
+    for wrote in COUNTS:
+        folder = tmp_path / f"by-{wrote}"
+        folder.mkdir()
+        train_basics(folder, body, wrote, "--steps", "6")
+        found = find_checkpoint(folder / "out", pytest.fail)
+        assert found is not None
+        assert (found.step, len(found.manifest["files"])) == (6, wrote)
+        for reads in COUNTS:
+            copy = tmp_path / f"by-{wrote}-for-{reads}"
+            shutil.copytree(folder, copy)
+            train_basics(copy, None, reads)
+            theirs = losses(copy)
+            assert len(theirs) == 5
+            if "exact" in plan:
+                assert theirs == wanted[6:]
+            assert theirs == pytest.approx(wanted[6:], rel=1e-12)
 
 
 @pytest.mark.slow
