@@ -3,8 +3,8 @@
 Usage: unequal.py [--rounds N] [--record FILE]. As root: each worker is in a cgroup with a quota of a core (period
 10 ms). A small GPT is trained by single workers with 100, 50 and 25 % of a core, by the three together, by the first
 two, and by these two with DistributedDataParallel, which deals equal parts. In one more run the third worker's quota is
-doubled on the way. Speeds are those after the first 20 steps (alone: 4), or after 20 steps with the other quota; rounds
-are interleaved.
+doubled on the way. Since cores share caches, memory and perhaps more, workers are also measured apart at the same time.
+Speeds are those after the first 20 steps (alone: 4), or after 20 steps with the other quota; rounds are interleaved.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from paceline.observe.journal import read_journal
 
 CPU, PERIOD = Path("/sys/fs/cgroup/cpu"), 10_000  # microseconds
 GLOBAL_BATCH, STEPS, SETTLED = 128, 50, 20
+APARTS = {"100, 50 and 25 %": [1.0, 0.5, 0.25], "100 and 50 %": [1.0, 0.5], "100, 50 and 50 %": [1.0, 0.5, 0.5]}
 ALONE, WARM = 12, 4  # steps of a worker alone, and those of them that are not counted
 
 
@@ -41,7 +43,7 @@ def limit(group: Path, share: float) -> None:
 @contextmanager
 def groups(shares: Sequence[float]) -> Iterator[list[Path]]:
     base = CPU if (CPU / "cpu.cfs_period_us").exists() else CPU.parent
-    made = [base / f"unequal-{os.getpid()}-{number}" for number in range(len(shares))]
+    made = [base / f"unequal-{os.getpid()}-{'-'.join(map(str, shares))}-{number}" for number in range(len(shares))]
     try:
         for group, share in zip(made, shares, strict=True):
             group.mkdir()
@@ -58,9 +60,11 @@ def speed(times: Sequence[float], first: int) -> float:
     return GLOBAL_BATCH * (len(times) - first) / (times[-1] - times[first - 1])
 
 
-def run(role: str, shares: Sequence[float], then: float | None = None) -> tuple[list[float], list[list[float]]]:
-    """When each step was done, and the shares that the team came to. Half-way the last worker's quota may become
-    another one.
+def run(
+    role: str, shares: Sequence[float], then: float | None = None, steps: int = STEPS
+) -> tuple[list[float], list[list[float]]]:
+    """When each step was done, and the shares that the team came to. After so many steps the last worker's quota may
+    become another one, for as many again.
     """
     with tempfile.TemporaryDirectory() as folder, groups(shares) as made:
         out, workers = Path(folder), str(len(shares))
@@ -68,7 +72,7 @@ def run(role: str, shares: Sequence[float], then: float | None = None) -> tuple[
             "paceline": ["paceline.cli", "run", "--quiet", "--workers", workers, "--run-dir", str(out / "run")],
             "ddp": ["torch.distributed.run", "--standalone", "--nproc-per-node", workers],
         }[role]
-        steps = ALONE if len(shares) == 1 else STEPS if then is None else 2 * STEPS
+        steps = steps if then is None else 2 * steps
         command = [sys.executable, "-m", *launcher, __file__, "--role", role, str(out), str(steps), *map(str, made)]
         process = subprocess.Popen(
             command, cwd=out, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
@@ -83,6 +87,14 @@ def run(role: str, shares: Sequence[float], then: float | None = None) -> tuple[
         times = [float(line) for line in (out / "times").read_text().splitlines()]
         events = read_journal(out / "run") if role == "paceline" else []
         return times, [[event["step"], *event["parts"]] for event in events if event["event"] == "shares"]
+
+
+def apart(shares: Sequence[float]) -> float:
+    """Rows a second of as many runs of one worker each, at the same time: what they have of the machine together."""
+    steps = [round(ALONE * share / min(shares)) for share in shares]
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda share, count: run("paceline", [share], steps=count)[0], shares, steps)
+        return sum(speed(times, WARM) for times in found)
 
 
 def train(role: str, out: Path, steps: int, made: Sequence[str]) -> None:
@@ -149,20 +161,30 @@ def main() -> None:
     speeds: dict[str, list[float]] = {name: [] for name in sides}
     changes: dict[str, list[list[list[float]]]] = {name: [] for name in sides}
     speeds["25 % become 50 %"], changes["25 % become 50 %"] = [], []
+    aparts = {f"apart, {name}": shares for name, shares in APARTS.items()}
+    speeds |= {name: [] for name in aparts}
     for number in range(options.rounds):
         for name, (role, shares) in sides.items():
-            times, changed = run(role, shares)
-            speeds[name].append(speed(times, WARM if len(shares) == 1 else SETTLED))
+            alone = len(shares) == 1
+            times, changed = run(role, shares, steps=ALONE if alone else STEPS)
+            speeds[name].append(speed(times, WARM if alone else SETTLED))
             changes[name].append(changed)
         times, changed = run("paceline", [1.0, 0.5, 0.25], then=0.5)
         speeds["25 % become 50 %"].append(speed(times, STEPS + SETTLED))
         changes["25 % become 50 %"].append(changed)
+        for name, shares in aparts.items():
+            speeds[name].append(apart(shares))
         print(f"round {number}: " + ", ".join(f"{name} {found[-1]:.1f}" for name, found in speeds.items()), flush=True)
 
-    def part(name: str, *alone: str) -> None:
-        sums = [sum(row) for row in zip(*(speeds[f"alone, {share} %"] for share in alone), strict=True)]
-        ratios = sorted(mine / sum_ for mine, sum_ in zip(speeds[name], sums, strict=True))
-        print(f"{name}: {statistics.median(ratios):.3f} of the sum [{ratios[0]:.3f}, {ratios[-1]:.3f}]")
+    def part(name: str, *shares: str) -> None:
+        alone = [sum(row) for row in zip(*(speeds[f"alone, {share} %"] for share in shares), strict=True)]
+        same_time = speeds[f"apart, {', '.join(shares[:-1])} and {shares[-1]} %"]
+        for what, sums in (
+            ("what each delivers alone", alone),
+            ("what they deliver apart at the same time", same_time),
+        ):
+            ratios = sorted(mine / other for mine, other in zip(speeds[name], sums, strict=True))
+            print(f"{name}: {statistics.median(ratios):.3f} of {what} [{ratios[0]:.3f}, {ratios[-1]:.3f}]")
 
     part("together, 100, 50 and 25 %", "100", "50", "25")
     part("together, 100 and 50 %", "100", "50")
