@@ -253,6 +253,38 @@ def test_how_many_stay(tmp_path: Path) -> None:
     assert done.stderr == "paceline: --keep 0 would leave no checkpoint; give 1 or more\n"
 
 
+def test_a_lone_workers_state_outlives_it_in_memory(tmp_path: Path) -> None:
+    """Killed twice, it goes on from the copy that its agent has; nothing was written to the disk on the way."""
+    body = WIDE + (
+        "import signal, time\n"
+        "for report in t.steps(data, count=20):\n"
+        "    time.sleep(0.15)\n"  # for a copy to be there
+        "    killed = Path(f'killed-{report.step}')\n"
+        "    if report.step in (8, 15) and 'MIRRORED' in os.environ and not killed.exists():\n"
+        "        killed.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "t.export('out.safetensors')\n"
+    )
+    (tmp_path / "whole").mkdir()
+    train_basics(tmp_path / "whole", body, 1)
+    (tmp_path / "train.py").write_text("import os\nos.environ['MIRRORED'] = 'yes'\nfrom basics import *\n" + body)
+    done = train_basics(tmp_path, None, 1, "--mirror", "3")
+    assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-8", "killed-15"}
+    assert "\nstarting again with what is in memory (1 of 10)\n" in done.stderr
+    assert "\nstarting again with what is in memory (2 of 10)\n" in done.stderr
+    steps = [int(step) for step in re.findall(r"^resuming from step (\d+) of its copy in memory$", done.stderr, re.M)]
+    assert len(steps) == 2
+    assert 3 <= steps[0] < 8
+    assert steps[0] < steps[1] < 15
+    events = read_journal(tmp_path / "out")
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [20]
+    ours, whole = load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "whole/out.safetensors")
+    assert all(torch.allclose(ours[name], whole[name], rtol=0, atol=1e-12) for name in whole)
+    assert [*Path("/dev/shm").glob("paceline-mirror-*")] == []
+    done = paceline("run", "--mirror", "0", "train.py", cwd=tmp_path, code=2)
+    assert done.stderr == "paceline: --mirror 0 is no interval; give steps, as 10\n"
+
+
 def test_a_url_is_no_run_folder(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     done = paceline("run", "--run-dir", "s3://bucket/a", "train.py", cwd=tmp_path, code=2)

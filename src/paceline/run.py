@@ -80,14 +80,17 @@ class Run:
         self.loops: list[Phase] = []  # those being gone through, the first to begin first
         self.calls: Counter[int] = Counter()  # of steps(), by trainer: the numbers of their phases
         self._round: set[int] = set()  # trainers that made a step() outside of loops, each once
-        self._save_due = self._stop_due = self._enter_due = False
+        self._save_due = 0
+        self._stop_due = self._enter_due = False
         self.stepping = False  # trainer.step() is being used
         self.took_step = False
         self.results: list[Any] = []
         self._replayed = 0
         self._said: set[str] = set()
         place = world.checkpoints or (self.folder / FOLDER if self.folder is not None else None)
-        self.saving = Saving(team, storage_at(place) if place is not None else None, world.save_every, world.keep)
+        mirror = (world.mirror[0], storage_at(Path(world.mirror[1]))) if world.mirror else None
+        storage = storage_at(place) if place is not None else None
+        self.saving = Saving(team, storage, world.save_every, world.keep, mirror)
         self._check: dict[str, Any] = json.loads(world.check) if world.check else {}
         self.probing = bool(self._check)  # the loss is tested also where micro-batches cannot be merged
         self.reverse = bool(self._check.get("reverse"))  # micro-batches are summed in the opposite order
@@ -213,7 +216,7 @@ class Run:
         elif self._from is not None:
             before, workers = self._from["plan"], self._from["workers"]
             change = f": written by {plural(workers, 'worker')} ({before}), now {plural(world.size, 'worker')} ({plan})"
-            where = world.checkpoints or self.folder
+            where = "its copy in memory" if self.saving.from_mirror else world.checkpoints or self.folder
             self.say(f"resuming from step {self.resumed} of {where}{change if before != plan else ''}")
         if origin != "default":
             self.say(f"plan: {plan} (from {origin})")
@@ -337,22 +340,24 @@ class Run:
 
     def agreed(self, agreed: Agreed) -> None:
         """Wishes that all workers know of since a step: they wait until the outermost loop asks for its next one."""
-        self._save_due |= agreed.save > 0
+        self._save_due = agreed.save or self._save_due
         self._stop_due |= agreed.stop > 0
         self._enter_due |= agreed.enter > 0
         self.saving.agreed(agreed)
 
     def between(self) -> None:
         """When the outermost loop asks for the next step: what was agreed, after its body did its part."""
-        save, self._save_due = self._save_due, False
+        save, self._save_due = self._save_due, 0
         self.saving.turn()
         self._tell_saved()
         if self._stop_due:
             self.leave(130 if self.notice == 2 else STOPPED, "asked to stop")
         if self.team.world.max_steps is not None and self.step >= self.team.world.max_steps:
             self.leave(0, f"--steps {self.team.world.max_steps}")
-        if self.saving.asked or save:
+        if self.saving.asked or save == 1:
             self.save()
+        elif save:
+            self.saving.begin(self._subject(), mirror=True)
         while self._enter_due or self.team.operations.hold:
             self._enter_due = False
             try:
@@ -384,9 +389,9 @@ class Run:
     def step(self) -> int:
         return sum(member.steps_done for member in self.members)
 
-    def wants_save(self) -> bool:
-        """Worker 0's wish, by the interval of `--save-every`."""
-        return self.main and self.saving.storage is not None and self.saving.wants(self.step + 1)
+    def wants_save(self) -> int:
+        """Worker 0's wish, by the intervals of `--save-every` and `--mirror`."""
+        return self.saving.wants(self.step + 1) if self.main and self.saving.storage is not None else 0
 
     def ask_save(self) -> None:
         if self.saving.storage is None:
@@ -404,16 +409,18 @@ class Run:
             return
         for member in self.members:
             member.flush()
-        subject = Subject(self.step, self._tree, self._params, self._about)
         asked = saving.asked
         if saving.open and (wait or asked):
             saving.finish()
         if asked or self.step != (saving.committed if wait else saving.begun):
-            saving.begin(subject, still=wait)
+            saving.begin(self._subject(), still=wait)
         trouble = saving.finish() if wait and saving.open else None
         if must and trouble is not None:
             raise CheckpointError(*trouble)
         self._tell_saved()
+
+    def _subject(self) -> Subject:
+        return Subject(self.step, self._tree, self._params, self._about)
 
     def _tell_saved(self) -> None:
         for told in self.saving.news:

@@ -70,10 +70,18 @@ class Saving:
     whether its end is not known to all: both are the same everywhere. `committed` is the last one that this worker
     knows to be whole. `news` are outcomes to be told, on the worker that wrote a manifest: the fields of the journal's
     event, or what went wrong.
+
+    With a `mirror` (steps, and a storage in the memory of the worker's agent), the state of a lone worker, which lives
+    nowhere else, is kept there besides, in the same way.
     """
 
-    def __init__(self, team: Team, storage: Storage | None, every: str, keep: int) -> None:
+    def __init__(
+        self, team: Team, storage: Storage | None, every: str, keep: int, mirror: tuple[int, Storage] | None = None
+    ) -> None:
         self.team, self.storage, self.keep = team, storage, keep
+        self._mirror, self._mirrored = mirror, 0
+        self._into = storage  # where the last one that was begun goes
+        self.from_mirror = False
         self.begun, self.open, self.asked = 0, False, False
         self.committed: int | None = None
         self.news: list[dict[str, Any] | list[str]] = []
@@ -93,12 +101,19 @@ class Saving:
 
     # -- when -------------------------------------------------------------------------------------------------------
 
-    def wants(self, step: int) -> bool:
-        """The first worker's wish after `step`; the step's vector makes it everybody's."""
+    def wants(self, step: int) -> int:
+        """The first worker's wish after `step`, which the step's vector makes everybody's: a checkpoint (1), a copy in
+        the mirror (2), or nothing (0).
+        """
         if self._part is not None or self._commit is not None:
-            return False
-        if self._again:
-            return True
+            return 0
+        if self._again or self._due(step):
+            return 1
+        if self._mirror is None or self.team.size > 1:
+            return 0
+        return 2 * (step - max(self.begun, self._mirrored) >= self._mirror[0])
+
+    def _due(self, step: int) -> bool:
         if self._steps is not None:
             return step - self.begun >= self._steps
         return time.monotonic() - self._saved_at >= (self._interval() if self._auto else self._seconds or 0.0)
@@ -123,12 +138,17 @@ class Saving:
 
     # -- the way of one ---------------------------------------------------------------------------------------------
 
-    def begin(self, subject: Subject, still: bool = False) -> None:
+    def begin(self, subject: Subject, still: bool = False, mirror: bool = False) -> None:
         """Begins one; collective. What went wrong is in the news."""
-        self.asked = self._again = False
+        self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
         operation = Simple(self._prepare, partial(self._start, subject, still), spends="saving")
         self.team.operations.run(operation)
-        self.begun, self.open, self._saved_at = subject.step, True, time.monotonic()
+        self.open = True
+        if mirror:
+            self._mirrored = subject.step
+        else:
+            self.asked = self._again = False
+            self.begun, self._saved_at = subject.step, time.monotonic()
 
     def _prepare(self) -> Any:
         group = self.team.group
@@ -140,8 +160,8 @@ class Saving:
 
     def _who_writes(self) -> tuple[list[int], Any]:
         """The workers that reach the place: those who find in it what the first one puts there."""
-        operations, group, storage = self.team.operations, self.team.group, self.storage
-        if not isinstance(storage, Folder):
+        operations, group, storage = self.team.operations, self.team.group, self._into
+        if not isinstance(storage, Folder) or storage is not self.storage:
             return list(operations.members), None
         if self._writers is None or self._writers[0] != operations.number:
             probe, trouble = f".probe-{new_attempt()}", None
@@ -169,7 +189,7 @@ class Saving:
         if settled["trouble"] is not None:
             if self.team.rank == 0:
                 self._done(None, settled["trouble"])
-        elif me in writers and self.storage is not None:
+        elif me in writers and self._into is not None:
             tensors, skeleton = flatten(subject.tree(), "")
             params = {param.data_ptr() for param in subject.params()}
             calm = {name for name, t in tensors.items() if t.data_ptr() in params or _OPTIMIZERS.match(name)}
@@ -182,7 +202,7 @@ class Saving:
             if me in writers:
                 self._number = writers.index(me)
                 files, reached = plan[self._number], self.team.operations.reached
-                self._part = Part(self.storage, subject.step, files, tensors, calm, still, reached)
+                self._part = Part(self._into, subject.step, files, tensors, calm, still, reached)
             if me == writers[0]:
                 streams = settled["streams"]
                 same = all(one == streams[0] for one in streams)
@@ -231,7 +251,7 @@ class Saving:
 
     def _work(self, said: Any) -> Callable[[], dict[str, Any]] | None:
         """What the first writer has left to do."""
-        draft, part, storage = self._draft, self._part, self.storage
+        draft, part, storage = self._draft, self._part, self._into
         if draft is None or part is None or storage is None:
             return None
         mine = [row for row in said if row[1] == self._attempt]
@@ -240,7 +260,11 @@ class Saving:
         def work() -> dict[str, Any]:
             self._refuse(draft, mine)
             told = {file: (size, digest) for row in mine for file, (size, digest) in row[4].items()}
-            found = commit(storage, draft.step, draft.plan, told, draft.shapes, draft.manifest, self.keep)
+            mirrored = storage is not self.storage
+            keep = 1 if mirrored else self.keep
+            found = commit(storage, draft.step, draft.plan, told, draft.shapes, draft.manifest, keep)
+            if mirrored:
+                return {}
             took, size = time.monotonic() - draft.began, sum(size for size, _ in told.values())
             told_of = {"step": draft.step, "path": f"checkpoints/{found.folder}" if not storage.shared else str(found)}
             return {**told_of, "seconds": draft.blocked, "took": took, "bytes": size, "cost": cost + draft.blocked}
@@ -262,12 +286,12 @@ class Saving:
             raise CheckpointError(what, "the next one begins at once")
 
     def _done(self, told: dict[str, Any] | None, trouble: list[str] | None) -> None:
-        if told is not None:
+        if told:
             self._cost = told.pop("cost")
             self.committed = told["step"]
         self._outcome = trouble
-        outcome = told if told is not None else trouble
-        if outcome is not None:
+        outcome = told or trouble
+        if outcome:
             self.news.append(outcome)
 
     def finish(self) -> list[str] | None:
@@ -307,6 +331,9 @@ class Saving:
         mine: Checkpoint | None = None
         if storage is not None and (group.rank == 0 or not storage.shared):
             mine = find_checkpoint(storage, say)
+        copy = find_checkpoint(self._mirror[1], say) if self._mirror is not None else None
+        if copy is not None and (mine is None or copy.step > mine.step):
+            mine, self.from_mirror = copy, True
         group.enter("the start of the run")
         steps = group.gather_json(mine.step if mine is not None else None)
         known = [step for step in steps if step is not None]
@@ -328,7 +355,8 @@ class Saving:
             sent = group.broadcast_bytes(packed, source)
             if group.rank in blind:
                 manifest, tensors = unpack(sent)
-        self.begun = self.committed = step
+        self.begun = step
+        self.committed = None if self.from_mirror else step
         return step, manifest, tensors
 
 

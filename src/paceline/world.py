@@ -27,7 +27,8 @@ class World:
     micro-batches. `orders_fd` is a socket on which the agent tells of new generations of the team; a `newcomer` waits
     for one that it belongs to. `members` are the workers of its generation by rank, where one has formed. `chaos` are
     faults on purpose. `save_every` is seconds (``60s``), steps (``100``) or ``auto``; of the `checkpoints`, at a place
-    other than the run folder if one is given, the newest `keep` stay; `max_steps` ends the run early.
+    other than the run folder if one is given, the newest `keep` stay; a `mirror` is a folder in memory for a copy of a
+    lone worker's state, every so many steps; `max_steps` ends the run early.
     """
 
     rank: int = 0
@@ -47,6 +48,7 @@ class World:
     save_every: str = "60s"
     keep: int = 2
     checkpoints: str | None = None
+    mirror: tuple[int, str] | None = None
     max_steps: int | None = None
     check: str | None = None
     orders_fd: int | None = None
@@ -165,6 +167,7 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
     fd = env.get("PACELINE_STORE_FD")
     events, orders = env.get("PACELINE_EVENTS_FD"), env.get("PACELINE_ORDERS_FD")
     shares = env.get("PACELINE_SHARES")
+    every, _, mirror = env.get("PACELINE_MIRROR", "").partition(":")
     return World(
         rank=rank,
         size=size,
@@ -183,6 +186,7 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         save_every=env.get("PACELINE_SAVE_EVERY") or "60s",
         keep=max(1, _number(env, "PACELINE_KEEP", 2)),
         checkpoints=env.get("PACELINE_CHECKPOINTS") or None,
+        mirror=(int(every), mirror) if mirror else None,
         max_steps=_number(env, "PACELINE_MAX_STEPS", 0) or None,
         check=env.get("PACELINE_CHECK") or None,
         orders_fd=int(orders) if orders else None,

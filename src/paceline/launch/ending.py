@@ -146,6 +146,7 @@ class Ending:
             "--save-every": options.save_every,
             "--keep": options.keep,
             "--checkpoints": options.checkpoints,
+            "--mirror": options.mirror,
             "--steps": options.max_steps if done < (options.max_steps or 0) else None,
         }
         flags = [part for name, value in given.items() if value is not None for part in (name, str(value))]

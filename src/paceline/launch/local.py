@@ -20,6 +20,7 @@ from paceline.checkpoint.storage import is_url, storage_at
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
 from paceline.launch.joining import find, introduction, join, likeness, listen, stand_by
+from paceline.launch.mirror import mirror
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
@@ -40,7 +41,20 @@ def launch(options: LaunchOptions) -> int:
     """
     _check(options)
     compared = Summary(Path(options.against)) if options.against else None
-    return _join(options) if options.join else _begin(options, compared)
+    if options.join:
+        return _join(options)
+    if options.mirror is None:
+        return _begin(options, compared)
+    with mirror(options.mirror) as variables:
+        environment = {**options.environment, **variables}
+        options = replace(options, run_dir=str(_folder(options)), environment=environment)
+        restarts = 0
+        while True:
+            code = _begin(options, compared)
+            restarts += 1
+            if code <= 128 or code == 130 or restarts > options.max_restarts:  # it was not killed, or too often
+                return code
+            print(f"starting again with what is in memory ({restarts} of {options.max_restarts})", file=sys.stderr)
 
 
 def _begin(options: LaunchOptions, compared: Summary | None) -> int:
@@ -140,6 +154,8 @@ def _check(options: LaunchOptions) -> None:
         parse_save_every(options.save_every)
     if options.keep is not None and options.keep < 1:
         raise UsageError(f"--keep {options.keep} would leave no checkpoint", "give 1 or more")
+    if options.mirror is not None and options.mirror < 1:
+        raise UsageError(f"--mirror {options.mirror} is no interval", "give steps, as 10")
     if is_url(options.run_dir or ""):
         what = f"--run-dir {options.run_dir} is no folder, and logs and the journal need one"
         raise UsageError(what, f"give --checkpoints {options.run_dir} instead")

@@ -16,11 +16,11 @@ class LaunchOptions:
     `against`: the folder of a run to compare the speed with. `debug`: the rank whose standard streams are the
     terminal's own, for pdb (its log stays empty). `quiet`: the console shows only how the run ended, and that
     only where it did not finish. `checkpoints`: a folder or URL for them, other than the run folder's own; of which the
-    newest `keep` stay. `environment`: further variables for the workers. `max_restarts`: how often workers
-    that were lost to one cause are started again; 0: any loss ends the run. With fewer than `min_workers` it pauses.
-    `join`: the run folder or HOST:PORT of a run that these workers are to join, `token_file` its token; `listen`: the
-    address at which other hosts reach this one; `store`: the etcd that decides who keeps the coordinator. `address` and
-    `size` (workers that the run began with) are found out.
+    newest `keep` stay; `mirror`: steps between two copies of a lone worker's state in memory. `environment`: further
+    variables for the workers. `max_restarts`: how often workers that were lost to one cause are started again; 0: any
+    loss ends the run. With fewer than `min_workers` it pauses. `join`: the run folder or HOST:PORT of a run that these
+    workers are to join, `token_file` its token; `listen`: the address at which other hosts reach this one; `store`: the
+    etcd that decides who keeps the coordinator. `address` and `size` (workers that the run began with) are found out.
     """
 
     script: str
@@ -32,6 +32,7 @@ class LaunchOptions:
     save_every: str | None = None
     keep: int | None = None
     checkpoints: str | None = None
+    mirror: int | None = None
     max_steps: int | None = None
     against: str | None = None
     debug: int | None = None
