@@ -235,7 +235,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(trained, tmp_path):
     assert whole.returncode == 0, errors
     assert errors.splitlines()[-1].endswith(" 0:00 left")  # the progress
     out = tmp_path / "out"
-    for shards, victim in ((2, "all"), (5, "all"), (8, "child"), (11, "interrupt")):
+    for shards, victim in ((1, "all"), (2, "all"), (3, "child"), (5, "interrupt")):
         process = start(tmp_path, trained, "out")
         wait_for_shards(process, out, shards)
         children = psutil.Process(process.pid).children()

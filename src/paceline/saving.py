@@ -302,7 +302,9 @@ class Saving:
     def _wait(self) -> Any:
         group = self.team.group
         group.enter("the end of a checkpoint")
-        while any(group.gather_json(any(work is not None and not work.over for work in (self._part, self._commit)))):
+        while any(work is not None and not work.over for work in (self._part, self._commit)):
+            if self.team.operations.interrupted:
+                break  # the next collective says so
             time.sleep(_LOOK)
         work = self._work(self._gather())
         if work is not None:

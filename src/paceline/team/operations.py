@@ -150,6 +150,11 @@ class Operations:
         """Whether a generation waits for the end of a step."""
         return self._orders.newer(self.number)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a generation is to be entered at once: every collective fails until it is."""
+        return self._orders.newer(self.number, at_once=True)
+
     def reached(self, moment: str) -> None:
         """A moment at which a rehearsal may let something happen."""
         if self._chaos is not None and self.holder is not None:
