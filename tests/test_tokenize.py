@@ -238,8 +238,8 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(trained, tmp_path):
     for shards, victim in ((1, "all"), (2, "all"), (3, "child"), (5, "interrupt")):
         process = start(tmp_path, trained, "out")
         wait_for_shards(process, out, shards)
-        children = psutil.Process(process.pid).children()
-        assert len(children) == 2
+        while len(children := psutil.Process(process.pid).children()) < 2:  # all these shards were there before
+            time.sleep(0.002)
         if victim == "all":
             process.kill()
         elif victim == "child":
