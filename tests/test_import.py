@@ -35,6 +35,7 @@ t = paceline.Trainer(
 )
 before = t.evaluate(data, lambda out, batch: {{"loss": (F.cross_entropy(out, batch[1], reduction="sum"), len(out))}})
 for report in t.steps(data, count={STEPS}):
+    time.sleep(0.2 if "KILL_AT" in os.environ else 0)  # a checkpoint is written meanwhile
     if os.environ.get("KILL_AT") == str(report.step) and t.main:
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -42,7 +43,7 @@ t.export("out.safetensors")
 if t.main:
     print("before", before["loss"])
 """
-SCRIPT = "import os, signal\n" + BODY
+SCRIPT = "import os, signal, time\n" + BODY
 
 
 def weights(seed: int = 5) -> dict[str, torch.Tensor]:

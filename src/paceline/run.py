@@ -412,6 +412,7 @@ class Run:
         asked = saving.asked
         if saving.open and (wait or asked):
             saving.finish()
+            self._tell_saved()
         if asked or self.step != (saving.committed if wait else saving.begun):
             saving.begin(self._subject(), still=wait)
         trouble = saving.finish() if wait and saving.open else None
