@@ -23,6 +23,8 @@ from typing import Any
 
 from turns import record
 
+from paceline.observe.journal import read_journal
+
 FIRST, SECOND, BEFORE, AFTER = 4, 18, 5, 12  # steps after which it is saved, and steps around the second
 
 
@@ -89,7 +91,8 @@ def work(out: Path) -> None:
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     stepping(out.name == "paceline", out)
-    os._exit(0) if out.name == "DCP async_save" else None
+    if out.name == "DCP async_save":
+        os._exit(0)  # its threads would keep us
 
 
 SIDES = ("torch.save", "DCP async_save", "paceline")
@@ -115,10 +118,8 @@ def one(side: str) -> tuple[float, float]:
         if side != "paceline":
             blocked = json.loads((out / "blocked").read_text())
         else:
-            events = [json.loads(line) for line in (out / "run" / "journal.jsonl").read_text().splitlines()]
-            (blocked,) = [
-                event["seconds"] for event in events if event["event"] == "checkpoint" and event["step"] == SECOND
-            ]
+            saved = [event for event in read_journal(out / "run") if event["event"] == "checkpoint"]
+            (blocked,) = [event["seconds"] for event in saved if event["step"] == SECOND]
         return lost, blocked
 
 

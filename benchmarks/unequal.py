@@ -72,13 +72,13 @@ def run(
             "paceline": ["paceline.cli", "run", "--quiet", "--workers", workers, "--run-dir", str(out / "run")],
             "ddp": ["torch.distributed.run", "--standalone", "--nproc-per-node", workers],
         }[role]
-        steps = steps if then is None else 2 * steps
-        command = [sys.executable, "-m", *launcher, __file__, "--role", role, str(out), str(steps), *map(str, made)]
+        count = steps if then is None else 2 * steps
+        command = [sys.executable, "-m", *launcher, __file__, "--role", role, str(out), str(count), *map(str, made)]
         process = subprocess.Popen(
             command, cwd=out, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
         )
         while then is not None and process.poll() is None:
-            if (out / "times").exists() and len((out / "times").read_text().splitlines()) >= STEPS:
+            if (out / "times").exists() and len((out / "times").read_text().splitlines()) >= steps:
                 limit(made[-1], then)
                 break
             time.sleep(0.02)

@@ -19,15 +19,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import find_checkpoint, list_checkpoints, weights_of, write_checkpoint
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_checkpoint_tree import refusal, same
 
-from paceline.checkpoint import files
-from paceline.checkpoint.deferred import Deferred
 from paceline.checkpoint.export import write_model
-from paceline.checkpoint.files import checkpoints_of
 from paceline.checkpoint.tensorfile import write_tensors
 from paceline.errors import CheckpointError
 
@@ -248,72 +243,6 @@ def test_what_was_not_finished_is_passed_over_and_removed(tmp_path: Path) -> Non
     lines: list[str] = []
     assert find_checkpoint(tmp_path, lines.append) is None
     assert lines == ["checkpoint of step 9 was not finished; there is none before it"]
-
-
-# -- several writers ---------------------------------------------------------------------------------------
-
-
-SHAPES = st.lists(
-    st.sampled_from([(), (0,), (3,), (700, 1024), (1 << 19,), (2, 1 << 20), (1, 1 << 20), (5, 3, 1 << 17)]), max_size=9
-)
-
-
-@given(shapes=SHAPES, writers=st.integers(1, 7), own=st.integers(0, 2))
-@settings(deadline=None, max_examples=60)
-def test_writers_share_a_state_equally_and_all_of_it(shapes: list[tuple[int, ...]], writers: int, own: int) -> None:
-    tensors = {str(number): torch.empty(shape, device="meta") for number, shape in enumerate(shapes)}
-    alone = dict(list(tensors.items())[:own])
-    common = {name: tensor for name, tensor in tensors.items() if name not in alone}
-    plan = files.layout(alone, common, writers, "aaaaaaaa", file_bytes=3 << 20)
-    assert len(plan) == writers
-    names = [file for part in plan for file in part]
-    assert len(names) == len(set(names))
-    for name, tensor in tensors.items():
-        rows = [piece for part in plan for held in part.values() for key, piece in held if key == name]
-        if rows != [None]:
-            assert [row for piece in rows for row in piece or ()] == [*range(tensor.shape[0])]
-    dealt = [
-        sum(files.take(common[name], rows).nbytes for held in part.values() for name, rows in held if name in common)
-        for part in plan
-    ]
-    widest = [t.nbytes if t.nbytes <= 1 << 20 else t.nbytes // t.shape[0] for t in common.values()]
-    assert max(dealt) - sum(dealt) / writers <= 2 * max(widest, default=0)
-
-
-def test_parts_of_several_writers_are_one_checkpoint(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
-    state = {
-        "embed": torch.randn(3000, 333, generator=generator),
-        "scale": torch.tensor(3.0),
-        "head": torch.randn(700, 1024, generator=generator).bfloat16(),
-        "state": torch.arange(9),
-    }
-    storage = checkpoints_of(tmp_path)
-    common = {name: tensor for name, tensor in state.items() if name != "state"}
-    plan = files.layout({"state": state["state"]}, common, 5, "bbbbbbbb")
-    told = {}
-    for part in reversed(plan):
-        assert find_checkpoint(tmp_path, lambda _: None) is None  # not before the last one has come, and the manifest
-        told |= files.write_files(storage, 7, part, lambda name, rows: files.take(state[name], rows))
-    files.commit(storage, 7, plan, told, state, {"seed": 3})
-    found = find_checkpoint(tmp_path, pytest.fail)
-    assert found is not None
-    entries = found.manifest["tensors"]
-    assert len(entries["embed"]["parts"]) == 4
-    assert entries["embed"]["parts"][1]["at"] == [entries["embed"]["parts"][0]["shape"][0], 0]
-    assert len(found.manifest["files"]) == 5
-    assert equal(found.tensors(), state)
-    mapped = found.tensors(mapped=True)
-    assert isinstance(mapped["embed"], Deferred)
-    out = tmp_path / "model.safetensors"
-    write_model(mapped, out)
-    assert equal(load_file(out), state)
-    first = next(file for file in plan[2])
-    flip(tmp_path / "checkpoints/step-000000000007" / first, -1)
-    assert refusal(CheckpointError, find_checkpoint, tmp_path, pytest.fail) == (
-        f"no checkpoint in {tmp_path}/checkpoints is whole: step 7 ({first}: SHA-256 differs); "
-        "restore one from a copy, or choose another --run-dir to train from the start"
-    )
 
 
 # -- damage ------------------------------------------------------------------------------------------------

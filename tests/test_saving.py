@@ -51,6 +51,11 @@ def of_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name.removeprefix(start): t for name, t in found.tensors().items() if name.startswith(start)}
 
 
+def wait_for(part: Part) -> None:
+    while not part.over:
+        time.sleep(0.01)
+
+
 def test_what_changes_after_it_was_taken_does_not_show(tmp_path: Path) -> None:
     """Three workers write; the writing takes until steps later, of which nothing is in it."""
     body = WIDE + (
@@ -113,8 +118,7 @@ def test_a_parameter_that_changes_while_it_is_copied_voids_the_copy(
         Folder(tmp_path), 7, {"a.safetensors": [("net.w", range(1, 3))]}, {"net.w": live}, {"net.w"}, False, print
     )
     part.copied()
-    while not part.over:
-        time.sleep(0.01)
+    wait_for(part)
     assert part.trouble == [
         "checkpoint of step 7 was given up: 'net.w' was changed before the step's update",
         "change weights in the body of the loop, not in the forward",
@@ -138,8 +142,7 @@ def test_a_part_copies_what_may_change_at_once(tmp_path: Path) -> None:
     state["half"].zero_()
     assert not part.over
     go.touch()
-    while not part.over:
-        time.sleep(0.01)
+    wait_for(part)
     assert part.trouble is None
     written = load_file(tmp_path / "checkpoints/step-000000000007/a.safetensors")
     assert all(tensor.min() == 1 for tensor in written.values())
@@ -319,7 +322,6 @@ def test_trouble_of_a_thread_is_not_lost(tmp_path: Path) -> None:
         raise CheckpointError("it broke", "mend it")
 
     part = Part(Folder(tmp_path), 7, {"a": [("x", None)]}, {"x": torch.ones(1)}, {"x"}, False, reached)
-    while not part.over:
-        time.sleep(0.01)
+    wait_for(part)
     assert part.trouble == ["it broke", "mend it"]
     assert part.result is None

@@ -86,8 +86,7 @@ class Saving:
         self.committed: int | None = None
         self.news: list[dict[str, Any] | list[str]] = []
         self.losses = 0
-        self._seconds, self._steps = parse_save_every(every)
-        self._auto = every == "auto"
+        self._seconds, self._steps = parse_save_every(every)  # neither: by what they cost
         self._born = self._saved_at = time.monotonic()
         self._cost: float | None = None  # seconds of the last one that training did not get
         self._again = False  # the last one was lost with a worker
@@ -116,7 +115,7 @@ class Saving:
     def _due(self, step: int) -> bool:
         if self._steps is not None:
             return step - self.begun >= self._steps
-        return time.monotonic() - self._saved_at >= (self._interval() if self._auto else self._seconds or 0.0)
+        return time.monotonic() - self._saved_at >= (self._interval() if self._seconds is None else self._seconds)
 
     def _interval(self) -> float:
         """Young, A first order approximation to the optimum checkpoint interval, CACM 1974; and no more than a part of
@@ -192,9 +191,8 @@ class Saving:
         elif me in writers and self._into is not None:
             tensors, skeleton = flatten(subject.tree(), "")
             params = {param.data_ptr() for param in subject.params()}
-            calm = {name for name, t in tensors.items() if t.data_ptr() in params or _OPTIMIZERS.match(name)}
-            common = {name: tensors[name] for name in tensors if name in calm}
-            own = {name: tensors[name] for name in tensors if name not in calm}
+            common = {n: t for n, t in tensors.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
+            own = {name: tensor for name, tensor in tensors.items() if name not in common}
             writers = writers[: max(1, sum(tensor.nbytes for tensor in common.values()) // _SHARE)]
             plan = layout(own, common, len(writers), self._attempt)
             table = [[name, str(t.dtype), list(t.shape)] for name, t in common.items()]
@@ -202,7 +200,7 @@ class Saving:
             if me in writers:
                 self._number = writers.index(me)
                 files, reached = plan[self._number], self.team.operations.reached
-                self._part = Part(self._into, subject.step, files, tensors, calm, still, reached)
+                self._part = Part(self._into, subject.step, files, tensors, common, still, reached)
             if me == writers[0]:
                 streams = settled["streams"]
                 same = all(one == streams[0] for one in streams)

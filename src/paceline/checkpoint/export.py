@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from paceline.checkpoint.deferred import deferred, float_named
-from paceline.checkpoint.files import Checkpoint, checkpoints_of, find_checkpoint, list_checkpoints, write_cure
+from paceline.checkpoint.files import Checkpoint, checkpoints_of, find_checkpoint, grouped, list_checkpoints, write_cure
 from paceline.checkpoint.storage import flush_folder, write_file
 from paceline.checkpoint.tensorfile import DTYPES, size_text, write_tensors
 from paceline.checkpoint.tree import unflatten
@@ -195,21 +195,14 @@ def _sweep(final: Path) -> None:
 
 def _fill_split(folder: Path, state: State, most: int) -> None:
     """Hugging Face's layout (https://huggingface.co/docs/safetensors and the save_pretrained of transformers)."""
-    groups: list[dict[str, torch.Tensor]] = [{}]
-    room = most
-    for name, tensor in state.items():
-        if tensor.nbytes > room and groups[-1]:
-            groups.append({})
-            room = most
-        groups[-1][name] = tensor
-        room -= tensor.nbytes
-    if len(groups) == 1:
+    groups = grouped(((name, tensor.nbytes) for name, tensor in state.items()), most)
+    if len(groups) <= 1:
         write_tensors(folder / "model.safetensors", state, _MODE)
         return
     places: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        write_tensors(folder / file, group, _MODE)
+        write_tensors(folder / file, {name: state[name] for name in group}, _MODE)
         places.update(dict.fromkeys(group, file))
     index = {"metadata": {"total_size": _bytes(state)}, "weight_map": dict(sorted(places.items()))}
     write_file(folder / "model.safetensors.index.json", [json.dumps(index, indent=2).encode() + b"\n"], _MODE)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,6 +38,7 @@ _SEAL = ',\n"sha256": "'
 _SMALL = 1 << 20  # bytes of a tensor that is not divided
 _TENSORS = {text: dtype for dtype, text in DTYPES.items()}
 
+_T = TypeVar("_T")
 Slice = tuple[str, range | None]  # a tensor's name, and which of its rows, if not all
 _Piece = tuple[list[int], torch.Tensor]  # where it begins in the whole tensor
 Files = dict[str, list[Slice]]  # what each file holds
@@ -231,17 +232,9 @@ def layout(
     shares = _divide(common, writers)
     shares[0] = [*((name, None) for name in own), *shares[0]]
     made: list[Files] = []
+    tensors = {**own, **common}
     for number, share in enumerate(shares, start=1):
-        groups: list[list[Slice]] = []
-        room = 0
-        for name, rows in share:
-            tensor = own[name] if name in own else common[name]
-            size = tensor.nbytes if rows is None else tensor.nbytes // tensor.shape[0] * len(rows)
-            if not groups or size > room:
-                groups.append([])
-                room = file_bytes
-            groups[-1].append((name, rows))
-            room -= size
+        groups = grouped(((piece, take(tensors[piece[0]], piece[1]).nbytes) for piece in share), file_bytes)
         of = f"-{number:05d}-of-{writers:05d}" if writers > 1 else ""
         last = len(groups)
         made.append(
@@ -251,6 +244,19 @@ def layout(
             }
         )
     return made
+
+
+def grouped(sized: Iterable[tuple[_T, int]], most: int) -> list[list[_T]]:
+    """Things in order, in groups whose sizes add up to at most `most`, unless one alone is larger."""
+    groups: list[list[_T]] = []
+    room = 0
+    for thing, size in sized:
+        if not groups or size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(thing)
+        room -= size
+    return groups
 
 
 def _divide(tensors: Mapping[str, torch.Tensor], writers: int) -> list[list[Slice]]:

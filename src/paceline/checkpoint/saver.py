@@ -106,8 +106,10 @@ class Part(Background):
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.device.type != "cpu":
+        return tensor.cpu()
+    if not tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
     made = torch.empty_like(tensor)
     numpy.copyto(raw_bytes(made).numpy(), raw_bytes(tensor).numpy())  # by one thread: torch's own have work
     return made

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,14 @@ from paceline.errors import UsageError, first_line
 
 Chunks = Iterable[bytes | memoryview]
 _BLOCK = 16 << 20  # a write(2) takes at most 2 GiB; a block that fits a cache is hashed and written fastest
+# What the packages behind fsspec raise where a store cannot be reached, and is no OSError.
+_FAILURES = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("aiohttp", "ClientError"),
+    ("gcsfs.retry", "HttpError"),
+    ("azure.core.exceptions", "AzureError"),
+)
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
 
@@ -151,13 +160,13 @@ class Bucket:
 
     @contextmanager
     def _reached(self) -> Iterator[Any]:
-        """The file system. What its many packages raise becomes an OSError."""
+        """The file system. What the packages behind it raise becomes an OSError."""
         try:
             yield self._system
         except OSError as error:
             number = errno.ENOENT if isinstance(error, FileNotFoundError) else error.errno or errno.EIO
             raise OSError(number, error.strerror or first_line(error)) from error
-        except Exception as error:
+        except _failures() as error:
             raise OSError(errno.EIO, f"{type(error).__name__}: {first_line(error)}") from error
 
     def _path(self, *parts: str) -> str:
@@ -219,6 +228,11 @@ class Bucket:
             with suppress(FileNotFoundError):  # an object store has no folders without files
                 if files is None or not self._listed(self._path(folder)):
                     system.rm(self._path(folder), recursive=True)
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """Those of `_FAILURES` whose package has been imported."""
+    return tuple(getattr(sys.modules[module], name) for module, name in _FAILURES if module in sys.modules)
 
 
 def flush_folder(path: Path) -> None:

@@ -28,6 +28,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from paceline.checkpoint.storage import flush_folder
 from paceline.data.tokens import FORMAT, INDEX, read_index
 from paceline.errors import DatasetError, LaunchError, UsageError, first_line
 from paceline.observe.figures import clock, number, plural, size_of
@@ -216,11 +217,7 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush_folder(path.parent)
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
