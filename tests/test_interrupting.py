@@ -101,9 +101,12 @@ class Members:
         return seconds
 
     def cut_off(self, host: int) -> list[float]:
-        """Pulls the cable of a host; the seconds of the workers of the others. Its own are told when it is back."""
+        """Pulls the cable of a host; the seconds of the workers of the others. Its own are told when it is back; the
+        last host has none, but the store.
+        """
         self.hosts[host].cut()
-        time.sleep(0.05)  # what was on the wire has arrived; nobody can have gone on far without the host
+        # What was on the wire has arrived; nobody can have gone on far without the host, or without the store.
+        time.sleep(0.05 if 2 * host < SIZE else 2.0)
         lost = self.processes[2 * host : 2 * host + 2]
         seconds = self.give_verdict([process for process in self.processes if process not in lost])
         self.hosts[host].mend()
@@ -124,7 +127,7 @@ def trials(count: int, seed: int, hosts: Sequence[Host] = ()) -> list[float]:
             members.run()
             time.sleep(chance.uniform(0, 0.05))
             if hosts:
-                slowest.append(max(members.cut_off(chance.randrange(SIZE // 2))))
+                slowest.append(max(members.cut_off(chance.randrange(len(hosts)))))
             else:
                 how = chance.choice([signal.SIGKILL, signal.SIGSTOP])
                 slowest.append(max(members.lose(chance.randrange(SIZE), how)))

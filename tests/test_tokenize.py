@@ -228,14 +228,14 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(trained, tmp_path):
-    """The whole program is killed twice, then one of its processes, then it hears Ctrl-C; in the end it is let be."""
+    """The whole program is killed twice, then one of its processes, then it hears Ctrl-C twice; then it is let be."""
     corpus(tmp_path / "texts", 24, 30_000)
     whole = start(tmp_path, trained, "whole")
     said, errors = whole.communicate(timeout=200)
     assert whole.returncode == 0, errors
     assert errors.splitlines()[-1].endswith(" 0:00 left")  # the progress
     out = tmp_path / "out"
-    for shards, victim in ((1, "all"), (2, "all"), (3, "child"), (5, "interrupt")):
+    for shards, victim in ((1, "all"), (2, "all"), (3, "child"), (5, "interrupt"), (5, "interrupt")):
         process = start(tmp_path, trained, "out")
         wait_for_shards(process, out, shards)
         while len(children := psutil.Process(process.pid).children()) < 2:  # all these shards were there before

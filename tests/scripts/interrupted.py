@@ -58,9 +58,12 @@ def collective(group: ProcessGroup, kind: int, numel: int, place: int, count: in
         lambda: group.alltoall(parts, others),
         lambda: group.barrier(),
         lambda: group.allreduce([shared]),
+        lambda: group.channel.allocate(numel, torch.float32),  # asks the store
     ]
     if kind < len(calls):
-        calls[kind]().wait()
+        work = calls[kind]()
+        if isinstance(work, dist.Work):
+            work.wait()
         return
     works = [group.send([one], (place + 1) % count), group.recv([parts[0]], (place - 1) % count)]
     for work in works:
@@ -82,7 +85,7 @@ while (words := commands.get())[0] == "start":
     print("running", flush=True)
     try:
         while True:
-            kind, numel = chance.randrange(8), chance.choice(SIZES)
+            kind, numel = chance.randrange(9), chance.choice(SIZES)
             collective(group, kind, numel, place, count)
             if told[0]:
                 group.channel.broken = None

@@ -19,7 +19,7 @@ from paceline.comm.engine import ENGINE, Operation, Steps
 from paceline.comm.hosts import Hosts, LinkError, address_towards
 from paceline.comm.messages import Mailbox
 from paceline.comm.shared import Arena, MismatchError
-from paceline.comm.side import PATIENCE, Side, call_site
+from paceline.comm.side import PATIENCE, Side, call_site, unless
 from paceline.errors import PeerLostError
 from paceline.world import gloo_interface
 
@@ -145,7 +145,7 @@ class Channel:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor of zeros: in shared memory, where sums need no copies, if there is any. Collective."""
-        parts = self.hosts.arena(numel * dtype.itemsize)
+        parts = unless(lambda: self.broken, lambda: self.hosts.arena(numel * dtype.itemsize))
         if parts is None:
             return torch.zeros(numel, dtype=dtype)
         assert self.hosts.shared is not None

@@ -17,9 +17,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.backend import ProcessGroup
 from paceline.comm.engine import Operation
-from paceline.comm.rendezvous import PAUSE, Rendezvous, never
+from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
-from paceline.comm.side import beside, call_site
+from paceline.comm.side import call_site, unless
 from paceline.errors import LaunchError, PeerLostError
 from paceline.world import World
 
@@ -66,16 +66,12 @@ class Group:
             self._group.abort()
         self._take(replace(world, rank=0, size=1, members=(world.members[world.rank],)), None, None)
         if world.size == 1:
-            return None
-        made = beside(lambda: self._connect(world, given_up))
-        while True:
-            try:
-                return self._take(world, *made.result(PAUSE))
-            except TimeoutError:  # gloo, too, can be left behind
-                if given_up():
-                    raise PeerLostError("a generation was given up", "wait for the next") from None
-            except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
-                raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
+            return
+        why = PeerLostError("a generation was given up", "wait for the next")
+        try:  # gloo, too, can be left behind
+            self._take(world, *unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up)))
+        except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
+            raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
 
     def interrupt(self, error: Exception) -> None:
         """Ends every collective with `error`, until the next team has formed. From any thread."""
@@ -262,7 +258,7 @@ class Group:
                 time.sleep(0.02)
                 if self.channel.broken is not None:
                     raise self.channel.broken
-                places = self._side.others()
+                places = unless(lambda: self.channel.broken, self._side.others)
                 for rank, place in enumerate(places):
                     if place is not None and place["state"] == "failed":
                         raise PeerLostError(

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.side import LATE, beside, workers
+from paceline.comm.side import LATE, PAUSE, beside, workers
 from paceline.errors import LaunchError, PeerLostError, first_line
 from paceline.world import World
-
-PAUSE = 0.05  # seconds between two attempts
 
 
 def never() -> bool:

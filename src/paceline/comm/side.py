@@ -25,6 +25,7 @@ from paceline.errors import CollectiveMismatchError, PacelineError, PeerLostErro
 T = TypeVar("T")
 Ask = Callable[[str], str]
 PATIENCE = 1.0  # seconds of waiting before a worker tells the others where it is, and looks where they are
+PAUSE = 0.05  # seconds between two looks
 LATE = 30.0  # seconds of waiting before it says once on the console who has not arrived
 EXPLAIN = 5.0  # seconds to find the reason after a collective failed
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -203,6 +204,20 @@ def beside(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name="paceline-side", daemon=True).start()
     return future
+
+
+def unless(given_up: Callable[[], Exception | None], call: Callable[[], T]) -> T:
+    """What `call` gives, which runs beside; it is left behind as soon as it is `given_up`, with the error why.
+
+    A store whose host is cut off answers nothing while TCP goes on trying, and holds who asks in compiled code.
+    """
+    future = beside(call)
+    while True:
+        try:
+            return future.result(PAUSE)
+        except TimeoutError:
+            if (error := given_up()) is not None:
+                raise error from None
 
 
 def spare_late_threads() -> None:

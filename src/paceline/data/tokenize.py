@@ -313,8 +313,13 @@ def _tokenized(
 ) -> Iterator[tuple[_Piece, Any, int]]:
     """Each piece without its text, its tokens, and the documents that end in it; in the order of the pieces."""
     # Forked: the tokenizer is there at once. Nothing runs beside us yet, and the executor forks all before its threads.
-    pool = ProcessPoolExecutor(workers, get_context("fork"), _start, (os.getpid(), recipe))
-    stack.callback(pool.shutdown, cancel_futures=True)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a pool half begun could not be shut down
+    try:
+        pool = ProcessPoolExecutor(workers, get_context("fork"), _start, (os.getpid(), recipe))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        pool.submit(os.getpid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     ahead = deque[Any]()
     try:
         more = True
