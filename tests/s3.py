@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import os
 import subprocess
 import sys
 import threading
@@ -18,8 +17,8 @@ import pytest
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on, unless there is a file `trouble` that says what to do instead: ``500``, ``gone``, or seconds
-    to wait before each. `met` counts those.
+    """Passes requests on, unless there is a file `trouble` that says what to do with those that write instead: ``500``,
+    ``gone``, or seconds to wait before each; ``all gone`` with the others too. `met` counts those.
     """
 
     daemon_threads = True
@@ -44,9 +43,9 @@ class _Passing(BaseHTTPRequestHandler):
             self.end_headers()
         body = self.rfile.read(length)
         trouble = self.server.trouble.read_text() if self.server.trouble.exists() else ""
-        if trouble and self.command not in ("GET", "HEAD"):
+        if trouble.startswith("all ") or (trouble and self.command not in ("GET", "HEAD")):
             self.server.met += 1
-            if trouble == "gone":
+            if trouble.endswith("gone"):
                 self.close_connection = True
                 self.connection.close()
                 return
@@ -108,4 +107,3 @@ def s3_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     finally:
         server.kill()
         server.wait()
-    assert os.environ["AWS_ENDPOINT_URL"]

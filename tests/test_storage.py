@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import find_checkpoint
@@ -16,12 +17,14 @@ from launching import paceline, train_basics
 from s3 import Proxy, s3_server
 from safetensors.torch import load_file
 from test_checkpoint_tree import refusal, same
+from token_folders import write_folder
 
 from paceline.checkpoint import files
 from paceline.checkpoint.export import export_model
 from paceline.checkpoint.files import checkpoints_of
 from paceline.checkpoint.storage import Bucket, Folder, Storage, storage_at
-from paceline.errors import CheckpointError
+from paceline.data import Tokens
+from paceline.errors import CheckpointError, DatasetError
 from paceline.observe.journal import read_journal
 
 
@@ -102,6 +105,21 @@ for report in t.steps(data, count=60):
     time.sleep(0.25 if Path("trouble").exists() else 0.1 if Path("wanted").exists() else 0)
 t.export("out.safetensors")
 """
+
+
+def test_tokens_behind_a_url(s3: Proxy, tmp_path: Path) -> None:
+    """From the same store; what its packages raise where it is away has the form of every error of the data."""
+    tokens = write_folder(tmp_path / "tokens", [np.arange(70, dtype=np.uint16), np.arange(31, dtype=np.uint16)])
+    for path in (tmp_path / "tokens").iterdir():
+        storage_at("s3://bucket/data").put("tokens", path.name, path.read_bytes())
+    data = Tokens("s3://bucket/data/tokens", 10)
+    assert [data[at].tolist() for at in range(len(data))] == [tokens[at : at + 11].tolist() for at in range(0, 100, 10)]
+    s3.trouble.write_text("all gone")
+    with pytest.raises(
+        DatasetError, match=r"^s3://bucket/data/tokens cannot be read \(.+\); see to that, and start again$"
+    ):
+        data[0]
+    assert s3.met > 0
 
 
 def run_to_s3(folder: Path, trouble: str, *options: str, code: int = 0) -> Any:

@@ -143,6 +143,7 @@ class Run:
         return {"trainers": trainers, "results": self.results, **own}
 
     def take_over(self, tree: Any, newcomer: bool) -> None:
+        self.saving.copied()
         self.tree, (self.saving.begun, self.saving.open) = tree, tree["saved"]
         if newcomer and "exact" in self._plan.split() and tree["capability"] != get_cpu_capability():
             worker, theirs = self.team.operations.worker, tree["capability"]

@@ -166,7 +166,7 @@ class Bucket:
         except OSError as error:
             number = errno.ENOENT if isinstance(error, FileNotFoundError) else error.errno or errno.EIO
             raise OSError(number, error.strerror or first_line(error)) from error
-        except _failures() as error:
+        except failures() as error:
             raise OSError(errno.EIO, f"{type(error).__name__}: {first_line(error)}") from error
 
     def _path(self, *parts: str) -> str:
@@ -230,9 +230,10 @@ class Bucket:
                     system.rm(self._path(folder), recursive=True)
 
 
-def _failures() -> tuple[type[Exception], ...]:
-    """Those of `_FAILURES` whose package has been imported."""
-    return tuple(getattr(sys.modules[module], name) for module, name in _FAILURES if module in sys.modules)
+def failures() -> tuple[type[Exception], ...]:
+    """OSError, and those of `_FAILURES` whose package has been imported."""
+    found = [getattr(sys.modules[module], name) for module, name in _FAILURES if module in sys.modules]
+    return (OSError, *found)
 
 
 def flush_folder(path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.checkpoint.storage import failures
 from paceline.errors import DatasetError, UsageError, first_line
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _reading(where: str) -> Iterator[None]:
     except FileNotFoundError as error:
         cure = "give a token file, or a folder that `paceline tokenize` has finished"
         raise DatasetError(f"there is no {error.filename or where}", cure) from None
-    except OSError as error:
+    except failures() as error:
         raise DatasetError(f"{where} cannot be read ({first_line(error)})", "see to that, and start again") from error
 
 
