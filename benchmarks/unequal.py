@@ -43,11 +43,11 @@ def limit(group: Path, share: float) -> None:
 @contextmanager
 def groups(shares: Sequence[float]) -> Iterator[list[Path]]:
     base = CPU if (CPU / "cpu.cfs_period_us").exists() else CPU.parent
-    made = [base / f"unequal-{os.getpid()}-{'-'.join(map(str, shares))}-{number}" for number in range(len(shares))]
+    made: list[Path] = []
     try:
-        for group, share in zip(made, shares, strict=True):
-            group.mkdir()
-            limit(group, share)
+        for share in shares:
+            made.append(Path(tempfile.mkdtemp(prefix="unequal-", dir=base)))
+            limit(made[-1], share)
         yield made
     finally:
         time.sleep(0.2)
