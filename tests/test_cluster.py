@@ -74,7 +74,8 @@ def test_a_host_is_told_to_leave_while_it_is_cut_off(cluster: Callable[[int], Cl
     here.network.hosts[1].mend()
     here.end(0, 75)
     same(here, undisturbed)
-    assert [event["workers"] for event in here.agents[0].events("formed")] == [[0, 1, 2, 3], [0, 1]]
+    formed = [event["workers"] for event in here.agents[0].events("formed")]
+    assert formed[-2:] == [[0, 1, 2, 3], [0, 1]]  # before that they may have come one by one
 
 
 LARGE = """
