@@ -145,8 +145,10 @@ def test_a_step_whose_gradient_outgrows_its_grid_is_redone(tmp_path):
     """The first step, which knows no grid yet, and the one whose loss is a million times larger."""
     (tmp_path / "grows.py").write_text(GROWS)
     found = []
-    for workers in ("1", "2"):
-        done = paceline("run", "--workers", workers, "grows.py", f"{workers}.safetensors", cwd=tmp_path)
+    for workers, shares in (("1", "1"), ("2", "1,1")):  # said, or they follow what is measured
+        done = paceline(
+            "run", "--workers", workers, "--shares", shares, "grows.py", f"{workers}.safetensors", cwd=tmp_path
+        )
         lines = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit() and "0x" in line]
         share = 8 // int(workers)
         assert [int(line[1]) for line in lines] == [share * n for n in (2, 3, 4, 5, 6, 8, 9, 10, 11, 12)]
