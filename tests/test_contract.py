@@ -26,6 +26,10 @@ TEAMS = {
     "3 unequal, one idle": ["--workers", "3", "--shares", "1,0,2"],
     "1 worker, exact": ["--workers", "1"],
     "3 workers, exact": ["--workers", "3"],
+    "2 workers, shard=2 zero=1": ["--workers", "2"],
+    "3 unequal, shard=3 zero=1": ["--workers", "3", "--shares", "3,1,2"],
+    "4 workers, shard=2 zero=1": ["--workers", "4"],
+    "4 unequal, shard=2 zero=1 exact": ["--workers", "4", "--shares", "1,0,2,1"],
 }
 
 
@@ -38,7 +42,7 @@ def oracle(name: str) -> Result:
 @pytest.fixture(scope="module", params=TEAMS)
 def outcome(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("contract")
-    words = ["exact"] if request.param.endswith("exact") else []
+    words = request.param.partition(", ")[2].removeprefix("one idle").split()
     paceline("run", *TEAMS[request.param], SCRIPTS / "contract.py", folder / "out", *CASES, *words, cwd=folder)
     return load_file(folder / "out.safetensors"), json.loads((folder / "out.json").read_text())
 

@@ -48,8 +48,10 @@ class Plan:
     staleness: float | None = _word(
         "K|inf", "steps a worker may run ahead: 0 synchronous, inf asynchronous", of="server"
     )
-    shard: int | None = _word("N", "parameters, gradients and optimizer state in N shards", axis=True)
-    zero: int | None = _word("1|2|3", "sharded: 1 optimizer state, 2 and gradients, 3 and parameters", of="shard")
+    shard: int | None = _word("N", "parameters, gradients and optimizer state in N shards", axis=True, built=True)
+    zero: int | None = _word(
+        "1|2|3", "sharded: 1 optimizer state, 2 and gradients, 3 and parameters", of="shard", built=("1",)
+    )
     offload: str | None = _word("cpu", "shards wait in the memory of the host", of="shard")
     tensor: int | None = _word("N", "the model cut N times inside its layers", axis=True)
     pipeline: int | None = _word("N", "the model cut in N stages", axis=True)
@@ -88,13 +90,14 @@ class Plan:
             raise PlanError(f"a plan cannot use {workers} workers", "start at least one")
         data = self._divide(workers)
         self._check_pairs()
-        said = [(row.metadata["built"], value, word) for row, value, word in self._said()]
-        unbuilt = [word for built, value, word in said if built is not True and value not in (built or ())]
+        whole = replace(self, zero=self.zero or (3 if self.shard else None))
+        said = [(row.metadata["built"], value, word) for row, value, word in whole._said()]
+        unbuilt = [word for built, value, word in said if built is not True and str(value) not in (built or ())]
         if unbuilt:
             verb = "is" if len(unbuilt) == 1 else "are"
             known = ", ".join(_usage(row, built=True) for row in fields(Plan) if row.metadata["built"])
             raise PlanError(f"{' '.join(unbuilt)} {verb} not built yet", f"use only what is: {known}")
-        return replace(self, data=data)
+        return replace(whole, data=data)
 
     def _said(self) -> Iterator[tuple[Field[Any], Any, str]]:
         """What was said: the row of the table, the value, and the word as it is written."""

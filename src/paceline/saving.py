@@ -21,10 +21,20 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.files import Checkpoint, Files, commit, find_checkpoint, layout, new_attempt, write_error
+from paceline.checkpoint.files import (
+    Checkpoint,
+    Files,
+    commit,
+    find_checkpoint,
+    layout,
+    new_attempt,
+    whole_shapes,
+    write_error,
+)
 from paceline.checkpoint.saver import Background, Part
 from paceline.checkpoint.storage import Folder, Storage
-from paceline.checkpoint.tree import flatten
+from paceline.checkpoint.tree import flatten_rows
+from paceline.comm.places import Rows
 from paceline.errors import CheckpointError
 from paceline.step import Agreed
 from paceline.team.ahead import pack, unpack
@@ -189,24 +199,27 @@ class Saving:
             if self.team.rank == 0:
                 self._done(None, settled["trouble"])
         elif me in writers and self._into is not None:
-            tensors, skeleton = flatten(subject.tree(), "")
+            tensors, skeleton = flatten_rows(subject.tree(), "")
             params = {param.data_ptr() for param in subject.params()}
-            common = {n: t for n, t in tensors.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
-            own = {name: tensor for name, tensor in tensors.items() if name not in common}
-            writers = writers[: max(1, sum(tensor.nbytes for tensor in common.values()) // _SHARE)]
-            plan = layout(own, common, len(writers), self._attempt)
-            table = [[name, str(t.dtype), list(t.shape)] for name, t in common.items()]
+            cut = {name: rows for name, rows in tensors.items() if isinstance(rows, Rows)}
+            whole = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+            common = {n: t for n, t in whole.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
+            own = {name: tensor for name, tensor in whole.items() if name not in common}
+            if not cut:
+                writers = writers[: max(1, sum(tensor.nbytes for tensor in common.values()) // _SHARE)]
+            ranks = [self.team.operations.members.index(writer) for writer in writers]
+            plan = layout(own, common, cut, ranks, self._attempt)
+            table = [[name, str(t.dtype), list(t.shape)] for name, t in whole_shapes({**common, **cut}).items()]
             self._table = hashlib.sha256(json.dumps(table).encode()).hexdigest()
             if me in writers:
                 self._number = writers.index(me)
                 files, reached = plan[self._number], self.team.operations.reached
-                self._part = Part(self._into, subject.step, files, tensors, common, still, reached)
+                self._part = Part(self._into, subject.step, files, tensors, {*common, *cut}, still, reached)
             if me == writers[0]:
                 streams = settled["streams"]
                 same = all(one == streams[0] for one in streams)
                 manifest = {"tree": skeleton, **subject.about(), "streams": streams[:1] if same else streams}
-                shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
-                self._draft = _Draft(subject.step, writers, plan, shapes, manifest, began)
+                self._draft = _Draft(subject.step, writers, plan, whole_shapes(tensors), manifest, began)
                 self._draft.blocked = time.monotonic() - began
         return settled
 

@@ -15,7 +15,7 @@ from paceline.data.balance import Balance
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
 from paceline.plan import Plan
 from paceline.run import Run
-from paceline.step import Agreed, VectorLayout
+from paceline.step import Agreed, VectorLayout, exact_sum
 from paceline.strategies.base import Job, Orders, Strategy, Sums
 from paceline.strategies.merging import Merging
 from paceline.strategies.pieces import MicroBatch, to_device
@@ -203,7 +203,8 @@ class OneStep:
     def settle(self) -> Any:
         """The norm of the mean gradient."""
         self._of.run.team.operations.reached("reduced")
-        norm = self._of.top.norm(self.agreed, self._orders)
+        squares = exact_sum(self._of.top.squares(self._orders).tolist())
+        norm = math.sqrt(squares) * self._orders.expected / self.agreed.count
         if not math.isfinite(norm):
             raise NonFiniteLossError(
                 f"the gradient of step {self.number + 1} is not finite, though its loss is "

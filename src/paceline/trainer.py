@@ -112,11 +112,11 @@ class Trainer:
         job.exact = self.plan.exact
         self._job = job
         self._top = nest(self.plan, job, self._group, run.team.operations.elastic)
-        optimizers = optimizers_of(optimizer(list(named.items())))
+        optimizers = optimizers_of(optimizer(list(job.own.items())))
         self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         if not run.knows(self._number):
             self._top.form()
-        for name in fused(optimizers, self._device):
+        for name in fused(optimizers, self._device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = Merging(self._device, never=run.reverse or self.plan.exact)
         self._stepper = Stepper(run, self._number, job, self._top, self.plan, self._streams, merging)

@@ -1,4 +1,7 @@
-"""Trains cases, each by a Trainer of its own, and writes what came out. Usage: contract.py OUT CASE... [exact]"""
+"""Trains cases, each by a Trainer of its own, and writes what came out. Usage: contract.py OUT CASE... [WORD...]
+
+The words are those of every case's plan.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,8 @@ import paceline
 
 out = Path(sys.argv[1])
 tensors, figures = {}, {}
-words = ["exact"] if "exact" in sys.argv else []
-for name in sys.argv[2:]:
-    if name in words:
-        continue
+words = [word for word in sys.argv[2:] if word not in CASES]
+for name in (name for name in sys.argv[2:] if name in CASES):
     case = CASES[name]
     trainer = paceline.Trainer(
         model=case.model,

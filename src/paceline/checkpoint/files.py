@@ -13,7 +13,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from paceline.checkpoint.deferred import Deferred
 from paceline.checkpoint.storage import Storage, storage_at
 from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks
+from paceline.comm.places import Places, Rows
 from paceline.errors import CheckpointError
 
 VERSION = 2
@@ -220,22 +221,27 @@ def folder_of(step: int) -> str:
 def layout(
     own: Mapping[str, torch.Tensor],
     common: Mapping[str, torch.Tensor],
-    writers: int,
+    cut: Mapping[str, Rows],
+    writers: Sequence[int],
     attempt: str,
     file_bytes: int = FILE_BYTES,
 ) -> list[Files]:
-    """What each of the `writers` writes: `own` is the first one's, the bytes of what all have in `common` are dealt.
+    """What each of the `writers`, by rank, writes: `own` is the first one's, the bytes of what all have in `common` are
+    dealt, and so are those of each place's rows over the writers that have them.
 
-    The same for all whose common tensors have the same names, shapes and dtypes. Files are of at most `file_bytes`
-    each, unless a tensor alone is larger.
+    The same for all whose common and cut tensors have the same names, shapes and dtypes. Files are of at most
+    `file_bytes` each, unless a tensor alone is larger. Raises CheckpointError where nobody writes some rows.
     """
-    shares = _divide(common, writers)
+    shares = _divide(common, len(writers))
+    for name, held in cut.items():
+        for share, more in zip(shares, _divide_rows(name, held, writers), strict=True):
+            share += more
     shares[0] = [*((name, None) for name in own), *shares[0]]
     made: list[Files] = []
-    tensors = {**own, **common}
+    tensors = whole_shapes({**own, **common, **cut})
     for number, share in enumerate(shares, start=1):
         groups = grouped(((piece, take(tensors[piece[0]], piece[1]).nbytes) for piece in share), file_bytes)
-        of = f"-{number:05d}-of-{writers:05d}" if writers > 1 else ""
+        of = f"-{number:05d}-of-{len(writers):05d}" if len(writers) > 1 else ""
         last = len(groups)
         made.append(
             {
@@ -244,6 +250,30 @@ def layout(
             }
         )
     return made
+
+
+def whole_shapes(tensors: Mapping[str, torch.Tensor | Rows]) -> dict[str, torch.Tensor]:
+    """Tensors without memory, as large as the whole ones."""
+    bare = {name: t.tensor if isinstance(t, Rows) else t for name, t in tensors.items()}
+    return {name: torch.empty(tensors[name].shape, dtype=t.dtype, device="meta") for name, t in bare.items()}
+
+
+def _divide_rows(name: str, held: Rows, writers: Sequence[int]) -> list[list[Slice]]:
+    """The rows of each place, for those who have them."""
+    shares: list[list[Slice]] = [[] for _ in writers]
+    count = held.places.count
+    for place in range(count):
+        rows = held.places.rows(held.shape[0] if held.shape else 1, place)
+        having = [number for number, rank in enumerate(writers) if rank % count == place]
+        if rows and not having:
+            what = f"nobody who has rows {rows.start}-{rows.stop - 1} of {name} reaches the place of the checkpoints"
+            raise CheckpointError(what, "give a folder that all hosts share, or a URL, as --checkpoints")
+        among = Places(len(having))
+        for part, number in enumerate(having):
+            mine = among.rows(len(rows), part)
+            if mine:
+                shares[number].append((name, rows[mine.start : mine.stop] if held.shape else None))
+    return shares
 
 
 def grouped(sized: Iterable[tuple[_T, int]], most: int) -> list[list[_T]]:
@@ -274,7 +304,9 @@ def _divide(tensors: Mapping[str, torch.Tensor], writers: int) -> list[list[Slic
     return shares
 
 
-def take(tensor: torch.Tensor, rows: range | None) -> torch.Tensor:
+def take(tensor: torch.Tensor | Rows, rows: range | None) -> torch.Tensor:
+    if isinstance(tensor, Rows):
+        return tensor.take(rows)
     return tensor if rows is None else tensor[rows.start : rows.stop]
 
 
@@ -355,7 +387,7 @@ def write_checkpoint(
     file_bytes: int = FILE_BYTES,
 ) -> Checkpoint:
     """Writes a whole checkpoint, as one writer. Raises CheckpointError; what was there before is intact then."""
-    plan = layout(tensors, {}, 1, new_attempt(), file_bytes)
+    plan = layout(tensors, {}, {}, [0], new_attempt(), file_bytes)
     told = write_files(storage, step, plan[0], lambda name, rows: take(tensors[name], rows))
     return commit(storage, step, plan, told, tensors, manifest, keep)
 

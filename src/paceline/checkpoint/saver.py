@@ -14,6 +14,7 @@ import torch
 
 from paceline.checkpoint.files import Files, Slice, take, write_files
 from paceline.checkpoint.storage import Storage
+from paceline.comm.places import Rows
 from paceline.comm.shared import raw_bytes
 from paceline.errors import CheckpointError
 
@@ -60,7 +61,7 @@ class Part(Background):
         storage: Storage,
         step: int,
         files: Files,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor | Rows],
         calm: Collection[str],
         still: bool,
         reached: Callable[[str], None],

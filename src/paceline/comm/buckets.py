@@ -7,12 +7,14 @@ the parameters, the first is small, a bucket is handed on when its last gradient
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.nn import Parameter
 
+from paceline.comm.places import ALONE, Places
 from paceline.errors import UsageError
 
 FIRST_BYTES = 1 << 20
@@ -37,21 +39,27 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 @dataclass
 class Bucket:
-    """A flat tensor and the numbers of the parameters whose gradients are its views."""
+    """A flat tensor, one stretch of it for each place, and the numbers of the parameters whose gradients it has; `mine`
+    is the stretch of this worker's place.
+    """
 
     index: int
     flat: torch.Tensor
     members: list[int]
+    mine: torch.Tensor
     missing: int = 0
 
 
 class Buckets:
-    """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket.
+    """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket, and
+    those of the rows of this worker's place are gradients of `own`, which are the parameters unless said.
 
-    `maxima` and `largest` are for exact sums only (exact.py).
+    A bucket is laid out as [place, level, elements of the rows of that place]: see places.py. Levels, of the dtype
+    `_wire`, are there for exact sums only, as are `maxima` and `largest` (exact.py).
     """
 
     maxima: torch.Tensor | None = None
+    _wire: torch.dtype | None = None
 
     def __init__(
         self,
@@ -59,12 +67,17 @@ class Buckets:
         first_bytes: int = FIRST_BYTES,
         bytes_: int = BYTES,
         allocate: Allocate = zeros,
+        places: Places = ALONE,
+        own: Sequence[Parameter] | None = None,
     ) -> None:
         self.params = list(params)
+        self.own = self.params if own is None else list(own)
+        self.places = places
         self.largest: list[float] = []
         self.buckets: list[Bucket] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self.params)
-        self._home: list[Bucket] = [Bucket(-1, torch.empty(0), [])] * len(self.params)
+        self._wires: list[list[list[torch.Tensor]]] = [[]] * len(self.params)  # by place and level
+        self._home: list[Bucket] = [Bucket(-1, torch.empty(0), [], torch.empty(0))] * len(self.params)
         self._groups = self._group(first_bytes, bytes_)
         self.rehouse(allocate)
         self._ready: Callable[[Bucket], None] | None = None
@@ -99,13 +112,34 @@ class Buckets:
         return groups
 
     def _make(self, members: list[int]) -> None:
-        first = self.params[members[0]]
-        sizes = [self.params[number].numel() for number in members]
-        bucket = Bucket(len(self.buckets), self._allocate(sum(sizes), first.dtype, first.device), members)
-        for number, view in zip(members, bucket.flat.split(sizes), strict=True):
-            self._views[number] = view.view(self.params[number].shape)
+        dtype, device = self.params[members[0]].dtype, self.params[members[0]].device
+        levels = 2 if self._wire is not None and dtype == torch.float64 else 1
+        shapes = [self.params[number].shape for number in members]
+        places = self.places
+        ends = list(accumulate((places.width(shape) for shape in shapes), initial=0))
+        length = places.aligned(ends[-1])
+        flat = self._allocate(places.count * levels * length, self._wire or dtype, device)
+        stretches = flat.view(places.count, levels, length)
+        bucket = Bucket(len(self.buckets), flat, members, stretches[places.me].view(-1))
+        own = self._own(stretches[places.me], dtype)
+        for number, shape, start in zip(members, shapes, ends, strict=False):
+            sizes = [places.size(shape, place) for place in range(places.count)]
+            self._wires[number] = [
+                [level[start : start + size] for level in stretch]
+                for stretch, size in zip(stretches, sizes, strict=True)
+            ]
+            self._views[number] = own[start : start + sizes[places.me]].view(self.own[number].shape)
             self._home[number] = bucket
         self.buckets.append(bucket)
+
+    def _own(self, stretch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Where the gradients of the own rows are, once they are summed."""
+        return stretch[0]
+
+    def _parts(self, number: int, grad: torch.Tensor) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+        """A gradient by place: its levels in the bucket, and the elements that belong there."""
+        wires = self._wires[number]
+        yield from zip(wires, grad.reshape(-1).split([levels[0].numel() for levels in wires]), strict=True)
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def hook(param: torch.Tensor) -> None:
@@ -129,21 +163,44 @@ class Buckets:
         return hook
 
     def _land(self, number: int, param: torch.Tensor, first: bool) -> None:
-        """Brings a gradient home. The first of a step is autograd's own tensor; later ones have added into the view."""
-        if first:
-            assert param.grad is not None
-            view = self._views[number]
-            _copy(view, param.grad)
-            param.grad = view
+        """Brings a gradient home. The first of a step is autograd's own tensor; later ones have added into the view,
+        if it has one.
+        """
+        assert param.grad is not None
+        if self.places.count == 1:
+            if first:
+                _copy(self._views[number], param.grad)
+                param.grad = self._views[number]
+            return
+        grad, param.grad = param.grad.detach(), None
+        for (wire,), part in self._parts(number, grad):
+            if first:
+                _copy(wire, part)
+            else:
+                wire.add_(part)
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """All gradients, in as few tensors as there are."""
-        return [bucket.flat for bucket in self.buckets]
+        """All gradients of the own rows, in as few tensors as there are."""
+        return [bucket.mine for bucket in self.buckets]
+
+    def offer(self, bucket: Bucket) -> None:
+        """Writes the own rows of the parameters where their gradients were, which have been used."""
+        for number in bucket.members:
+            self._wires[number][self.places.me][0].copy_(self.own[number].detach().reshape(-1))
+
+    def take(self, bucket: Bucket) -> None:
+        """Reads the rows of the other places into the parameters, once their offers are in the bucket."""
+        for number in bucket.members:
+            whole = self.params[number].detach()
+            for place, (wire, *_) in enumerate(self._wires[number]):
+                if place != self.places.me:
+                    target = self.places.of(whole, place)
+                    target.copy_(wire.view(target.shape))
 
     def adopt(self) -> None:
-        """What has been written into the sums are the parameters' gradients."""
-        for param, view in zip(self.params, self._views, strict=True):
+        """What has been written into the sums are the gradients of the own parameters."""
+        for param, view in zip(self.own, self._views, strict=True):
             param.grad = view
 
     def _hand_on(self) -> None:
@@ -168,8 +225,9 @@ class Buckets:
         """Hands on what is left, zeros where no gradient came; returns the numbers of those parameters."""
         unused = set(range(len(self.params))) - self._touched
         for number in unused:
-            self._views[number].zero_()
-            self.params[number].grad = self._views[number]
+            for wire in (wire for levels in self._wires[number] for wire in levels):
+                wire.zero_()
+        self.adopt()
         for bucket in self.buckets:
             bucket.missing = 0
         self._hand_on()

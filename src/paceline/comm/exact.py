@@ -16,10 +16,12 @@ import torch
 from torch.nn import Parameter
 
 from paceline.comm.buckets import Allocate, Bucket, Buckets, zeros
+from paceline.comm.places import ALONE, Places
 
 WHOLE = 51  # bits: a number up to 2**51 units is rounded to whole ones by adding and subtracting 1.5 * 2**52 units
 HEADROOM = 4  # bits by which a gradient may grow from one step to the next
 CHUNK = 1 << 16  # elements that stay in the cache from one operation to the next
+_LEVELS = 3  # numbers that carry a sum of squares: what the first two leave is below a float64's precision
 
 
 class ExactBuckets(Buckets):
@@ -29,31 +31,26 @@ class ExactBuckets(Buckets):
     """
 
     maxima: torch.Tensor
+    _wire = torch.float64
 
-    def __init__(self, params: Sequence[Parameter], allocate: Allocate = zeros) -> None:
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        allocate: Allocate = zeros,
+        places: Places = ALONE,
+        own: Sequence[Parameter] | None = None,
+    ) -> None:
         self._spare = WHOLE  # bits of one micro-batch's part of a sum
         self._sums: list[torch.Tensor] = []
-        self._wires: list[list[torch.Tensor]] = [[]] * len(params)
         self._scratch = torch.empty(CHUNK, dtype=torch.float64)
         self.maxima = torch.zeros(len(params), dtype=torch.float64)
-        super().__init__(params, allocate=allocate)
+        super().__init__(params, allocate=allocate, places=places, own=own)
         self.largest = [0.0] * len(params)
         self._before: list[float] | None = None  # `largest` when the step began
 
-    def _make(self, members: list[int]) -> None:
-        first = self.params[members[0]]
-        sizes = [self.params[number].numel() for number in members]
-        levels = 2 if first.dtype == torch.float64 else 1
-        wire = self._allocate(levels * sum(sizes), torch.float64, first.device)
-        own = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        bucket = Bucket(len(self.buckets), wire, members)
-        rows = [part.split(sizes) for part in wire.view(levels, -1).unbind(0)]
-        for place, (number, view) in enumerate(zip(members, own.split(sizes), strict=True)):
-            self._views[number] = view.view(self.params[number].shape)
-            self._wires[number] = [row[place] for row in rows]
-            self._home[number] = bucket
-        self._sums.append(own)
-        self.buckets.append(bucket)
+    def _own(self, stretch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self._sums.append(torch.zeros(stretch.shape[1], dtype=dtype, device=stretch.device))
+        return self._sums[-1]
 
     @property
     def sums(self) -> list[torch.Tensor]:
@@ -73,28 +70,21 @@ class ExactBuckets(Buckets):
 
     def _land(self, number: int, param: torch.Tensor, first: bool) -> None:
         assert param.grad is not None
-        grad, param.grad = param.grad.detach().reshape(-1), None
-        self.maxima[number] = max(float(self.maxima[number]), float(torch.linalg.vector_norm(grad, math.inf)))
-        wires, units = self._wires[number], self._units(number)
-        for start in range(0, len(grad), CHUNK):
-            rest = grad[start : start + CHUNK].double()
-            for level, wire in enumerate(wires):
-                magic = 1.5 * 2.0**52 * units[level]
-                whole = self._scratch[: len(rest)]
-                torch.add(rest, magic, out=whole).sub_(magic)
-                target = wire[start : start + CHUNK]
-                if first:
-                    target.copy_(whole)
-                else:
-                    target.add_(whole)
-                if level + 1 < len(wires):
-                    rest = rest - whole
-
-    def flush(self) -> set[int]:
-        for number in set(range(len(self.params))) - self._touched:
-            for wire in self._wires[number]:
-                wire.zero_()
-        return super().flush()
+        whole, param.grad = param.grad.detach(), None
+        self.maxima[number] = max(float(self.maxima[number]), float(torch.linalg.vector_norm(whole, math.inf)))
+        units = self._units(number)
+        for wires, grad in self._parts(number, whole):
+            for start in range(0, len(grad), CHUNK):
+                rest = grad[start : start + CHUNK].double()
+                for level, wire in enumerate(wires):
+                    rounded = on_grid(rest, units[level], self._scratch)
+                    target = wire[start : start + CHUNK]
+                    if first:
+                        target.copy_(rounded)
+                    else:
+                        target.add_(rounded)
+                    if level + 1 < len(wires):
+                        rest = rest - rounded
 
     def rehouse(self, allocate: Allocate) -> None:
         self._sums.clear()
@@ -121,7 +111,33 @@ class ExactBuckets(Buckets):
             self.largest[number] = max(now, largest / 2)  # up at once, down slowly
         if kept:
             for own, bucket in zip(self._sums, self.buckets, strict=True):
-                levels = bucket.flat.view(-1, len(own))
+                levels = bucket.mine.view(-1, len(own))
                 own.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
             self.adopt()
         return kept
+
+    def squares(self, micro_batches: int) -> torch.Tensor:
+        """The squares of the own rows' gradients added up, for each parameter in parts that are sums of whole multiples
+        of a power of two. Those of all places can be added as well, without a rounding: the total does not depend on
+        who has which rows.
+        """
+        found = torch.zeros(len(self.own), _LEVELS, dtype=torch.float64)
+        for number, (param, whole) in enumerate(zip(self.own, self.params, strict=True)):
+            if param.grad is None:
+                continue
+            # No element is 2**bits or more, and 2**52 units hold all of them together.
+            bits = math.frexp(self.largest[number])[1] + micro_batches.bit_length()
+            width = WHOLE + 1 - whole.numel().bit_length()
+            for part in param.grad.reshape(-1).split(CHUNK):
+                rest = part.double().square()
+                for level in range(_LEVELS):
+                    rounded = on_grid(rest, math.ldexp(1.0, 2 * bits - (level + 1) * width), self._scratch)
+                    found[number, level] += rounded.sum()
+                    rest.sub_(rounded)
+        return found.view(-1)
+
+
+def on_grid(values: torch.Tensor, unit: float, scratch: torch.Tensor) -> torch.Tensor:
+    """Float64 `values`, below 2**51 units, rounded to whole units; in `scratch`."""
+    magic = 1.5 * 2.0**52 * unit
+    return torch.add(values, magic, out=scratch[: len(values)]).sub_(magic)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from paceline.comm.side import call_site, unless
 from paceline.errors import LaunchError, PeerLostError
 from paceline.world import World
 
+# How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
+FOR_EVER = timedelta(days=7)
 NAME = 80  # characters of a collective's name that are shown
 
 
@@ -41,13 +44,14 @@ class Group:
         self._rendezvous = Rendezvous()
         self._store: dist.Store | None = None
         self._group: Any = None
+        self._parts: list[Group] = []  # what was split off
+        self._splits = 0
         if world.size > 1 and not world.newcomer:
             self._take(world, *self._connect(world, never))
 
     def _connect(self, world: World, given_up: Callable[[], bool]) -> tuple[dist.Store, ProcessGroup]:
         store = self._rendezvous.open(world, given_up)
-        # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
-        return store, ProcessGroup(store, world.rank, world.size, timedelta(days=7), given_up)
+        return store, ProcessGroup(store, world.rank, world.size, FOR_EVER, given_up)
 
     def _take(self, world: World, store: dist.Store | None, group: ProcessGroup | None) -> None:
         self.rank, self.size, self._store, self._group = world.rank, world.size, store, group
@@ -62,8 +66,10 @@ class Group:
 
         Raises PeerLostError if it is `given_up` before all have come; then this worker is alone until the next time.
         """
-        if self._group is not None:
-            self._group.abort()
+        for group in (self._group, *(part._group for part in self._parts)):
+            if group is not None:
+                group.abort()
+        self._parts.clear()
         self._take(replace(world, rank=0, size=1, members=(world.members[world.rank],)), None, None)
         if world.size == 1:
             return
@@ -73,11 +79,32 @@ class Group:
         except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
             raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
 
+    def split(self, parts: Sequence[Sequence[int]]) -> Group:
+        """The group of those ranks that this worker is among; `parts` has every rank once. Collective. It ends with
+        this group.
+        """
+        (ranks,) = [part for part in parts if self.rank in part]
+        names = tuple(self.names[rank] for rank in ranks)
+        world = World(rank=ranks.index(self.rank), size=len(ranks), members=names)
+        made = Group(replace(world, rank=names[world.rank], size=1))
+        made.ledger = self.ledger
+        self._splits += 1
+        if world.size > 1:
+            assert self._store is not None
+            store = dist.PrefixStore(f"part/{self._splits}/{ranks[0]}", self._store)
+            over = self.channel
+            make = partial(ProcessGroup, store, world.rank, world.size, FOR_EVER, lambda: over.broken is not None)
+            made._take(world, store, unless(lambda: over.broken, make))
+            self._parts.append(made)
+        return made
+
     def interrupt(self, error: Exception) -> None:
         """Ends every collective with `error`, until the next team has formed. From any thread."""
         group = self._group
         if group is not None:
             group.channel.interrupt(error)
+        for part in list(self._parts):
+            part.interrupt(error)
 
     @property
     def hosts(self) -> list[int]:
@@ -133,6 +160,21 @@ class Group:
         It goes on whenever something else is started or waited for.
         """
         return self._start(self._group.allreduce, [tensor]) if self.size > 1 else None
+
+    def start_scatter(self, flat: torch.Tensor) -> dist.Work | None:
+        """Starts summing `flat`, which has a stretch for each worker, over all: each gets the sums of its own, in
+        place, and the rest is void. `finish` must follow. Part of the entered collective.
+        """
+        if self.size == 1:
+            return None
+        own = flat.view(self.size, -1)[self.rank]
+        return self._start(self._group.reduce_scatter_single, own, flat)
+
+    def gather_stretches(self, flat: torch.Tensor) -> None:
+        """Fills `flat`, which has a stretch for each worker, with everybody's own. Part of the entered collective."""
+        if self.size > 1:
+            own = flat.view(self.size, -1)[self.rank]
+            self._wait(self._group.all_gather_single, flat, own)
 
     def finish(self, work: dist.Work | None) -> None:
         if work is not None:
@@ -284,6 +326,11 @@ class Group:
             others = [f"closed/{rank}" for rank in range(self.size)]
             while self.rank == 0 and not (failed or self.channel.broken or store.check(others)):
                 time.sleep(0.02)
+        for part in self._parts:
+            part._store = None
+            if not failed:
+                part._group.shutdown()
+        self._parts.clear()
         if not failed:
             self._group.shutdown()
             self._group = None  # ends gloo's threads

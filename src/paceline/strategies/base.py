@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.comm.buckets import Allocate, Bucket, Buckets
 from paceline.comm.exact import ExactBuckets
+from paceline.comm.places import ALONE, Places
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import Agreed, Part, exact_sum, stream_seed
 from paceline.strategies.pieces import MicroBatch, Piece, join, merged
@@ -41,7 +42,10 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 
 @dataclass
 class Job:
-    """What is trained, in the user's own objects, and where: the model is already on `device`."""
+    """What is trained, in the user's own objects, and where: the model is already on `device`.
+
+    `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows.
+    """
 
     model: nn.Module
     forward: Callable[[nn.Module, Any], Any]
@@ -54,6 +58,7 @@ class Job:
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[LRScheduler] = field(default_factory=list)
     named: dict[str, nn.Parameter] = field(default_factory=dict)
+    own: dict[str, nn.Parameter] = field(default_factory=dict)
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
 
     def arithmetic(self) -> AbstractContextManager[Any]:
@@ -136,9 +141,11 @@ class Strategy:
         """Sums the step's vector along the axis, and returns when all reductions of the step have arrived."""
         return self.inner.agree(vector, sums)
 
-    def norm(self, agreed: Agreed, orders: Orders) -> float:
-        """The norm of the global batch's mean gradient, the same on every worker. Changes nothing."""
-        return self.inner.norm(agreed, orders)
+    def squares(self, orders: Orders, known: float | None = None) -> torch.Tensor:
+        """The squares of all gradients added up, in float64 numbers whose sum it is, the same on every worker; `known`
+        if a layer above has learned those of this worker by the way. Changes nothing.
+        """
+        return self.inner.squares(orders, known)
 
     def update(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
         """Changes the weights; `norm` is that of the mean gradient, for clipping."""
@@ -173,16 +180,18 @@ class Single(Strategy):
     memory once they are housed.
     """
 
-    def __init__(self, job: Job, allocate: Allocate | None = None) -> None:
+    def __init__(self, job: Job, allocate: Allocate | None = None, places: Places = ALONE) -> None:
         self.job = job
         self.params = list(job.named.values())
-        self.names = {id(param): name for name, param in job.model.named_parameters()}
-        self.frozen = [param for param in job.model.parameters() if not param.requires_grad]
+        job.own = {name: places.cut(param) for name, param in job.named.items()}
+        self.own = list(job.own.values())
+        self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
+        self.names = {id(param): name for name, param in [*self.frozen.items(), *job.own.items()]}
         self.streams = Streams(job.device)
         self._look_around()
         kind = ExactBuckets if job.exact else Buckets
         self._allocate = allocate
-        self.buckets: Buckets | None = None if allocate is None else kind(self.params)
+        self.buckets: Buckets | None = None if allocate is None else kind(self.params, places=places, own=self.own)
 
     def _look_around(self) -> None:
         """Takes the other trainers' models into view, as many as there are by now: a loss may run one of them."""
@@ -249,10 +258,10 @@ class Single(Strategy):
         self.watch.mark()  # what follows may fail, and is undone to here
         for param in self.params:
             param.grad = None
-        for param in self.frozen:
+        for name, param in self.frozen.items():
             if param.requires_grad:
                 raise UsageError(
-                    f"{self.names[id(param)]} was frozen when the Trainer was made and is to be trained now",
+                    f"{name} was frozen when the Trainer was made and is to be trained now",
                     "make the Trainer while it is trainable, then freeze it until its time comes",
                 )
         sums = Sums()
@@ -392,9 +401,13 @@ class Single(Strategy):
             return self.buckets.sums
         return [param.grad for param in self.params if param.grad is not None]
 
-    def norm(self, agreed: Agreed, orders: Orders) -> float:
-        grads = self.sums()
-        return float(nn.utils.get_total_norm(grads)) * orders.expected / agreed.count if grads else 0.0
+    def squares(self, orders: Orders, known: float | None = None) -> torch.Tensor:
+        if isinstance(self.buckets, ExactBuckets):
+            return self.buckets.squares(orders.micro_batches)
+        if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
+            return torch.tensor([known], dtype=torch.float64)
+        norms = torch._foreach_norm(grads) if (grads := self.sums()) else [torch.zeros(())]
+        return torch.stack(norms).double().square().sum(0, keepdim=True).cpu()
 
     def update(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
         if sums.records is not None:
@@ -407,7 +420,7 @@ class Single(Strategy):
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         for number in agreed.unused:
-            self.params[number].grad = None
+            self.own[number].grad = None
         for optimizer in self.job.optimizers:
             optimizer.step()
         if self.buckets is not None:

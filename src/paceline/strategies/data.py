@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,25 +9,32 @@ import torch.distributed as dist
 
 from paceline.comm.buckets import Bucket
 from paceline.comm.group import Group
-from paceline.step import Agreed
 from paceline.strategies.base import Job, Orders, Ready, Strategy, Sums
 from paceline.strategies.pieces import MicroBatch
 
 
 class Data(Strategy):
-    """Sums gradients over `group` in buckets, as soon as backward completes them; shares may be unequal or empty.
+    """Sums gradients over `group` in buckets, as soon as backward completes them; shares may be unequal or empty. Where
+    a replica is of several `places`, each sums what it has with the workers of the same place.
 
     Nothing is divided here: sums and counts travel, and `Single.update` divides once by the global count.
     """
 
-    def __init__(self, inner: Strategy, group: Group, job: Job) -> None:
+    def __init__(self, inner: Strategy, group: Group, job: Job, places: int = 1) -> None:
         self.inner = inner
         self.group = group
         self.job = job
+        self.places = places
+        self.across = group  # the workers of this one's place, once it is housed
         self.works: list[dist.Work | None] = []
         self.summed: list[torch.Tensor] = []
         self.orders: Orders | None = None
         self.told = 0
+
+    def rehouse(self) -> None:
+        alike = [range(place, self.group.size, self.places) for place in range(self.places)]
+        self.across = self.group.split(alike) if self.places > 1 else self.group
+        self.inner.rehouse()
 
     def form(self) -> None:
         self.inner.form()
@@ -48,8 +54,8 @@ class Data(Strategy):
         return self.inner.gradients(micro_batches, orders, self.reduce)
 
     def reduce(self, bucket: Bucket) -> None:
-        self.summed.append(bucket.flat)
-        self.works.append(self.group.start_sum(bucket.flat))
+        self.summed.append(bucket.mine)
+        self.works.append(self.across.start_sum(bucket.mine))
         self._tell()
 
     def _tell(self) -> None:
@@ -76,13 +82,10 @@ class Data(Strategy):
             self.group.largest(sums.maxima)
         return self.inner.agree(vector, sums)
 
-    def norm(self, agreed: Agreed, orders: Orders) -> float:
-        squares = None if self.job.exact else self.group.squares(self.summed)
-        if squares is None or not math.isfinite(squares):  # the squares of a float32 overflow before its norm
-            return self.inner.norm(agreed, orders)
-        return math.sqrt(squares) * orders.expected / agreed.count
+    def squares(self, orders: Orders, known: float | None = None) -> torch.Tensor:
+        return self.inner.squares(orders, None if self.job.exact else self.across.squares(self.summed))
 
     def abort(self, again: bool = False) -> None:
-        self.group.abandon(self.works)
+        self.across.abandon(self.works)
         self.works = []
         self.inner.abort(again)
