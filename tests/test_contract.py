@@ -30,6 +30,10 @@ TEAMS = {
     "3 unequal, shard=3 zero=1": ["--workers", "3", "--shares", "3,1,2"],
     "4 workers, shard=2 zero=1": ["--workers", "4"],
     "4 unequal, shard=2 zero=1 exact": ["--workers", "4", "--shares", "1,0,2,1"],
+    "2 workers, shard=2 zero=2": ["--workers", "2"],
+    "3 unequal, shard=3 zero=3": ["--workers", "3", "--shares", "3,0,2"],
+    "4 workers, shard=2 zero=3": ["--workers", "4"],
+    "4 unequal, shard=2 zero=3 exact": ["--workers", "4", "--shares", "1,0,2,1"],
 }
 
 

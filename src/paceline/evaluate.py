@@ -40,10 +40,9 @@ def _resting(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(
-    team: Team, job: Job, model: nn.Module, source: Source, metric: Metric, micro: int, weights: tuple[float, ...]
+    team: Team, job: Job, model: nn.Module, source: Source, metric: Metric, micro: int, place: Place
 ) -> dict[str, float]:
-    """Means by name over all rows of `source`, and the number of rows as ``n``; workers' parts are as `weights`.
-    Collective.
+    """Means by name over all rows of `source`, and the number of rows as ``n``; dealt as `place` says. Collective.
 
     Raises MetricError where metrics are not (sum, count) by name, or their names differ between rows or workers.
     """
@@ -51,7 +50,6 @@ def evaluate(
     # The training's loader options serve here too, but a dataset of another kind may not take them.
     source = replace(source, options=None) if source.rows is None else replace(source, order=in_order)
     grid = Grid(8 * micro * team.size, micro)
-    place = Place(team.rank, weights)
     span = (0, None if source.rows is None else grid.batches(source.rows), 1)
     feed = Feed(source, grid, span, lambda: place, team.world.tell)
     streams = Streams(job.device)
@@ -63,8 +61,10 @@ def evaluate(
                 batch = to_device(micro_batch.batch, job.device)
                 streams.seed(stream_seed(job.seed, _STREAM, base + micro_batch.index))
                 with job.arithmetic():
-                    found = metric(job.forward(model, batch), batch)
-                sums[base + micro_batch.index] = _pairs(found)
+                    output = job.forward(model, batch)
+                    found = {} if micro_batch.blank else metric(output, batch)
+                if not micro_batch.blank:
+                    sums[base + micro_batch.index] = _pairs(found)
             base += len(grid.cut(count))
             rows += count
     return {**_together(team, sums, base), "n": rows}

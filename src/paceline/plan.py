@@ -50,7 +50,7 @@ class Plan:
     )
     shard: int | None = _word("N", "parameters, gradients and optimizer state in N shards", axis=True, built=True)
     zero: int | None = _word(
-        "1|2|3", "sharded: 1 optimizer state, 2 and gradients, 3 and parameters", of="shard", built=("1",)
+        "1|2|3", "sharded: 1 optimizer state, 2 and gradients, 3 and parameters", of="shard", built=True
     )
     offload: str | None = _word("cpu", "shards wait in the memory of the host", of="shard")
     tensor: int | None = _word("N", "the model cut N times inside its layers", axis=True)

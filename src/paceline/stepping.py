@@ -36,6 +36,11 @@ class Rows:
     full: bool = False
     fine: bool = False
 
+    @property
+    def share(self) -> list[MicroBatch]:
+        """Those that count."""
+        return [micro_batch for micro_batch in self.micro_batches if not micro_batch.blank]
+
 
 @dataclass
 class Stepper:
@@ -158,7 +163,7 @@ class OneStep:
             expected=of.expected or float(whole.rows),
             micro_batches=whole.count,
             merge=of.merging.size,
-            test=of.merging.undecided and not of.plan.exact,
+            test=of.merging.undecided and not of.plan.exact and of.plan.zero not in (2, 3),
             collect=group.size > 1 or of.plan.exact,
             probe=of.run.probing,
             reverse=of.run.reverse,
@@ -183,7 +188,7 @@ class OneStep:
                     whole = self._load()
             self._refuse(sums, self.agreed)
         self._sums = sums
-        self._per_row = (computed - loaded) / max(1, sum(m.rows for m in whole.micro_batches))
+        self._per_row = (computed - loaded) / max(1, sum(m.rows for m in whole.share))
         self.spent = {"data": loaded - began, "compute": computed - loaded}
         self._computed = computed
 
@@ -261,7 +266,7 @@ class OneStep:
         """What merging learns of the step."""
         if self._sums is None:
             return None
-        return self._of.merging.learn(self._sums, self.agreed, self._per_row, len(self.whole.micro_batches))
+        return self._of.merging.learn(self._sums, self.agreed, self._per_row, len(self.whole.share))
 
     # -- the vector ---------------------------------------------------------------------------------------------
 
@@ -271,7 +276,7 @@ class OneStep:
         if of.layout is None:
             of.layout = self._first_layout(sums, whole)
         layout = of.layout
-        if whole.micro_batches and tuple(sorted(sums.metrics)) != layout.metrics:
+        if whole.share and tuple(sorted(sums.metrics)) != layout.metrics:
             raise MetricError(
                 f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}",
                 "return the same names every time, with count 0 where there is nothing to count",
@@ -294,7 +299,7 @@ class OneStep:
 
     def _first_layout(self, sums: Sums, whole: Rows) -> VectorLayout:
         group = self._of.run.team.group
-        names = group.gather_json(sorted(sums.metrics) if whole.micro_batches else None)
+        names = group.gather_json(sorted(sums.metrics) if whole.share else None)
         known = [(rank, name) for rank, name in enumerate(names) if name is not None]
         for rank, other in known:
             if other != known[0][1]:

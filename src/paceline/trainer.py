@@ -111,23 +111,25 @@ class Trainer:
         job = Job(self.model, form, loss, self._device, seed, clip_norm, precision, named=named, beside=run.models)
         job.exact = self.plan.exact
         self._job = job
-        self._top = nest(self.plan, job, self._group, run.team.operations.elastic)
+        known = run.knows(self._number)
+        self._top = nest(self.plan, job, self._group, run.team.operations.elastic, known)
         optimizers = optimizers_of(optimizer(list(job.own.items())))
         self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
-        if not run.knows(self._number):
-            self._top.form()
         for name in fused(optimizers, self._device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
+        # Workers that gather a model's parameters from one another run it equally often, and one way.
+        self._together_run = self.plan.shard or 1 if self.plan.zero in (2, 3) else 1
         merging = Merging(self._device, never=run.reverse or self.plan.exact)
         self._stepper = Stepper(run, self._number, job, self._top, self.plan, self._streams, merging)
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
-        if self._grid is not None and run.team.world.shares is None:
+        if self._grid is not None and run.team.world.shares is None and self._together_run == 1:
             whole = run.reverse or self.plan.exact
             self._stepper.balance = Balance(self._grid, run.team.operations.members, whole)
         self._ledger = Ledger()
         self._phases: list[Phase] = []
         self._stopped = False
         self._last: StepReport | None = None
+        self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
         self.state = State()
         run.members.append(self)
@@ -285,7 +287,8 @@ class Trainer:
         self._group.enter(f"step {self.steps_done + 1} by step()", kind="step()")
         brought = self._group.gather_json([len(cuts), rows, digest_of(batch) if looks and rows else ""])
         refuse_twins([entry[2] for entry in brought], looks)
-        offset = sum(entry[0] for entry in brought[: self._group.rank])
+        rank, together = self._group.rank, self._together_run
+        offset = sum(entry[0] for entry in brought[:rank])
         micro_batches = [
             MicroBatch(
                 offset + i, len(part), cut(batch, part), f"rows {part.start}-{part.stop - 1} of this worker's batch"
@@ -295,6 +298,13 @@ class Trainer:
         whole = Rows(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
         if whole.rows == 0:
             raise UsageError("no worker brought a row to step()", "bring at least one row")
+        beside = range(rank - rank % together, rank - rank % together + together)
+        self._spare = micro_batches[0] if micro_batches else self._spare
+        for _ in range(max(brought[other][0] for other in beside) - len(cuts)):
+            if self._spare is None:
+                what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
+                raise UsageError(what, "bring at least one row on every worker, or say zero=1")
+            whole.micro_batches.insert(0, replace(self._spare, blank=True))
         return whole
 
     def _deal(self, feed: Feed, phase: Phase, cure: str) -> Rows:
@@ -305,7 +315,7 @@ class Trainer:
 
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""
-        place, balance = self._run.team.place(), self._stepper.balance
+        place, balance = replace(self._run.team.place(), together=self._together_run), self._stepper.balance
         # Between the forming of a team and its first step nobody knows what the others know of the workers' speed.
         if balance is None or len(place.weights) == 1 or self._stepper.housed != place.generation:
             return place
@@ -361,8 +371,8 @@ class Trainer:
         source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
 
         def compute() -> dict[str, float]:
-            weights = self._place().weights
-            found = evaluate(self._run.team, self._job, model or self.model, source, metric, micro, weights)
+            place = replace(self._place(), fine=False, together=self._together_run)
+            found = evaluate(self._run.team, self._job, model or self.model, source, metric, micro, place)
             self._run.journal.write("evaluate", trainer=self._number, step=self.steps_done, results=found)
             return found
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cases import CASES, right
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 import paceline
 
@@ -31,7 +32,11 @@ for name in (name for name in sys.argv[2:] if name in CASES):
     )
     reports = list(trainer.steps(case.data(), count=case.steps))
     evaluation = trainer.evaluate(case.data(), right)
-    tensors |= {f"{name}/{key}": value.clone() for key, value in trainer.model.state_dict().items()}
+    state = {
+        key: value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        for key, value in trainer.model.state_dict().items()
+    }
+    tensors |= {f"{name}/{key}": value for key, value in state.items()}
     figures[name] = {
         "loss": [report.loss for report in reports],
         "norm": [report.grad_norm for report in reports],

@@ -7,7 +7,7 @@ the parameters, the first is small, a bucket is handed on when its last gradient
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,6 +22,7 @@ BYTES = 25 << 20
 LARGE = 1 << 22  # bytes of a gradient that is not in a core's cache any more
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+Wires = list[list[torch.Tensor]]  # where a gradient's elements travel, by place and level
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -50,12 +51,27 @@ class Bucket:
     missing: int = 0
 
 
+def in_two_parts(param: torch.Tensor) -> UsageError:
+    return UsageError(
+        f"the gradient of a parameter of shape {tuple(param.shape)} came in two parts, the second after the first was "
+        "sent to the other workers",
+        "checkpoint with use_reentrant=False: the other kind cannot share parameters between segments",
+    )
+
+
+def by_place(grad: torch.Tensor, wires: Wires) -> Sequence[torch.Tensor]:
+    """The elements of a gradient that belong to each place."""
+    parts: Sequence[torch.Tensor] = grad.reshape(-1).split([levels[0].numel() for levels in wires])
+    return parts
+
+
 class Buckets:
     """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket, and
     those of the rows of this worker's place are gradients of `own`, which are the parameters unless said.
 
     A bucket is laid out as [place, level, elements of the rows of that place]: see places.py. Levels, of the dtype
-    `_wire`, are there for exact sums only, as are `maxima` and `largest` (exact.py).
+    `_wire`, are there for exact sums only, as are `maxima` and `largest` (exact.py). Without `hooks` gradients come by
+    `add` (staging.py).
     """
 
     maxima: torch.Tensor | None = None
@@ -69,14 +85,16 @@ class Buckets:
         allocate: Allocate = zeros,
         places: Places = ALONE,
         own: Sequence[Parameter] | None = None,
+        hooks: bool = True,
     ) -> None:
         self.params = list(params)
         self.own = self.params if own is None else list(own)
         self.places = places
+        self.elements = [param.numel() for param in self.params]  # of the whole ones
         self.largest: list[float] = []
         self.buckets: list[Bucket] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self.params)
-        self._wires: list[list[list[torch.Tensor]]] = [[]] * len(self.params)  # by place and level
+        self._wires: list[Wires] = [[]] * len(self.params)
         self._home: list[Bucket] = [Bucket(-1, torch.empty(0), [], torch.empty(0))] * len(self.params)
         self._groups = self._group(first_bytes, bytes_)
         self.rehouse(allocate)
@@ -85,7 +103,7 @@ class Buckets:
         self._next = 0
         self._touched: set[int] = set()
         self._counted: set[int] = set()
-        for number, param in enumerate(self.params):
+        for number, param in enumerate(self.params if hooks else ()):
             param.register_post_accumulate_grad_hook(self._hook(number))
 
     def rehouse(self, allocate: Allocate) -> None:
@@ -113,33 +131,45 @@ class Buckets:
 
     def _make(self, members: list[int]) -> None:
         dtype, device = self.params[members[0]].dtype, self.params[members[0]].device
-        levels = 2 if self._wire is not None and dtype == torch.float64 else 1
         shapes = [self.params[number].shape for number in members]
         places = self.places
+        stretches, wires = self.lay_out(shapes, places, self._allocate, dtype, device)
+        flat, me = stretches.view(-1), places.me
+        bucket = Bucket(len(self.buckets), flat, members, stretches[me].view(-1))
+        own, start = self._own(stretches[me], dtype), 0
+        for number, shape, wire in zip(members, shapes, wires, strict=True):
+            self._wires[number] = wire
+            self._views[number] = own[start : start + wire[me][0].numel()].view(self.own[number].shape)
+            self._home[number] = bucket
+            start += places.width(shape)
+        self.buckets.append(bucket)
+
+    def lay_out(
+        self,
+        shapes: Sequence[torch.Size],
+        places: Places,
+        allocate: Allocate,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[torch.Tensor, list[Wires]]:
+        """Memory for gradients of these shapes as [place, level, elements], and the wires of each in it."""
+        levels = 2 if self._wire is not None and dtype == torch.float64 else 1
         ends = list(accumulate((places.width(shape) for shape in shapes), initial=0))
         length = places.aligned(ends[-1])
-        flat = self._allocate(places.count * levels * length, self._wire or dtype, device)
+        flat = allocate(places.count * levels * length, self._wire or dtype, device)
         stretches = flat.view(places.count, levels, length)
-        bucket = Bucket(len(self.buckets), flat, members, stretches[places.me].view(-1))
-        own = self._own(stretches[places.me], dtype)
-        for number, shape, start in zip(members, shapes, ends, strict=False):
-            sizes = [places.size(shape, place) for place in range(places.count)]
-            self._wires[number] = [
-                [level[start : start + size] for level in stretch]
-                for stretch, size in zip(stretches, sizes, strict=True)
+        wires = [
+            [
+                [level[start : start + places.size(shape, place)] for level in stretch]
+                for place, stretch in enumerate(stretches)
             ]
-            self._views[number] = own[start : start + sizes[places.me]].view(self.own[number].shape)
-            self._home[number] = bucket
-        self.buckets.append(bucket)
+            for shape, start in zip(shapes, ends, strict=False)
+        ]
+        return stretches, wires
 
     def _own(self, stretch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Where the gradients of the own rows are, once they are summed."""
         return stretch[0]
-
-    def _parts(self, number: int, grad: torch.Tensor) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-        """A gradient by place: its levels in the bucket, and the elements that belong there."""
-        wires = self._wires[number]
-        yield from zip(wires, grad.reshape(-1).split([levels[0].numel() for levels in wires]), strict=True)
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def hook(param: torch.Tensor) -> None:
@@ -148,36 +178,49 @@ class Buckets:
             self._land(number, param, first=number not in self._touched)
             self._touched.add(number)
             if self._armed and number not in self._counted:
-                self._counted.add(number)
-                bucket = self._home[number]
-                bucket.missing -= 1
-                if bucket.missing == 0:
-                    self._hand_on()
+                self.complete(number)
             elif self._armed and self._home[number].index < self._next:
-                raise UsageError(
-                    f"the gradient of a parameter of shape {tuple(param.shape)} came in two parts, the second after "
-                    "the first was sent to the other workers",
-                    "checkpoint with use_reentrant=False: the other kind cannot share parameters between segments",
-                )
+                raise in_two_parts(param)
 
         return hook
+
+    def complete(self, number: int) -> None:
+        """Nothing more comes for this parameter in the step."""
+        self._counted.add(number)
+        bucket = self._home[number]
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._hand_on()
 
     def _land(self, number: int, param: torch.Tensor, first: bool) -> None:
         """Brings a gradient home. The first of a step is autograd's own tensor; later ones have added into the view,
         if it has one.
         """
         assert param.grad is not None
-        if self.places.count == 1:
+        if self.places.count == 1 and self._wire is None:
             if first:
                 _copy(self._views[number], param.grad)
                 param.grad = self._views[number]
             return
         grad, param.grad = param.grad.detach(), None
-        for (wire,), part in self._parts(number, grad):
+        self.put(number, grad, self._wires[number], first)
+
+    def put(self, number: int, grad: torch.Tensor, wires: Wires, first: bool) -> None:
+        """Writes a gradient to where its elements travel, by place and level, or adds it to what was written."""
+        for (wire,), part in zip(wires, by_place(grad, wires), strict=True):
             if first:
                 _copy(wire, part)
             else:
                 wire.add_(part)
+
+    def add(self, number: int, levels: Sequence[torch.Tensor]) -> None:
+        """Adds what was put elsewhere, and summed, of the own rows."""
+        for wire, more in zip(self._wires[number][self.places.me], levels, strict=True):
+            if number in self._touched:
+                wire.add_(more)
+            else:
+                wire.copy_(more)
+        self._touched.add(number)
 
     @property
     def sums(self) -> list[torch.Tensor]:
@@ -217,9 +260,12 @@ class Buckets:
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
 
-    def arm(self) -> None:
-        """Says that the next backward is this worker's last of the step: what it completes may go."""
-        self._armed = True
+    def open(self, last: bool, blank: bool = False) -> None:
+        """The next backward begins. What the `last` of a step completes may go; of a `blank` one nothing counts."""
+        self._armed = last
+
+    def close(self) -> None:
+        """It has ended."""
 
     def flush(self) -> set[int]:
         """Hands on what is left, zeros where no gradient came; returns the numbers of those parameters."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import Parameter
 
-from paceline.comm.buckets import Allocate, Bucket, Buckets, zeros
+from paceline.comm.buckets import Allocate, Bucket, Buckets, Wires, by_place, zeros
 from paceline.comm.places import ALONE, Places
 
 WHOLE = 51  # bits: a number up to 2**51 units is rounded to whole ones by adding and subtracting 1.5 * 2**52 units
@@ -39,12 +39,13 @@ class ExactBuckets(Buckets):
         allocate: Allocate = zeros,
         places: Places = ALONE,
         own: Sequence[Parameter] | None = None,
+        hooks: bool = True,
     ) -> None:
         self._spare = WHOLE  # bits of one micro-batch's part of a sum
         self._sums: list[torch.Tensor] = []
         self._scratch = torch.empty(CHUNK, dtype=torch.float64)
         self.maxima = torch.zeros(len(params), dtype=torch.float64)
-        super().__init__(params, allocate=allocate, places=places, own=own)
+        super().__init__(params, allocate=allocate, places=places, own=own, hooks=hooks)
         self.largest = [0.0] * len(params)
         self._before: list[float] | None = None  # `largest` when the step began
 
@@ -68,22 +69,20 @@ class ExactBuckets(Buckets):
         unit = math.frexp(largest)[1] + HEADROOM - self._spare if largest else -900
         return [2.0**unit, 2.0 ** (unit - self._spare - 1)]
 
-    def _land(self, number: int, param: torch.Tensor, first: bool) -> None:
-        assert param.grad is not None
-        whole, param.grad = param.grad.detach(), None
-        self.maxima[number] = max(float(self.maxima[number]), float(torch.linalg.vector_norm(whole, math.inf)))
+    def put(self, number: int, grad: torch.Tensor, wires: Wires, first: bool) -> None:
+        self.maxima[number] = max(float(self.maxima[number]), float(torch.linalg.vector_norm(grad, math.inf)))
         units = self._units(number)
-        for wires, grad in self._parts(number, whole):
-            for start in range(0, len(grad), CHUNK):
-                rest = grad[start : start + CHUNK].double()
-                for level, wire in enumerate(wires):
+        for levels, part in zip(wires, by_place(grad, wires), strict=True):
+            for start in range(0, len(part), CHUNK):
+                rest = part[start : start + CHUNK].double()
+                for level, wire in enumerate(levels):
                     rounded = on_grid(rest, units[level], self._scratch)
                     target = wire[start : start + CHUNK]
                     if first:
                         target.copy_(rounded)
                     else:
                         target.add_(rounded)
-                    if level + 1 < len(wires):
+                    if level + 1 < len(levels):
                         rest = rest - rounded
 
     def rehouse(self, allocate: Allocate) -> None:
@@ -122,12 +121,12 @@ class ExactBuckets(Buckets):
         who has which rows.
         """
         found = torch.zeros(len(self.own), _LEVELS, dtype=torch.float64)
-        for number, (param, whole) in enumerate(zip(self.own, self.params, strict=True)):
+        for number, (param, elements) in enumerate(zip(self.own, self.elements, strict=True)):
             if param.grad is None:
                 continue
             # No element is 2**bits or more, and 2**52 units hold all of them together.
             bits = math.frexp(self.largest[number])[1] + micro_batches.bit_length()
-            width = WHOLE + 1 - whole.numel().bit_length()
+            width = WHOLE + 1 - elements.bit_length()
             for part in param.grad.reshape(-1).split(CHUNK):
                 rest = part.double().square()
                 for level in range(_LEVELS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from paceline.comm.autoload import register
 from paceline.comm.backend import ProcessGroup
 from paceline.comm.engine import Operation
 from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
 from paceline.comm.side import call_site, unless
-from paceline.errors import LaunchError, PeerLostError
+from paceline.errors import LaunchError, PeerLostError, UsageError
 from paceline.world import World
 
 # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
@@ -46,6 +48,8 @@ class Group:
         self._group: Any = None
         self._parts: list[Group] = []  # what was split off
         self._splits = 0
+        self._replica: Group | None = None
+        self.lent = False  # to torch, as its default group
         if world.size > 1 and not world.newcomer:
             self._take(world, *self._connect(world, never))
 
@@ -66,10 +70,7 @@ class Group:
 
         Raises PeerLostError if it is `given_up` before all have come; then this worker is alone until the next time.
         """
-        for group in (self._group, *(part._group for part in self._parts)):
-            if group is not None:
-                group.abort()
-        self._parts.clear()
+        self._abort()
         self._take(replace(world, rank=0, size=1, members=(world.members[world.rank],)), None, None)
         if world.size == 1:
             return
@@ -78,6 +79,16 @@ class Group:
             self._take(world, *unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up)))
         except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
             raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
+
+    def _abort(self) -> None:
+        for part in self._parts:
+            part._abort()
+        self._parts.clear()
+        self._replica = None
+        if self._group is not None:
+            self._group.abort()
+            if self.lent:
+                dist.destroy_process_group()
 
     def split(self, parts: Sequence[Sequence[int]]) -> Group:
         """The group of those ranks that this worker is among; `parts` has every rank once. Collective. It ends with
@@ -97,6 +108,33 @@ class Group:
             made._take(world, store, unless(lambda: over.broken, make))
             self._parts.append(made)
         return made
+
+    def replica(self, size: int) -> Group:
+        """The group of the `size` workers, one after another, that hold a model together. Collective at first."""
+        if self._replica is None or self._replica.size != size:
+            self._replica = self.split([range(first, first + size) for first in range(0, self.size, size)])
+        return self._replica
+
+    def lend_to_torch(self) -> None:
+        """Makes torch.distributed's default group of these workers, over which torch's own parts run; it ends with this
+        group. Again is harmless. Collective. Raises UsageError where the script has made one.
+        """
+        if any(part.lent for part in self._parts):
+            return
+        if dist.is_initialized():
+            what = "the script has initialised torch.distributed, whose default group the plan needs"
+            raise UsageError(what, "leave init_process_group out, or say zero=1")
+        register()
+        assert self._store is not None
+        store, hook = dist.PrefixStore("torch", self._store), sys.excepthook
+        init = partial(dist.init_process_group, "paceline", timeout=FOR_EVER, world_size=self.size, rank=self.rank)
+        unless(lambda: self.channel.broken, lambda: init(store=store))
+        sys.excepthook = hook  # torch's puts a rank before every line
+        names = tuple(self.names)
+        made = Group(World(rank=names[self.rank], size=1))
+        made.ledger, made.lent = self.ledger, True
+        made._take(World(rank=self.rank, size=self.size, members=names), store, dist.group.WORLD)  # type: ignore[arg-type]
+        self._parts.append(made)
 
     def interrupt(self, error: Exception) -> None:
         """Ends every collective with `error`, until the next team has formed. From any thread."""
@@ -326,11 +364,15 @@ class Group:
             others = [f"closed/{rank}" for rank in range(self.size)]
             while self.rank == 0 and not (failed or self.channel.broken or store.check(others)):
                 time.sleep(0.02)
+        self._release(failed)
+
+    def _release(self, failed: bool) -> None:
         for part in self._parts:
             part._store = None
-            if not failed:
-                part._group.shutdown()
+            part._release(failed)
         self._parts.clear()
-        if not failed:
+        if not failed and self._group is not None:
+            if self.lent:
+                dist.destroy_process_group()
             self._group.shutdown()
             self._group = None  # ends gloo's threads

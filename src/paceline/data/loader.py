@@ -43,7 +43,7 @@ _FIXED = {
 @dataclass(frozen=True)
 class Slot:
     """One micro-batch: its number in the grid, the epoch, first position and end, and its rows' dataset indices; `part`
-    are the rows in it that this worker computes, if not all.
+    are the rows in it that this worker computes, if not all; a `blank` one is not computed but run (see Place).
     """
 
     index: int
@@ -52,6 +52,7 @@ class Slot:
     stop: int
     rows: tuple[int, ...] = ()
     part: range | None = None
+    blank: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,22 +176,32 @@ class _Start:
 @dataclass(frozen=True)
 class Place:
     """Where a worker is in the present team: its rank, and everybody's weights in dealing micro-batches. `generation`
-    tells one dealing from another. `fine`: also parts of micro-batches are dealt.
+    tells one dealing from another. `fine`: also parts of micro-batches are dealt. Where `together` workers, one after
+    another, must run equally many micro-batches, those that have fewer also get blank ones.
     """
 
     rank: int
     weights: tuple[float, ...]
     generation: int = 0
     fine: bool = False
+    together: int = 1
 
 
 @lru_cache(maxsize=8)  # asked for twice a step, and almost always the same
-def share_of(place: Place, grid: Grid, rows: int) -> tuple[tuple[int, range | None], ...]:
-    """A worker's micro-batches of those of a global batch of so many rows, and which of their rows, if not all."""
+def share_of(place: Place, grid: Grid, rows: int) -> tuple[tuple[int, range | None, bool], ...]:
+    """A worker's micro-batches of those of a global batch of so many rows, which of their rows, if not all, and whether
+    it is a blank one.
+    """
     cuts = grid.cut(rows)
-    dealt = deal_rows(cuts, place.weights, grid.grain if place.fine else None)[place.rank]
+    shares = deal_rows(cuts, place.weights, grid.grain if place.fine else None)
+    dealt = shares[place.rank]
     parts = [range(mine.start - cuts[n].start, mine.stop - cuts[n].start) for n, mine in dealt]
-    return tuple((n, None if mine == cuts[n] else part) for (n, mine), part in zip(dealt, parts, strict=True))
+    first = place.rank - place.rank % place.together
+    beside = [share for share in shares[first : first + place.together] if share]
+    any_of_ours = (dealt or beside[0])[0][0] if beside else 0
+    missing = max(map(len, beside), default=0) - len(dealt)
+    mine = ((n, None if mine == cuts[n] else part, False) for (n, mine), part in zip(dealt, parts, strict=True))
+    return (*[(any_of_ours, None, True)] * missing, *mine)
 
 
 Batch = tuple[int, int, list[MicroBatch]]  # epoch, rows of the global batch, this worker's micro-batches
@@ -239,8 +250,8 @@ class Feed:
         step = start
         while self.batches is None or step < self.batches:
             epoch, first, cuts = self.grid_of(step)
-            for index, part in share_of(place, self.grid, sum(map(len, cuts))):
-                yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, part=part)
+            for index, part, blank in share_of(place, self.grid, sum(map(len, cuts))):
+                yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, blank)
             step += 1
 
     def has(self, step: int) -> bool:
@@ -269,7 +280,7 @@ class Feed:
                 taken = [next(self._iterator) for _ in range(share)]
             self._next = step + 1
             mine = [
-                MicroBatch(slot.index, slot.stop - slot.start, rows, self._where(slot), slot.part)
+                MicroBatch(slot.index, slot.stop - slot.start, rows, self._where(slot), slot.part, slot.blank)
                 for slot, rows in taken
             ]
             batch = epoch, count, mine
@@ -407,12 +418,13 @@ class _Stream:
     def deal(self, step: int, place: Place) -> Batch:
         cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
         streams, share = Streams(torch.device("cpu")), []
-        for index, part in share_of(place, self._grid, len(self._rows)):
+        for index, part, blank in share_of(place, self._grid, len(self._rows)):
             with streams.lent():
                 position = step * self._grid.global_batch + cuts[index].start
                 streams.seed(stream_seed(self._source.seed, _COLLATE + epoch, position))
                 batch = self._source.collate(self._rows[cuts[index].start : cuts[index].stop])
-            share.append(MicroBatch(index, len(cuts[index]), batch, f"micro-batch {index} of epoch {epoch}", part))
+            where = f"micro-batch {index} of epoch {epoch}"
+            share.append(MicroBatch(index, len(cuts[index]), batch, where, part, blank))
         return epoch, len(self._rows), share
 
 

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.comm.buckets import Allocate, Bucket, Buckets
 from paceline.comm.exact import ExactBuckets
 from paceline.comm.places import ALONE, Places
+from paceline.comm.staging import Staging
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import Agreed, Part, exact_sum, stream_seed
 from paceline.strategies.pieces import MicroBatch, Piece, join, merged
@@ -125,10 +126,6 @@ class Strategy:
         """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""
         self.inner.build(optimizers, schedulers)
 
-    def form(self) -> None:
-        """Makes all replicas equal: worker 0's weights and buffers are everybody's."""
-        self.inner.form()
-
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
         """Forward and backward over this worker's micro-batches, leaving sums; calls `ready` with complete buckets."""
         return self.inner.gradients(micro_batches, orders, ready)
@@ -177,13 +174,19 @@ class Strategy:
 
 class Single(Strategy):
     """Plain training on one device. With `allocate`, gradients land in buckets for the layer above, which are of such
-    memory once they are housed.
+    memory once they are housed; where they are `staged`, by way of what that makes for the buckets of the own rows.
     """
 
-    def __init__(self, job: Job, allocate: Allocate | None = None, places: Places = ALONE) -> None:
+    def __init__(
+        self,
+        job: Job,
+        allocate: Allocate | None = None,
+        places: Places = ALONE,
+        staged: Callable[[Buckets], Staging] | None = None,
+    ) -> None:
         self.job = job
         self.params = list(job.named.values())
-        job.own = {name: places.cut(param) for name, param in job.named.items()}
+        job.own = job.own or {name: places.cut(param) for name, param in job.named.items()}
         self.own = list(job.own.values())
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
         self.names = {id(param): name for name, param in [*self.frozen.items(), *job.own.items()]}
@@ -191,7 +194,13 @@ class Single(Strategy):
         self._look_around()
         kind = ExactBuckets if job.exact else Buckets
         self._allocate = allocate
-        self.buckets: Buckets | None = None if allocate is None else kind(self.params, places=places, own=self.own)
+        self.buckets: Buckets | None = None
+        self.landing: Buckets | Staging | None = None  # takes gradients as autograd makes them
+        if staged is not None:
+            self.buckets = kind(self.own, hooks=False)
+            self.landing = staged(self.buckets)
+        elif allocate is not None:
+            self.landing = self.buckets = kind(self.params, places=places, own=self.own)
 
     def _look_around(self) -> None:
         """Takes the other trainers' models into view, as many as there are by now: a loss may run one of them."""
@@ -209,9 +218,6 @@ class Single(Strategy):
             )
         self.job.optimizers, self.job.schedulers = optimizers, schedulers
 
-    def form(self) -> None:
-        pass
-
     def reduce(self, bucket: Bucket) -> None:
         pass
 
@@ -223,8 +229,8 @@ class Single(Strategy):
     def abort(self, again: bool = False) -> None:
         self.statistics.restore()
         self.watch.restore()
-        if self.buckets is not None:
-            self.buckets.abandon(again)
+        if self.landing is not None:
+            self.landing.abandon(again)
 
     def rehouse(self) -> None:
         if self.buckets is not None and self._allocate is not None:
@@ -267,15 +273,20 @@ class Single(Strategy):
         sums = Sums()
         if orders.collect and width:
             sums.records = torch.zeros(orders.micro_batches, width, dtype=torch.float64, device=self.job.device)
-        if self.buckets is not None:
-            self.buckets.begin(ready, orders.micro_batches)
-        sums.strict = bool(self.statistics.certain and micro_batches)
+        if self.landing is not None:
+            self.landing.begin(ready, orders.micro_batches)
+        order = [m for m in micro_batches if not m.blank]
+        sums.strict = bool(self.statistics.certain and order)
         sums.why = _BATCHNORM if sums.strict else ""
-        order = list(reversed(micro_batches)) if orders.reverse else list(micro_batches)
-        queue = deque(merged(order, 1 if sums.strict else orders.merge))
+        order = order[::-1] if orders.reverse else order
+        blanks = [Piece([m], m.batch) for m in micro_batches if m.blank]
+        queue = deque([*blanks, *merged(order, 1 if sums.strict else orders.merge)])
         parts: list[_Part] = []
         while queue:
             piece = queue.popleft()
+            if piece.micro_batches[0].blank:
+                self._run_blank(piece, orders, last=not queue)
+                continue
             mergeable = not sums.strict or len(piece.micro_batches) == 1
             part = self._forward(piece, sums, orders) if mergeable else None
             if part is None:  # it is merged and may not be: its micro-batches one by one
@@ -283,10 +294,12 @@ class Single(Strategy):
                 continue
             if not parts:
                 orders.reached("forward")
-            if self.buckets is not None and not queue:
-                self.buckets.arm()
+            if self.landing is not None:
+                self.landing.open(last=not queue)
             mark = self.streams.mark() if orders.test and not sums.strict else ()
             part.total.mul(1.0 / orders.expected).backward()
+            if self.landing is not None:
+                self.landing.close()
             if mark and self.streams.moved(mark):
                 sums.strict, sums.why = True, "the backward draws random numbers"
             if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
@@ -296,12 +309,25 @@ class Single(Strategy):
         if orders.test and len(order) > 1 and (orders.probe or not sums.strict):
             self._test_merging(order[:2], sums)
         self._add_up(parts, sums)
-        if self.buckets is not None:
-            sums.unused = self.buckets.flush()
+        if self.landing is not None and self.buckets is not None:
+            sums.unused = self.landing.flush()
             sums.maxima = self.buckets.maxima
         else:
             sums.unused = {number for number, param in enumerate(self.params) if param.grad is None}
         return sums
+
+    def _run_blank(self, piece: Piece, orders: Orders, last: bool) -> None:
+        """One of the forwards and backwards that the other workers of a replica make more than this one: nothing of it
+        counts.
+        """
+        assert self.landing is not None
+        self.streams.seed(stream_seed(self.job.seed, orders.step, piece.micro_batches[0].index))
+        part = self._loss(piece)
+        self.landing.open(last, blank=True)
+        part.total.mul(1.0 / orders.expected).backward()
+        self.landing.close()
+        self.watch.restore()
+        self.statistics.restore()
 
     def _forward(self, piece: Piece, sums: Sums, orders: Orders) -> _Part | None:
         """Forward and loss of one piece, under the stream of its first micro-batch."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from paceline.comm.buckets import Bucket
 from paceline.comm.group import Group
@@ -35,19 +36,6 @@ class Data(Strategy):
         alike = [range(place, self.group.size, self.places) for place in range(self.places)]
         self.across = self.group.split(alike) if self.places > 1 else self.group
         self.inner.rehouse()
-
-    def form(self) -> None:
-        self.inner.form()
-        self.group.enter("the broadcast of worker 0's weights")
-        state = [*self.job.model.parameters(), *self.job.model.buffers()]
-        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for tensor in state:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-        for tensors in by_kind.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            self.group.broadcast(flat)
-            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-                tensor.copy_(part.view_as(tensor))
 
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
         self.works, self.summed, self.orders, self.told = [], [], orders, 0
@@ -89,3 +77,18 @@ class Data(Strategy):
         self.across.abandon(self.works)
         self.works = []
         self.inner.abort(again)
+
+
+def share_weights(model: nn.Module, group: Group) -> None:
+    """Makes worker 0's weights and buffers everybody's. Collective."""
+    if group.size == 1:
+        return
+    group.enter("the broadcast of worker 0's weights")
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for tensors in by_kind.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        group.broadcast(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))

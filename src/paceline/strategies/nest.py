@@ -5,16 +5,20 @@ from __future__ import annotations
 from paceline.comm.group import Group
 from paceline.plan import Plan
 from paceline.strategies.base import Job, Single, Strategy
-from paceline.strategies.data import Data
-from paceline.strategies.shard import Shard
+from paceline.strategies.data import Data, share_weights
+from paceline.strategies.shard import FullyShard, Shard
 
 
-def nest(plan: Plan, job: Job, group: Group, elastic: bool) -> Strategy:
-    """The plan's strategies, outermost first around `Single`. An `elastic` team may be of one worker and grow."""
+def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False) -> Strategy:
+    """The plan's strategies, outermost first around `Single`. An `elastic` team may be of one worker and grow; where
+    the others do not make this trainer now, it is `known` to them. Collective if it is not.
+    """
+    if not known:
+        share_weights(job.model, group)
     if plan.shard is not None and plan.shard > 1:
-        size = plan.shard
-        replica = group.split([range(first, first + size) for first in range(0, group.size, size)])
-        return Data(Shard(job, replica), group, job, places=size)
+        replica = group.replica(plan.shard)
+        inner = Shard(job, replica) if plan.zero == 1 else FullyShard(job, replica, reshard=plan.zero == 3)
+        return Data(inner, group, job, places=plan.shard)
     if group.size == 1 and not elastic:
         return Single(job, group.allocate if plan.exact else None)
     return Data(Single(job, group.allocate), group, job)

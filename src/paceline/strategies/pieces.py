@@ -16,7 +16,8 @@ from paceline.errors import UsageError
 @dataclass
 class MicroBatch:
     """One micro-batch: its number in the grid, its rows, the collated batch, and where the rows came from. Where other
-    workers compute a part of it, `part` are the rows of the batch that are to be taken here.
+    workers compute a part of it, `part` are the rows of the batch that are to be taken here. A `blank` one is run only
+    because the other workers of a replica run more.
     """
 
     index: int
@@ -24,6 +25,7 @@ class MicroBatch:
     batch: Any
     source: str = ""
     part: range | None = None
+    blank: bool = False
 
     def take_part(self) -> bool:
         """Leaves the rows of this worker's part; whether they can be told from the others."""
