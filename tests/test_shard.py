@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import find_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
 from launching import train_basics
+from torch import nn
 
+from paceline.comm.buckets import Buckets
+from paceline.comm.exact import ExactBuckets
+from paceline.comm.group import Group
 from paceline.comm.places import Places
+from paceline.comm.staging import Staging
+from paceline.step import exact_sum
+from paceline.strategies.fully_shard import blocks_of
+from paceline.world import World
 
 PLANS = {
     "data": (1, ""),
@@ -17,6 +29,9 @@ PLANS = {
     "shard=2 zero=1": (2, "shard=2 zero=1"),
     "shard=3 zero=1": (3, "shard=3 zero=1"),
     "data=2 shard=2 zero=1": (4, "data=2 shard=2 zero=1"),
+    "shard=2 zero=2": (2, "shard=2 zero=2"),
+    "shard=3": (3, "shard=3"),
+    "data=2 shard=2": (4, "data=2 shard=2"),
 }
 BODY = (
     "from pathlib import Path\n"
@@ -33,7 +48,7 @@ BODY = (
 def train(folder: Path, plan: str, *options: str) -> None:
     """Ten steps with `exact`, or as many as there are until the run that the options stop."""
     workers, words = PLANS[plan]
-    train_basics(folder, BODY, workers, "--plan", f"exact {words}".strip(), *options)
+    train_basics(folder, BODY, workers, "--max-restarts", "0", "--plan", f"exact {words}".strip(), *options)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +65,7 @@ def test_exact_has_the_bytes_of_one_worker(plan: str, undisturbed: Path, tmp_pat
         assert (tmp_path / name).read_bytes() == (undisturbed / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", PLANS)
 @pytest.mark.parametrize("first", PLANS)
 def test_what_any_plan_saved_any_plan_resumes(first: str, then: str, undisturbed: Path, tmp_path: Path) -> None:
@@ -67,3 +83,138 @@ def test_who_has_which_rows() -> None:
             chunks = [part.tolist() for part in torch.arange(length).chunk(count)]
             assert [list(rows) for rows in cuts if rows] == chunks
             assert [row for rows in cuts for row in rows] == list(range(length))
+
+
+@given(st.data())
+def test_the_exact_squares_do_not_depend_on_who_has_which_rows(data: st.DataObject) -> None:
+    shapes = data.draw(st.lists(st.sampled_from([(), (1,), (7,), (3, 5), (40, 9)]), min_size=1, max_size=4))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    scales = data.draw(st.lists(st.integers(-30, 30), min_size=len(shapes), max_size=len(shapes)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
+    grads = [
+        torch.randn(shape, generator=generator, dtype=dtype) * 2.0**scale
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+
+    def squares(places: Places) -> torch.Tensor:
+        whole = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+        own = [places.cut(param) for param in whole]
+        buckets = ExactBuckets(whole, places=places, own=own)
+        buckets.largest = [float(grad.abs().max()) for grad in grads]
+        for param, grad in zip(own, grads, strict=True):
+            param.grad = places.of(grad, places.me).clone()
+        return buckets.squares(micro_batches=8)
+
+    alone = squares(Places(1, 0))
+    for count in (2, 3):
+        assert torch.equal(sum(squares(Places(count, place)) for place in range(count)), alone)
+    true = exact_sum([x * x for grad in grads for x in grad.double().reshape(-1).tolist()])
+    assert exact_sum(alone.tolist()) == pytest.approx(true, rel=1e-12)
+
+
+@given(st.data())
+def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> None:
+    """Whatever comes, in any order or not at all, the sums are those of all micro-batches that are not blank."""
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+    exact = data.draw(st.booleans())
+    own = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(sizes)), max_size=3)) | {0, len(sizes)})
+    blocks = [range(a, b) for a, b in itertools.pairwise(cuts)]
+    kind = ExactBuckets if exact else Buckets
+    home = kind(own, hooks=False)
+    home.largest = [8.0] * len(sizes) if exact else []
+    staging = Staging(home, [param.shape for param in own], blocks, Group(World()))
+    handed: list[int] = []
+    backwards = data.draw(st.lists(st.booleans(), min_size=1, max_size=4))  # whether it is blank
+    expected, used = [torch.zeros(size) for size in sizes], set()
+    staging.begin(lambda bucket: handed.append(bucket.index), micro_batches=4)
+    for place, blank in enumerate(backwards):
+        staging.open(last=place + 1 == len(backwards), blank=blank)
+        order = data.draw(st.permutations(range(len(sizes))))
+        for number in order[: data.draw(st.integers(0, len(sizes)))]:
+            param = nn.Parameter(torch.zeros(sizes[number]))
+            param.grad = torch.full((sizes[number],), float(number + place + 1))
+            if blank:
+                param.grad.fill_(float("nan"))
+            else:
+                expected[number] += param.grad
+                used.add(number)
+            staging.land(number, param)
+            assert param.grad is None
+        assert not handed or place + 1 == len(backwards)
+        staging.close()
+    assert staging.flush() == set(range(len(sizes))) - used
+    if exact:
+        assert home.settle(home.maxima)
+    assert handed == list(range(len(home.buckets)))
+    assert all(torch.equal(param.grad, want) for param, want in zip(own, expected, strict=True))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+
+def test_blocks_are_what_repeats() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([Layer(), Layer(), Layer()])
+    model.heads = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.LayerNorm(2)})
+    model.odd = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Conv1d(1, 1, 1))
+    assert list(blocks_of(model)) == ["layers.0", "layers.1", "layers.2"]
+    model.tied = model.layers[1].inner[0]
+    assert list(blocks_of(model)) == ["layers.0", "layers.2"]
+    assert blocks_of(nn.Linear(2, 2)) == {}
+
+
+REFUSED = {
+    "a loss": (
+        [],
+        "plan='shard=2 zero=1', optimizer=lambda p: torch.optim.SGD(p, lr=1), model=net",
+        "PlanError: a team with shard=2 cannot lose workers and go on yet; "
+        "add --max-restarts 0: a loss then ends the run, and the same command resumes it",
+    ),
+    "no dimensions": (
+        ["--max-restarts", "0"],
+        "plan='shard=2', optimizer=lambda p: torch.optim.SGD(p, lr=1), model=Scaled",
+        "UsageError: parameter scale has no dimensions and cannot be cut in rows; make its shape (1,), or say zero=1",
+    ),
+    "fused": (
+        ["--max-restarts", "0"],
+        "plan='shard=2 exact', optimizer=lambda p: torch.optim.SGD(p, lr=1, fused=True), model=net",
+        "UsageError: SGD runs fused and would round the rows of a shard other than in the whole; "
+        "leave fused out, or exact",
+    ),
+    "torch.distributed": (
+        ["--max-restarts", "0"],
+        "plan='shard=2', optimizer=lambda p: (torch.optim.SGD(p, lr=1)), model=(other_group() or net)",
+        "UsageError: the script has initialised torch.distributed, whose default group the plan needs; "
+        "leave init_process_group out, or say zero=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_sharded_is_refused(case: str, tmp_path: Path) -> None:
+    options, trainer, said = REFUSED[case]
+    body = (
+        "class Scaled(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.scale, self.inner = nn.Parameter(torch.tensor(1.0)), nn.Linear(10, 2)\n"
+        "def other_group():\n"
+        "    store = torch.distributed.HashStore()\n"
+        "    torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+        f"t = paceline.Trainer(loss=cross_entropy, global_batch=24, {trainer})\n"
+    )
+    done = train_basics(tmp_path, body, 2, *options, code=2)
+    assert said in " ".join(done.stderr.split()), done.stderr
+
+
+def test_the_blocks_are_told(tmp_path: Path) -> None:
+    body = BODY.replace("count=10", "count=1")
+    done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "shard=2")
+    said = "parameters are gathered in 2 blocks: 0 to 2 (Linear)"
+    assert said in " ".join(done.stderr.split())
+    journal = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
+    assert said in [entry.get("what") for entry in journal if entry["event"] == "decision"]

@@ -67,6 +67,7 @@ def evaluate(
                     sums[base + micro_batch.index] = _pairs(found)
             base += len(grid.cut(count))
             rows += count
+    job.rest()
     return {**_together(team, sums, base), "n": rows}
 
 

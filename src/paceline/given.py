@@ -84,6 +84,14 @@ def optimizers_of(made: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     return optimizers
 
 
+def refuse_fused(optimizers: Sequence[Optimizer]) -> None:
+    """With `exact` and shards: why, see `fused`."""
+    for one in optimizers:
+        if any(group.get("fused") for group in one.param_groups):
+            what = f"{type(one).__name__} runs fused and would round the rows of a shard other than in the whole"
+            raise UsageError(what, "leave fused out, or exact")
+
+
 def fused(optimizers: list[Optimizer], device: torch.device, exact: bool) -> list[str]:
     """Lets optimizers whose user left `fused` open run fused, where torch can; the names of those that do now.
 

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch.backends.cpu import get_cpu_capability
 
-from paceline.checkpoint.export import write_model
+from paceline.checkpoint.export import write_together
 from paceline.checkpoint.files import FOLDER, folder_of
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
@@ -270,9 +270,9 @@ class Run:
             return
         for member in self.members:
             member.flush()
+        out, params = self._check["out"], dict(model.named_parameters())
+        write_together({name: p.detach().double() for name, p in params.items()}, Path(f"{out}.safetensors"), self.main)
         if self.main:
-            out, params = self._check["out"], dict(model.named_parameters())
-            write_model({name: p.detach().double() for name, p in params.items()}, Path(f"{out}.safetensors"))
             dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
             Path(f"{out}.json").write_text(json.dumps({"dtype": dtype, "mixes": mixes}))
         self._left = True

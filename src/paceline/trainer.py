@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.adopt import adopted
-from paceline.checkpoint.export import write_model
+from paceline.checkpoint.export import write_together
 from paceline.data.balance import Balance
 from paceline.data.loader import Feed, Place, Source
-from paceline.errors import UsageError
+from paceline.errors import PlanError, UsageError
 from paceline.evaluate import evaluate
 from paceline.given import (
     Schedule,
@@ -28,6 +28,7 @@ from paceline.given import (
     digest_of,
     fused,
     optimizers_of,
+    refuse_fused,
     refuse_twins,
     scheduler_of,
     settle_arithmetic,
@@ -100,6 +101,11 @@ class Trainer:
         self.plan = Plan.parse(said).validate(run.team.world.size)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
+        if (self.plan.shard or 1) > 1 and run.team.operations.elastic:
+            raise PlanError(
+                f"a team with shard={self.plan.shard} cannot lose workers and go on yet",
+                "add --max-restarts 0: a loss then ends the run, and the same command resumes it",
+            )
         run.begin(str(self.plan), origin, seed, self._device)
         self._streams = Streams(self._device)
         self.model = self._build(model)
@@ -113,7 +119,12 @@ class Trainer:
         self._job = job
         known = run.knows(self._number)
         self._top = nest(self.plan, job, self._group, run.team.operations.elastic, known)
+        for what, why in job.decisions:
+            run.decide(self._number, what, why)
+            run.say(what)
         optimizers = optimizers_of(optimizer(list(job.own.items())))
+        if self.plan.exact and self.plan.shard:
+            refuse_fused(optimizers)
         self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         for name in fused(optimizers, self._device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
@@ -400,8 +411,7 @@ class Trainer:
     def export(self, path: str | Path) -> None:
         """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""
         self._together("export()")
-        if self._run.main:
-            write_model(self.model.state_dict(), Path(path))
+        write_together(self.model.state_dict(), Path(path), self._run.main)
 
     def stop(self) -> None:
         """Ends the training when the loop asks for its next step; the run then counts as finished. Collective."""

@@ -10,15 +10,16 @@ import os
 import re
 import shutil
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from paceline.checkpoint.deferred import deferred, float_named
+from paceline.checkpoint.deferred import Deferred, deferred, float_named
 from paceline.checkpoint.files import Checkpoint, checkpoints_of, find_checkpoint, grouped, list_checkpoints, write_cure
 from paceline.checkpoint.storage import flush_folder, write_file
-from paceline.checkpoint.tensorfile import DTYPES, size_text, write_tensors
+from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks, write_tensors
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, PacelineError, UsageError
 
@@ -27,6 +28,20 @@ _MARK = "paceline-export.json"  # says which files of a folder an export wrote, 
 _OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz", ".h5", ".onnx", ".gguf")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 State = Mapping[str, torch.Tensor]
+
+
+def write_together(state: State, out: Path, main: bool) -> None:
+    """Writes `state` as `write_model` does, on the `main` worker. Tensors that are in shards are gathered one after
+    another, by all workers, which therefore call this together.
+    """
+    whole: dict[str, torch.Tensor] = {
+        name: Deferred(value.full_tensor, value.shape, value.dtype) if hasattr(value, "full_tensor") else value
+        for name, value in state.items()
+    }
+    if main:
+        write_model(whole, out)
+    elif any(isinstance(value, Deferred) for value in whole.values()):
+        deque(tensor_chunks(whole), maxlen=0)
 
 
 def write_model(state: State, out: Path) -> int:

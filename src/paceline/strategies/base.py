@@ -24,6 +24,7 @@ from paceline.comm.staging import Staging
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import Agreed, Part, exact_sum, stream_seed
 from paceline.strategies.pieces import MicroBatch, Piece, join, merged
+from paceline.strategies.state import in_rows, load_optimizer, optimizer_state, own_rows, same_number
 from paceline.strategies.streams import Streams
 from paceline.strategies.watch import OTHERS, BatchStatistics, BufferWatch
 
@@ -61,6 +62,8 @@ class Job:
     named: dict[str, nn.Parameter] = field(default_factory=dict)
     own: dict[str, nn.Parameter] = field(default_factory=dict)
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
+    rest: Callable[[], None] = lambda: None  # frees what forwards without a backward have gathered
+    decisions: list[tuple[str, str]] = field(default_factory=list)  # made by strategies: what, why
 
     def arithmetic(self) -> AbstractContextManager[Any]:
         """The context of forward and loss: autocast where the plan says `precision`."""
@@ -184,7 +187,7 @@ class Single(Strategy):
         places: Places = ALONE,
         staged: Callable[[Buckets], Staging] | None = None,
     ) -> None:
-        self.job = job
+        self.job, self.places = job, places
         self.params = list(job.named.values())
         job.own = job.own or {name: places.cut(param) for name, param in job.named.items()}
         self.own = list(job.own.values())
@@ -468,19 +471,26 @@ class Single(Strategy):
         largest = self.buckets.largest if self.buckets is not None else []
         return {
             "model": dict(self.job.model.state_dict(keep_vars=True)),
-            "optimizers": [_optimizer_state(optimizer, self.names) for optimizer in self.job.optimizers],
+            "optimizers": [self._optimizer_state(optimizer) for optimizer in self.job.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
             "exact": dict(zip(self.job.named, largest, strict=False)),
         }
+
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        packed = optimizer_state(optimizer, self.names)
+        if self.places.count > 1:
+            in_rows(packed, type(optimizer).__name__, self.job.own, self.job.named, self.places)
+        return packed
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.job.model.load_state_dict(state["model"], strict=True)
         if "optimizers" not in state:  # weights from elsewhere, to begin with
             return
-        _same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
-        _same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
+        same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
+        same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
-            _load_optimizer(optimizer, saved, self.names)
+            mine = saved if self.places.count == 1 else own_rows(saved, self.job.named, self.places)
+            load_optimizer(optimizer, mine, self.names)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(dict(saved))
         if self.job.exact and self.buckets is not None:
@@ -531,44 +541,3 @@ def _bare(value: Any) -> Any:
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
-
-
-def _same_number(what: str, saved: int, now: int) -> None:
-    if saved != now:
-        raise UsageError(
-            f"the checkpoint holds {saved} {what}, the script makes {now}",
-            "make the same ones as in the run that is resumed, or start a new run",
-        )
-
-
-def _optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    groups = [
-        {
-            **{k: v for k, v in group.items() if k != "param_names"},
-            "params": [names[id(p)] for p in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-    return {
-        "groups": groups,
-        "state": {names[id(param)]: dict(value) for param, value in optimizer.state.items()},
-    }
-
-
-def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    _same_number("parameter groups", len(saved["groups"]), len(optimizer.param_groups))
-    current = optimizer.state_dict()
-    numbers: dict[str, int] = {}
-    groups = []
-    for group, packed, old in zip(optimizer.param_groups, current["param_groups"], saved["groups"], strict=True):
-        here = [names[id(param)] for param in group["params"]]
-        if set(here) != set(old["params"]):
-            odd = sorted(set(here) ^ set(old["params"]))
-            raise UsageError(
-                f"parameter group of the optimizer differs from the checkpoint's in {', '.join(odd[:5])}",
-                "make the same groups as in the run that is resumed, or start a new run",
-            )
-        numbers.update(zip(here, packed["params"], strict=True))
-        groups.append({**packed, **{k: v for k, v in old.items() if k != "params"}})
-    state = {numbers[name]: dict(value) for name, value in saved["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})

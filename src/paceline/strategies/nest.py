@@ -6,7 +6,7 @@ from paceline.comm.group import Group
 from paceline.plan import Plan
 from paceline.strategies.base import Job, Single, Strategy
 from paceline.strategies.data import Data, share_weights
-from paceline.strategies.shard import FullyShard, Shard
+from paceline.strategies.shard import Shard
 
 
 def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False) -> Strategy:
@@ -17,8 +17,11 @@ def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False)
         share_weights(job.model, group)
     if plan.shard is not None and plan.shard > 1:
         replica = group.replica(plan.shard)
-        inner = Shard(job, replica) if plan.zero == 1 else FullyShard(job, replica, reshard=plan.zero == 3)
-        return Data(inner, group, job, places=plan.shard)
+        if plan.zero == 1:
+            return Data(Shard(job, replica), group, job, places=plan.shard)
+        from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
+
+        return Data(FullyShard(job, replica, reshard=plan.zero == 3), group, job, places=plan.shard)
     if group.size == 1 and not elastic:
         return Single(job, group.allocate if plan.exact else None)
     return Data(Single(job, group.allocate), group, job)

@@ -1,0 +1,82 @@
+"""The state of optimizers by the user's own parameter names, whole or in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.comm.places import Places, Rows
+from paceline.errors import UsageError
+
+
+def same_number(what: str, saved: int, now: int) -> None:
+    if saved != now:
+        raise UsageError(
+            f"the checkpoint holds {saved} {what}, the script makes {now}",
+            "make the same ones as in the run that is resumed, or start a new run",
+        )
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """The groups, and what is kept for each parameter; `names` are those of the tensors it holds, by identity."""
+    groups = [
+        {
+            **{k: v for k, v in group.items() if k != "param_names"},
+            "params": [names[id(p)] for p in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return {
+        "groups": groups,
+        "state": {names[id(param)]: dict(value) for param, value in optimizer.state.items()},
+    }
+
+
+def in_rows(
+    packed: dict[str, Any], kind: str, own: Mapping[str, nn.Parameter], whole: Mapping[str, Any], at: Places
+) -> None:
+    """Marks what an optimizer of some `kind` keeps for each element of the `own` rows of the `whole` parameters."""
+    for name, kept in packed["state"].items():
+        for key, value in kept.items():
+            if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != own[name].shape):
+                continue
+            if value.shape != own[name].shape:
+                what = f"{kind} keeps a tensor of shape {tuple(value.shape)} for {name}"
+                cure = "shard the state of optimizers that keep numbers for each element, as AdamW or SGD"
+                raise UsageError(f"{what}, {tuple(own[name].shape)} of which are here", cure)
+            kept[key] = Rows(value, at, tuple(whole[name].shape))
+
+
+def own_rows(packed: Mapping[str, Any], whole: Mapping[str, Any], at: Places) -> dict[str, Any]:
+    """The same with the own rows of whole tensors."""
+
+    def cut(name: str, value: Any) -> Any:
+        is_whole = isinstance(value, torch.Tensor) and value.shape == whole[name].shape
+        return at.of(value, at.me) if is_whole else value
+
+    state = {name: {key: cut(name, value) for key, value in kept.items()} for name, kept in packed["state"].items()}
+    return {**packed, "state": state}
+
+
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    """Takes over what `optimizer_state` told. Raises UsageError where the groups differ."""
+    same_number("parameter groups", len(saved["groups"]), len(optimizer.param_groups))
+    current = optimizer.state_dict()
+    numbers: dict[str, int] = {}
+    groups = []
+    for group, packed, old in zip(optimizer.param_groups, current["param_groups"], saved["groups"], strict=True):
+        here = [names[id(param)] for param in group["params"]]
+        if set(here) != set(old["params"]):
+            odd = sorted(set(here) ^ set(old["params"]))
+            raise UsageError(
+                f"parameter group of the optimizer differs from the checkpoint's in {', '.join(odd[:5])}",
+                "make the same groups as in the run that is resumed, or start a new run",
+            )
+        numbers.update(zip(here, packed["params"], strict=True))
+        groups.append({**packed, **{k: v for k, v in old.items() if k != "params"}})
+    state = {numbers[name]: dict(value) for name, value in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
