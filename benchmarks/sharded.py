@@ -1,19 +1,27 @@
-"""A training step of torch's fully_shard over gloo, and over Paceline's transport.
+"""A training step of a sharded Trainer beside torch's fully_shard by hand, over Paceline's transport and over gloo.
 
-    python benchmarks/sharded.py [--rounds 15] [--record FILE]
+    python benchmarks/sharded.py [MODEL ...] [--levels 1 2 3] [--rounds 15] [--record FILE]
 
-Two teams of two workers train the MLP of 64 M parameters with the same loop, each linear layer sharded for itself, and
-take turns like the sides of step_time.py. They differ in the backend's name and in nothing else: both are surrounded
-by what `paceline run` surrounds its workers with (cores, allocator, huge pages), one thread each. The losses of both
-must agree to 1e-5 of their size in every step.
+Teams of two workers take turns like the sides of step_time.py, all surrounded by what `paceline run` surrounds its
+workers with (cores, allocator, huge pages), one thread each. For the levels 2 and 3:
+
+trainer   `paceline run --plan "shard=2 zero=LEVEL"`
+paceline  fully_shard as people write it, the same blocks, over Paceline's transport
+gloo      the same over gloo
+
+For level 1 the sides are `shard=2 zero=1` and `data=2` of a Trainer. All get the same rows, in one micro-batch for each
+worker; their losses must agree to 1e-4 of their size in every step.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,74 +31,126 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
-from turns import WARM_UP, WORKERS, Processes, compare, give, launch, medians, record, take
+from turns import WARM_UP, WORKERS, Processes, Taken, compare, give, launch, medians, record, take
 
+import paceline
 from paceline.comm.autoload import register
 from paceline.launch.surroundings import surround
 
-SIDES, MODEL, AGREE = ("paceline", "gloo"), "mlp 64M", 1e-5
+AGREE = 1e-4
+BLOCKS = (nn.Linear, nn.TransformerEncoderLayer)
 
 
-def training(rank: int, steps: int) -> Iterator[float]:
+def by_hand(model: str, level: int, steps: int) -> Iterator[float]:
     """The loop as people write it."""
-    job, mesh = JOBS[MODEL], init_device_mesh("cpu", (WORKERS,))
+    job, mesh, rank = JOBS[model], init_device_mesh("cpu", (WORKERS,)), dist.get_rank()
     torch.manual_seed(0)
-    model = job.model()
-    for layer in model.children():
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    update = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    net = job.model()
+    lists = (part for part in net.modules() if isinstance(part, nn.ModuleList | nn.Sequential))
+    for block in (block for parts in list(lists) for block in parts if isinstance(block, BLOCKS)):
+        fully_shard(block, mesh=mesh, reshard_after_forward=level == 3)
+    fully_shard(net, mesh=mesh, reshard_after_forward=None if level == 3 else False)
+    update = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     data = job.data(steps * job.global_batch)
-    sampler: DistributedSampler[object] = DistributedSampler(data, WORKERS, rank)
+    sampler: DistributedSampler[object] = DistributedSampler(data, WORKERS, rank, shuffle=False)
     for batch in DataLoader(data, batch_size=job.global_batch // WORKERS, sampler=sampler):
         update.zero_grad()
-        loss = job.loss(model(batch[0]), batch)
+        loss = job.loss(net(batch[0]), batch)
         loss.backward()
         update.step()
         yield loss.item()
 
 
-def worker(backend: str, address: str, steps: int) -> None:
-    register()
-    dist.init_process_group(backend)
-    stepping = training(dist.get_rank(), steps)
-    take(address, backend, dist.get_rank(), stepping)
-    dist.destroy_process_group()
+def ours(model: str, plan: str, steps: int) -> Iterator[float]:
+    job = JOBS[model]
+
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return job.model()
+
+    def order(position: int, size: int, seed: int, epoch: int) -> int:
+        """The rows that DistributedSampler deals."""
+        batch, place = divmod(position, job.global_batch)
+        worker, row = divmod(place, job.global_batch // WORKERS)
+        return batch * job.global_batch + row * WORKERS + worker
+
+    trainer = paceline.Trainer(
+        model=seeded,
+        loss=job.loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4),
+        global_batch=job.global_batch,
+        plan=f"{plan} micro={job.global_batch // WORKERS}",
+    )
+    for report in trainer.steps(job.data(steps * job.global_batch), count=steps, order=order):
+        yield report.loss
 
 
-def start(backend: str, address: str, steps: int) -> Processes:
+def worker(side: str, address: str, model: str, level: int, steps: int) -> None:
+    rank = int(os.environ.get("RANK", os.environ.get("PACELINE_RANK", "0")))
+    if side in ("trainer", "data"):
+        stepping = ours(model, "data=2" if side == "data" else f"shard={WORKERS} zero={level}", steps)
+    else:
+        register()
+        dist.init_process_group(side)
+        stepping = by_hand(model, level, steps)
+    take(address, side, rank, stepping)
+    if side not in ("trainer", "data"):
+        dist.destroy_process_group()
+
+
+def start(model: str, level: int, steps: int, folder: Path, side: str, address: str) -> Processes:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    script = [str(Path(__file__).resolve()), "--worker", side, address, model, str(level), str(steps)]
+    if side in ("trainer", "data"):
+        command = ["-m", "paceline.cli", "run", "--quiet", "--workers", str(WORKERS), "--run-dir", str(folder / side)]
+        command += ["--save-every", "1000000", "--max-restarts", "0"]
+        return [subprocess.Popen([sys.executable, *command, *script], env=environment)]
     variables, pins, _ = surround(WORKERS, environment, sorted(os.sched_getaffinity(0)))
-    script = [str(Path(__file__).resolve()), "--worker", backend, address, str(steps)]
     return launch(script, environment | variables, pins)
 
 
-def apart(losses: dict[str, list[list[float]]]) -> float:
-    """The largest relative difference of two losses of the same worker and step."""
-    ours, theirs = (torch.tensor(losses[side], dtype=torch.float64) for side in SIDES)
-    return float(((ours - theirs).abs() / theirs.abs()).max())
+def apart(taken: Taken) -> float:
+    """The largest relative difference of two sides' losses in a step, the mean over the workers."""
+    means = torch.tensor([taken.losses[side] for side in taken.losses], dtype=torch.float64).mean(1)
+    return float(((means - means[0]).abs() / means[0].abs()).max())
+
+
+def measure(model: str, level: int, rounds: int) -> dict[str, object]:
+    sides = ("trainer", "data") if level == 1 else ("trainer", "paceline", "gloo")
+    each = JOBS[model].steps
+    steps = WARM_UP + each * rounds + 1
+    with tempfile.TemporaryDirectory() as folder:
+        taken = give(sides, partial(start, model, level, steps, Path(folder)), rounds, each)
+    medians(f"{model}, zero={level}", taken.seconds)
+    found: dict[str, object] = {"seconds": taken.seconds}
+    for other in sides[1:]:
+        found |= compare(taken.seconds, "trainer", other)
+    if level > 1:
+        found |= compare(taken.seconds, "paceline", "gloo")
+    found["losses apart"] = apart(taken)
+    print(f"  losses {found['losses apart']:.1e} apart at most")
+    assert apart(taken) <= AGREE, "all sides must give the same training"
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["mlp 64M", "gpt 10M"], metavar="MODEL")
+    parser.add_argument("--levels", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
-    each = JOBS[MODEL].steps
-    steps = WARM_UP + each * options.rounds
-    taken = give(SIDES, lambda backend, address: start(backend, address, steps), options.rounds, each)
-    medians(f"fully_shard, {MODEL}", taken.seconds)
-    found = {"seconds": taken.seconds, **compare(taken.seconds, *SIDES), "losses apart": apart(taken.losses)}
-    losses = taken.losses[SIDES[0]][0]
-    print(f"  losses: {losses[0]:.4f} at first, {losses[-1]:.4f} at last, {found['losses apart']:.1e} apart at most")
-    assert found["losses apart"] <= AGREE, "both backends must give the same training"
-    if options.record:
-        record(options.record, workers=WORKERS, threads=1, results={MODEL: found})
+    results: dict[str, dict[str, object]] = {}
+    for model in options.models:
+        for level in options.levels:
+            results.setdefault(model, {})[f"zero={level}"] = measure(model, level, options.rounds)
+            if options.record:
+                record(options.record, workers=WORKERS, threads=1, results=results)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+        side, address, model, level, steps = sys.argv[2:]
+        worker(side, address, model, int(level), int(steps))
     else:
         main()

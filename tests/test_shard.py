@@ -20,7 +20,7 @@ from paceline.comm.group import Group
 from paceline.comm.places import Places
 from paceline.comm.staging import Staging
 from paceline.step import exact_sum
-from paceline.strategies.fully_shard import blocks_of
+from paceline.strategies.blocks import blocks_of
 from paceline.world import World
 
 PLANS = {

@@ -59,9 +59,11 @@ class Plan:
     context: int | None = _word("N", "the sequence cut in N parts", axis=True)
     micro: int | None = _word("N", "rows of a micro-batch; an eighth of the global batch unless said", built=True)
     codec: str | None = _word("bf16|fp16|int8|topk:R|powersgd:R|sign|auto", "gradients on the wire")
-    precision: str | None = _word("bf16|fp16", "arithmetic of forward and backward", built=("bf16",))
-    recompute: str | None = _word("blocks", "activations are computed again in backward, which saves memory")
-    compile: bool = _word("", "torch.compile")
+    precision: str | None = _word("bf16|fp16", "arithmetic of forward and backward", built=True)
+    recompute: str | None = _word(
+        "blocks", "activations are computed again in backward, which saves memory", built=True
+    )
+    compile: bool = _word("", "torch.compile", built=True)
     exact: bool = _word("", "bit-identical for any number of workers", built=True)
     auto: bool = _word("", "the planner decides")
 
@@ -98,6 +100,13 @@ class Plan:
             known = ", ".join(_usage(row, built=True) for row in fields(Plan) if row.metadata["built"])
             raise PlanError(f"{' '.join(unbuilt)} {verb} not built yet", f"use only what is: {known}")
         return replace(whole, data=data)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether micro-batches are executed whole and one after another: together they would round other than apart,
+        which `exact` forbids and makes other sums overflow in fp16; or workers run a model that is in pieces together.
+        """
+        return self.exact or self.precision == "fp16" or self.zero in (2, 3)
 
     def _said(self) -> Iterator[tuple[Field[Any], Any, str]]:
         """What was said: the row of the table, the value, and the word as it is written."""

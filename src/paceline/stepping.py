@@ -19,6 +19,7 @@ from paceline.step import Agreed, VectorLayout, exact_sum
 from paceline.strategies.base import Job, Orders, Strategy, Sums
 from paceline.strategies.merging import Merging
 from paceline.strategies.pieces import MicroBatch, to_device
+from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
 
 
@@ -57,6 +58,7 @@ class Stepper:
     streams: Streams
     merging: Merging
     balance: Balance | None = None
+    scaling: LossScale | None = None
     done: int = 0
     expected: float = 0.0
     layout: VectorLayout | None = None
@@ -158,19 +160,20 @@ class OneStep:
         of.run.team.operations.reached("loading")
         whole = self._load()
         loaded = time.perf_counter()
+        self._scale = 1.0 if of.scaling is None else of.scaling.scale
         self._orders = Orders(
             step=self.number,
-            expected=of.expected or float(whole.rows),
+            expected=(of.expected or float(whole.rows)) / self._scale,
             micro_batches=whole.count,
             merge=of.merging.size,
-            test=of.merging.undecided and not of.plan.exact and of.plan.zero not in (2, 3),
+            test=of.merging.undecided and not of.plan.one_by_one,
             collect=group.size > 1 or of.plan.exact,
             probe=of.run.probing,
             reverse=of.run.reverse,
             cure=whole.cure,
             reached=of.run.team.operations.reached,
         )
-        if of.run.team.operations.ahead.giving and not of.plan.exact:  # whose sums are not in their last form before
+        if of.run.team.operations.ahead.giving and not (of.plan.exact or of.scaling):  # sums in their last form only
             self._orders.summed = self._summed
         with of.streams.lent():
             group.enter(self._name, check=False, kind="gradients")
@@ -180,7 +183,7 @@ class OneStep:
                 computed = time.perf_counter()
                 self.agreed = self._agree(sums, whole, of.updated + computed - began)
                 divided = whole.fine and self.agreed.strict > 0
-                if not sums.redo and not divided:
+                if not sums.redo and not divided and not self._overflows():
                     break
                 of.top.abort(again=True)
                 if divided and of.balance is not None:  # it draws or remembers now: everybody takes whole ones
@@ -205,10 +208,24 @@ class OneStep:
         self._of.run.team.operations.ahead.put(self._of.trainer, self._ahead, flat)
         self._ahead += 1
 
+    def _overflows(self) -> bool:
+        """Whether the gradients are too large for the loss scale; then the step is computed again with half of it."""
+        self._squares: float | None = None
+        if self._of.scaling is None or not math.isfinite(self.agreed.loss):
+            return False
+        self._squares = exact_sum(self._of.top.squares(self._orders).tolist())
+        if math.isfinite(self._squares) or self._scale <= 1:
+            return False
+        self._scale /= 2
+        self._orders.expected *= 2
+        return True
+
     def settle(self) -> Any:
         """The norm of the mean gradient."""
         self._of.run.team.operations.reached("reduced")
-        squares = exact_sum(self._of.top.squares(self._orders).tolist())
+        squares = self._squares
+        if squares is None:
+            squares = exact_sum(self._of.top.squares(self._orders).tolist())
         norm = math.sqrt(squares) * self._orders.expected / self.agreed.count
         if not math.isfinite(norm):
             raise NonFiniteLossError(
@@ -229,6 +246,8 @@ class OneStep:
         of.top.update(self._sums, self.agreed, self._orders, self.norm)
         of.done = self.number + 1
         of.expected = self.agreed.count
+        if of.scaling is not None and (why := of.scaling.took(self._scale)):
+            of.run.decide(of.trainer, f"loss scale {of.scaling.scale:g} from step {of.done + 1}", why)
         ended = time.perf_counter()
         of.updated = ended - reduced
         self.spent |= {"reduce": reduced - self._computed, "update": of.updated}

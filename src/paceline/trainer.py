@@ -43,6 +43,7 @@ from paceline.strategies.base import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import nest
 from paceline.strategies.pieces import MicroBatch, cut, rows_of
+from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
 from paceline.team.operations import Simple
 
@@ -130,11 +131,13 @@ class Trainer:
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         # Workers that gather a model's parameters from one another run it equally often, and one way.
         self._together_run = self.plan.shard or 1 if self.plan.zero in (2, 3) else 1
-        merging = Merging(self._device, never=run.reverse or self.plan.exact)
+        merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
         self._stepper = Stepper(run, self._number, job, self._top, self.plan, self._streams, merging)
+        if precision == "fp16":
+            self._stepper.scaling = LossScale()
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         if self._grid is not None and run.team.world.shares is None and self._together_run == 1:
-            whole = run.reverse or self.plan.exact
+            whole = run.reverse or self.plan.one_by_one
             self._stepper.balance = Balance(self._grid, run.team.operations.members, whole)
         self._ledger = Ledger()
         self._phases: list[Phase] = []
@@ -434,6 +437,7 @@ class Trainer:
             "exact": strategy["exact"],
             "steps": self.steps_done,
             "expected": self._stepper.expected,
+            "scaling": None if (scaling := self._stepper.scaling) is None else [scaling.scale, scaling.good],
             "grid": [self._grid.global_batch, self._grid.micro] if self._grid else None,
             "phases": [phase.saved() for phase in self._phases],
             "stopped": self._stopped,
@@ -467,6 +471,8 @@ class Trainer:
             return
         self._top.load(mine)
         self._stepper.done, self._stepper.expected = mine["steps"], mine["expected"]
+        if self._stepper.scaling is not None and mine.get("scaling"):
+            self._stepper.scaling = LossScale(*mine["scaling"])
         if not newcomer:
             return
         self._phases = [Phase(**phase) for phase in mine["phases"]]

@@ -21,6 +21,7 @@ from paceline.comm.places import Places, Rows
 from paceline.comm.staging import Staging
 from paceline.errors import UsageError
 from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
+from paceline.strategies.blocks import NONE, WHY, blocks_of, told
 from paceline.strategies.pieces import MicroBatch
 
 
@@ -39,8 +40,12 @@ class FullyShard(Strategy):
         shapes = [param.shape for param in job.named.values()]
         replica.lend_to_torch()
         mesh = init_device_mesh(job.device.type, (replica.size,))
-        self.blocks = blocks_of(job.model)
         _refuse(job.model)
+        self.blocks = blocks_of(job.model)
+        groups = _groups(list(job.named), list(self.blocks))
+        rest = ", and the rest" if groups[-1] else ""
+        what = f"parameters are gathered in {len(self.blocks) + bool(rest)} blocks: {told(self.blocks)}{rest}"
+        job.decisions.append((what, WHY) if self.blocks else ("all parameters are gathered at once", NONE))
         for block in self.blocks.values():
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False)
@@ -48,8 +53,6 @@ class FullyShard(Strategy):
         job.rest = self._rest
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
         job.own = {name: nn.Parameter(_local(param)) for name, param in job.named.items()}
-        groups = _groups(list(job.named), list(self.blocks))
-        job.decisions.append(_told(self.blocks, rest=bool(groups[-1])))
         self._hooked: dict[int, nn.Parameter] = {}
         self.inner = Single(job, None, self.places, partial(self._staged, shapes, groups))
         numbers = {name: number for number, name in enumerate(job.named)}
@@ -107,40 +110,6 @@ class FullyShard(Strategy):
         self.inner.abort(again)
         assert isinstance(self.job.model, FSDPModule)
         self.job.model.reset_iter_state()
-
-
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The parts of a model that repeat, by name: children of one kind in a list or a sequence, as a transformer's
-    layers are. One whose parameters are also used elsewhere is none.
-    """
-    found: dict[str, nn.Module] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if any(prefix.startswith(f"{name}.") or prefix == name for name in found):
-            continue
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            children = {n: c for n, c in module.named_children() if next(c.parameters(), None) is not None}
-            kinds = [type(child) for child in children.values()]
-            dot = f"{prefix}." if prefix else ""
-            found |= {f"{dot}{n}": child for n, child in children.items() if kinds.count(type(child)) > 1}
-    return {name: block for name, block in found.items() if not _shares(model, name, block)}
-
-
-def _told(blocks: Mapping[str, nn.Module], rest: bool) -> tuple[str, str]:
-    if not blocks:
-        return "all parameters are gathered at once", "no part of the model repeats"
-    lists: dict[tuple[str, str], list[str]] = {}
-    for name, block in blocks.items():
-        path, _, last = name.rpartition(".")
-        lists.setdefault((path, type(block).__name__), []).append(last)
-    told = [f"{path + '.' if path else ''}{names[0]} to {names[-1]} ({kind})" for (path, kind), names in lists.items()]
-    what = f"parameters are gathered in {len(blocks) + rest} blocks: {', '.join(told)}{', and the rest' * rest}"
-    return what, "children of one kind in a list or a sequence are blocks"
-
-
-def _shares(model: nn.Module, name: str, block: nn.Module) -> bool:
-    own = {id(param) for param in block.parameters()}
-    named = model.named_parameters(remove_duplicate=False)
-    return any(id(param) in own and not other.startswith(f"{name}.") for other, param in named)
 
 
 def _refuse(model: nn.Module) -> None:

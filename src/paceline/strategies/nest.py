@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.comm.group import Group
 from paceline.plan import Plan
 from paceline.strategies.base import Job, Single, Strategy
+from paceline.strategies.blocks import compiled, recompute
 from paceline.strategies.data import Data, share_weights
 from paceline.strategies.shard import Shard
 
@@ -15,7 +16,12 @@ def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False)
     """
     if not known:
         share_weights(job.model, group)
-    if plan.shard is not None and plan.shard > 1:
+    sharded = plan.shard is not None and plan.shard > 1
+    if plan.recompute:
+        job.decisions.append(recompute(job.model))
+    if plan.compile:
+        job.decisions.append(compiled(job.model, sharded and plan.zero != 1, plan.exact))
+    if plan.shard is not None and sharded:
         replica = group.replica(plan.shard)
         if plan.zero == 1:
             return Data(Shard(job, replica), group, job, places=plan.shard)

@@ -1,0 +1,72 @@
+"""The blocks of a model: what repeats in it, as a transformer's layers do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import UsageError
+
+WHY, NONE = "children of one kind in a list or a sequence are blocks", "no part of the model repeats"
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a model that repeat, by name: children of one kind in a list or a sequence, as a transformer's
+    layers are. One whose parameters are also used elsewhere is none.
+    """
+    found: dict[str, nn.Module] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if any(prefix.startswith(f"{name}.") or prefix == name for name in found):
+            continue
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            children = {n: c for n, c in module.named_children() if next(c.parameters(), None) is not None}
+            kinds = [type(child) for child in children.values()]
+            dot = f"{prefix}." if prefix else ""
+            found |= {f"{dot}{n}": child for n, child in children.items() if kinds.count(type(child)) > 1}
+    return {name: block for name, block in found.items() if not _shares(model, name, block)}
+
+
+def told(blocks: Mapping[str, nn.Module]) -> str:
+    """Their names, a list's together: ``layers.0 to 11 (Layer)``."""
+    lists: dict[tuple[str, str], list[str]] = {}
+    for name, block in blocks.items():
+        path, _, last = name.rpartition(".")
+        lists.setdefault((path, type(block).__name__), []).append(last)
+    return ", ".join(
+        f"{path + '.' if path else ''}{names[0]} to {names[-1]} ({kind})" for (path, kind), names in lists.items()
+    )
+
+
+def recompute(model: nn.Module) -> tuple[str, str]:
+    """Lets the activations of each block be computed again in its backward (Chen et al., "Training Deep Nets with
+    Sublinear Memory Cost", 2016), with the same random draws. Returns what was decided, and why; UsageError without
+    blocks.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        raise UsageError("no part of the model repeats, so there are no blocks to recompute", "leave recompute out")
+    for block in blocks.values():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return f"activations are recomputed in {len(blocks)} blocks: {told(blocks)}", WHY
+
+
+def compiled(model: nn.Module, by_block: bool, exact: bool) -> tuple[str, str]:
+    """Lets torch.compile make kernels for the model, or `by_block` for each block; keys stay as they are. With `exact`
+    for every shape its own: otherwise what a worker saw before would decide by which one it computes.
+    """
+    blocks = blocks_of(model) if by_block else {}
+    for module in blocks.values() or [model]:  # what is inside of hooks, which gather parameters
+        module.forward = torch.compile(module.forward, dynamic=False if exact else None)
+    if not blocks:
+        return "the model is compiled as a whole", "compile" if not by_block else NONE
+    return f"{len(blocks)} blocks are compiled: {told(blocks)}", "what gathers their parameters comes in between"
+
+
+def _shares(model: nn.Module, name: str, block: nn.Module) -> bool:
+    own = {id(param) for param in block.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return any(id(param) in own and not other.startswith(f"{name}.") for other, param in named)

@@ -1,0 +1,152 @@
+"""fp16 with a loss scale that all agree on, recomputed blocks, compiled ones: beside plain PyTorch in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from launching import train_basics
+from oracle import apart
+from safetensors.torch import load_file
+from torch import nn
+
+from paceline import sample_index, stream_seed
+from paceline.strategies.scaling import FIRST, GROWTH, LossScale
+
+LOUD = 500.0  # what the loss is multiplied by: its gradients overflow fp16 at the first scale
+BODY = (
+    "def model(): return nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 2))\n"
+    "def loud(output, batch): return LOUD * F.cross_entropy(output, batch[1])\n"
+    "t = paceline.Trainer(model, loud, lambda params: torch.optim.AdamW(params, lr=0.01), global_batch=24,\n"
+    "    clip_norm=1.0, forward=lambda model, batch: model(batch[0].float()))\n"
+    "for r in t.steps(data, count=12): pass\n"
+    "t.export('out.safetensors')\n"
+).replace("LOUD", str(LOUD))
+
+
+def rows() -> torch.utils.data.TensorDataset:
+    x = torch.randn(96, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def by_hand() -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The weights, and the loss scales that were tried and left."""
+    torch.manual_seed(stream_seed(0, 0, -1))
+    model = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 2))
+    optimizer, data = torch.optim.AdamW(model.parameters(), lr=0.01), rows()
+    scale, said = FIRST, []
+    for step in range(12):
+        epoch, first = divmod(24 * step, 96)
+        found = [sample_index(place, 96, 0, epoch) for place in range(first, first + 24)]
+        tried = scale
+        while True:
+            model.zero_grad()
+            for some in (found[start : start + 3] for start in range(0, 24, 3)):
+                x, y = (torch.stack(column) for column in zip(*(data[i] for i in some), strict=True))
+                with torch.autocast("cpu", torch.float16):
+                    loss = LOUD * F.cross_entropy(model(x.float()), y, reduction="sum")
+                (loss * (tried / 24)).backward()
+            if all(bool(p.grad.isfinite().all()) for p in model.parameters()):
+                break
+            tried /= 2
+        if tried < scale:
+            said.append(f"loss scale {tried:g} from step {step + 2}")
+        scale = tried
+        for param in model.parameters():
+            param.grad /= scale
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return dict(model.state_dict()), said
+
+
+def scales(folder: Path) -> list[str]:
+    journal = (json.loads(line) for line in (folder / "out" / "journal.jsonl").read_text().splitlines())
+    told = (entry["what"] for entry in journal if entry["event"] == "decision")
+    return [what for what in told if what.startswith("loss scale")]
+
+
+def train(folder: Path, workers: int, words: str) -> Path:
+    train_basics(folder, BODY, workers, "--max-restarts", "0", "--plan", words)
+    return folder / "out.safetensors"
+
+
+@pytest.mark.parametrize(("workers", "words"), [(1, ""), (2, ""), (2, "shard=2 zero=1"), (3, "shard=3")])
+def test_fp16_takes_the_decisions_of_one_process(workers: int, words: str, tmp_path: Path) -> None:
+    weights, said = by_hand()
+    assert said, "the gradients were to overflow"
+    found = train(tmp_path, workers, f"precision=fp16 {words}")
+    assert scales(tmp_path) == said
+    assert apart(load_file(found), weights) <= 1e-3
+
+
+def test_fp16_with_exact_has_the_bytes_of_one_worker(tmp_path: Path) -> None:
+    found = []
+    for workers, words in ((1, ""), (2, ""), (2, "shard=2 zero=1"), (3, "shard=3")):
+        folder = tmp_path / f"{workers} {words}"
+        folder.mkdir()
+        found.append((train(folder, workers, f"precision=fp16 exact {words}").read_bytes(), scales(folder)))
+    assert found[0][1]
+    assert all(one == found[0] for one in found)
+
+
+def test_the_scale_survives_a_resume(tmp_path: Path) -> None:
+    train_basics(tmp_path, BODY, 1, "--plan", "precision=fp16 exact", "--steps", "5")
+    told = scales(tmp_path)
+    train(tmp_path, 2, "precision=fp16 exact shard=2")
+    assert scales(tmp_path) == told  # it overflowed in the first step, and never again
+    resumed = (tmp_path / "out.safetensors").read_bytes()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    assert train(alone, 1, "precision=fp16 exact").read_bytes() == resumed
+
+
+def test_the_scale_grows_after_many_good_steps() -> None:
+    scale = LossScale()
+    assert scale.took(FIRST / 4) == "the gradients overflowed with a larger one"
+    assert [bool(scale.took(scale.scale)) for _ in range(GROWTH)] == [False] * (GROWTH - 1) + [True]
+    assert (scale.scale, scale.good) == (FIRST / 2, 0)
+
+
+@pytest.mark.parametrize("words", ["recompute=blocks", "recompute=blocks shard=2 zero=1", "recompute=blocks shard=2"])
+def test_recomputed_blocks_have_the_same_bytes(words: str, tmp_path: Path) -> None:
+    body = BODY.replace("nn.ReLU(), nn.Linear(24, 2)", "nn.Dropout(0.3), nn.Linear(24, 2)")
+    found = []
+    for plan in ("exact", f"exact {words}"):
+        folder = tmp_path / plan
+        folder.mkdir()
+        train_basics(folder, body, 2, "--max-restarts", "0", "--plan", plan)
+        found.append((folder / "out.safetensors").read_bytes())
+    assert found[0] == found[1]
+
+
+def test_a_model_without_blocks_is_not_recomputed(tmp_path: Path) -> None:
+    body = "t = make(model=lambda: nn.Linear(10, 2).double())\n"
+    done = train_basics(tmp_path, body, 1, "--plan", "recompute=blocks", code=2)
+    said = "UsageError: no part of the model repeats, so there are no blocks to recompute; leave recompute out"
+    assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "shard=2 zero=1", "shard=2 zero=2", "shard=2", "shard=2 recompute=blocks"])
+def test_compiled_models_train_alike_and_keep_their_keys(words: str, tmp_path: Path) -> None:
+    found = []
+    for plan in (words, f"compile {words}"):
+        folder = tmp_path / f"plan {plan}"
+        folder.mkdir()
+        train_basics(folder, BODY, 2, "--max-restarts", "0", "--plan", plan)
+        found.append(load_file(folder / "out.safetensors"))
+        assert ("compiled" in (folder / "out" / "journal.jsonl").read_text()) == ("compile" in plan)
+    assert apart(found[1], found[0]) <= 1e-5
+
+
+@pytest.mark.slow
+def test_a_compiled_model_with_exact_has_the_bytes_of_one_worker(tmp_path: Path) -> None:
+    found = []
+    for workers in (1, 3):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        found.append(train(folder, workers, "compile exact").read_bytes())
+    assert found[0] == found[1]
