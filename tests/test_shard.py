@@ -115,10 +115,10 @@ def test_the_exact_squares_do_not_depend_on_who_has_which_rows(data: st.DataObje
 @given(st.data())
 def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> None:
     """Whatever comes, in any order or not at all, the sums are those of all micro-batches that are not blank."""
-    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+    sizes = data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=8))
     exact = data.draw(st.booleans())
     own = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(sizes)), max_size=3)) | {0, len(sizes)})
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(sizes)))) | {0, len(sizes)})
     blocks = [range(a, b) for a, b in itertools.pairwise(cuts)]
     kind = ExactBuckets if exact else Buckets
     home = kind(own, hooks=False)

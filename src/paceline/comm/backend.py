@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from paceline.comm.channel import Channel
 from paceline.comm.engine import Operation, Steps
 from paceline.comm.hosts import interface_of
+from paceline.comm.shared import Arena
 from paceline.errors import PeerLostError
 from paceline.world import offer_nccl_interface
 
@@ -163,9 +164,15 @@ class ProcessGroup(dist.ProcessGroup):
     @_collective(c10d.ReduceScatterOptions)
     def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
         flat, back = _flat(_real(out))
-        return self._reduce_scatter(flat, _rows(_flat(_real(tensor))[0], self._size), back, opts, [out])
+        whole, _ = _flat(_real(tensor))
+        parts = _rows(whole, self._size)
+        own = parts[self._rank].data_ptr() == flat.data_ptr()
+        arena = self.channel.in_arena(whole) if own else None
+        return self._reduce_scatter(flat, parts, back, opts, [out], arena)
 
-    def _reduce_scatter(self, flat: torch.Tensor, parts: Tensors, back: Back, opts: Any, outcome: Any) -> Operation:
+    def _reduce_scatter(
+        self, flat: torch.Tensor, parts: Tensors, back: Back, opts: Any, outcome: Any, arena: Arena | None = None
+    ) -> Operation:
         op, reduction = _reduction(opts, flat.dtype)
         lengths = [len(part) for part in parts]
         _fits("reduce_scatter", flat, lengths, self._rank)
@@ -173,7 +180,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         def steps(fp: int) -> Steps:
             if uneven is None:
-                yield from self.channel.hosts.reduce_scatter(flat, parts, _summed(op), reduction, fp)
+                yield from self.channel.hosts.reduce_scatter(flat, parts, _summed(op), reduction, fp, arena)
             else:
                 yield from self.channel.hosts.all_reduce(uneven, _summed(op), reduction, fp)
                 flat.copy_(uneven.split(lengths)[self._rank])

@@ -230,16 +230,18 @@ class Buckets:
     def offer(self, bucket: Bucket) -> None:
         """Writes the own rows of the parameters where their gradients were, which have been used."""
         for number in bucket.members:
-            self._wires[number][self.places.me][0].copy_(self.own[number].detach().reshape(-1))
+            _copy(self._wires[number][self.places.me][0], self.own[number].detach().reshape(-1))
 
-    def take(self, bucket: Bucket) -> None:
-        """Reads the rows of the other places into the parameters, once their offers are in the bucket."""
+    def take(self, bucket: Bucket, stretches: Sequence[torch.Tensor]) -> None:
+        """Reads the rows of the other places into the parameters, from what each has offered."""
+        start = 0
         for number in bucket.members:
             whole = self.params[number].detach()
-            for place, (wire, *_) in enumerate(self._wires[number]):
+            for place in range(self.places.count):
                 if place != self.places.me:
                     target = self.places.of(whole, place)
-                    target.copy_(wire.view(target.shape))
+                    _copy(target, stretches[place][start : start + target.numel()].view(target.shape))
+            start += self.places.width(whole.shape)
 
     def adopt(self) -> None:
         """What has been written into the sums are the gradients of the own parameters."""

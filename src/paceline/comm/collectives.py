@@ -129,6 +129,24 @@ def reduce_scatter(
         _reduce_all(sources, reduction, out[start : start + length])
 
 
+def reduce_scatter_in_place(shared: Shared, arena: Arena, reduction: Reduction, fp: int) -> Steps:
+    """Reduces everybody's tensors of an arena, each place its own stretch of them, in its own memory."""
+    yield shared.arrive(fp)
+    step = max(1, CHUNK // arena.parts[0].itemsize)
+    rows = [part.view(shared.count, -1)[shared.me] for part in arena.parts]
+    order = [shared.me, *shared.others] if shared.count == 2 else range(shared.count)
+    scratch = torch.empty(step, dtype=rows[0].dtype)
+    for start in range(0, len(rows[0]), step):
+        pieces = [rows[place][start : start + step] for place in order]
+        if shared.count == 2:  # either way round it is the same sum
+            reduction(pieces[0], pieces[1], out=pieces[0])
+        else:
+            whole = scratch[: len(pieces[0])]
+            _reduce_all(pieces, reduction, whole)
+            pieces[shared.me].copy_(whole)
+    yield shared.arrive(fp)
+
+
 def all_to_all(shared: Shared, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], fp: int) -> Steps:
     """Each worker's `ins[place]` becomes that place's `outs[this place]`; lengths may differ, as flat bytes.
 

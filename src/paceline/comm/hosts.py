@@ -254,11 +254,21 @@ class Hosts:
             out.copy_(whole[host, place])
 
     def reduce_scatter(
-        self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, reduction: Any, fp: int
+        self,
+        out: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        op: Any,
+        reduction: Any,
+        fp: int,
+        arena: Arena | None = None,
     ) -> Steps:
+        """`arena`: this host's workers' tensors in shared memory, of which `parts` are stretches and `out` the own."""
         if self.leaders is None:
             assert self.shared is not None
-            yield from collectives.reduce_scatter(self.shared, out, parts, reduction, fp)
+            if arena is not None:
+                yield from collectives.reduce_scatter_in_place(self.shared, arena, reduction, fp ^ 1)
+            else:
+                yield from collectives.reduce_scatter(self.shared, out, parts, reduction, fp)
             return
         whole = torch.cat(list(parts))
         yield from self.all_reduce(whole, op, reduction, fp)

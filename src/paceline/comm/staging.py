@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from paceline.comm.buckets import Bucket, Buckets, Wires, in_two_parts, zeros
+from paceline.comm.buckets import Allocate, Bucket, Buckets, Wires, in_two_parts, zeros
 from paceline.comm.group import Group
 from paceline.comm.places import Places
 
@@ -26,6 +26,7 @@ class _Stage:
 
     flat: torch.Tensor
     wires: list[Wires]
+    shared: bool
     written: set[int] = field(default_factory=set)
 
 
@@ -57,11 +58,14 @@ class Staging:
         home.elements = [shape.numel() for shape in shapes]
         self.places = Places(group.size, group.rank)
         self._shapes = shapes
-        pools: dict[tuple[torch.Size, ...], list[_Stage]] = {}
-        self._blocks = [
-            _Block(list(members), pools.setdefault(tuple(shapes[number] for number in members), []))
-            for members in blocks
-        ]
+        alike: dict[tuple[torch.Size, ...], list[list[int]]] = {}
+        for members in blocks:
+            alike.setdefault(tuple(shapes[number] for number in members), []).append(list(members))
+        pools = {
+            key: [self._make(some[0], group.allocate) for _ in range(min(len(some), UNDER_WAY + 1))]
+            for key, some in alike.items()
+        }
+        self._blocks = [_Block(list(members), pools[tuple(shapes[number] for number in members)]) for members in blocks]
         self._of = {number: place for place, block in enumerate(self._blocks) for number in block.members}
         self._works: deque[tuple[dist.Work | None, _Block, _Stage, bool]] = deque()
         self._open = self._last = self._blank = False
@@ -126,15 +130,21 @@ class Staging:
     def _stage(self, block: _Block) -> _Stage:
         """Where the block's gradients of this micro-batch are written."""
         if block.stage is None:
-            block.stage = block.free.pop() if block.free else self._make(block)
+            block.stage = self._free(block) or self._make(block.members, zeros)
             block.stage.written.clear()
         return block.stage
 
-    def _make(self, block: _Block) -> _Stage:
-        like = self.home.params[block.members[0]]
-        shapes = [self._shapes[number] for number in block.members]
-        stretches, wires = self.home.lay_out(shapes, self.places, zeros, like.dtype, like.device)
-        return _Stage(stretches.view(-1), wires)
+    def _free(self, block: _Block) -> _Stage | None:
+        """A stage that is free, maybe after a wait; None: all are held by blocks that are not whole yet."""
+        while not block.free and any(other.free is block.free for _, other, _, _ in self._works):
+            self._arrive()
+        return block.free.pop() if block.free else None
+
+    def _make(self, members: Sequence[int], allocate: Allocate) -> _Stage:
+        like = self.home.params[members[0]]
+        shapes = [self._shapes[number] for number in members]
+        stretches, wires = self.home.lay_out(shapes, self.places, allocate, like.dtype, like.device)
+        return _Stage(stretches.view(-1), wires, shared=allocate is not zeros)
 
     def _send(self) -> None:
         """The next block leaves."""
@@ -145,11 +155,30 @@ class Staging:
             if number not in stage.written:
                 for wire in (wire for levels in wires for wire in levels):
                     wire.zero_()
-        self._works.append((self.group.start_scatter(stage.flat), block, stage, self._last))
         block.landed.clear()
         block.stage = None
+        if not stage.shared:
+            stage = self._shared(block, stage)
+        self._works.append((self.group.start_scatter(stage.flat), block, stage, self._last))
         while self._works and (len(self._works) > UNDER_WAY or _over(self._works[0][0])):
             self._arrive()
+
+    def _shared(self, block: _Block, stage: _Stage) -> _Stage:
+        """The same in memory that the workers of a host share: all send from the same kind. What is not whole yet gives
+        its own up, if need be.
+        """
+        if (found := self._free(block)) is not None:
+            found.flat.copy_(stage.flat)
+            return found
+        holder = next(
+            other for other in self._blocks if other.free is block.free and other.stage and other.stage.shared
+        )
+        assert holder.stage is not None
+        found, held = holder.stage, holder.stage.flat.clone()
+        found.flat.copy_(stage.flat)
+        stage.flat.copy_(held)
+        stage.written, holder.stage = set(found.written), stage
+        return found
 
     def _arrive(self) -> None:
         """The first of those under way is there: its memory is free."""

@@ -64,8 +64,9 @@ class Shard(Strategy):
         assert buckets is not None
         for bucket in buckets.buckets:  # by way of the memory of the gradients, which have been used
             buckets.offer(bucket)
-            self.replica.gather_stretches(bucket.flat)
-            buckets.take(bucket)
+        gathered = self.replica.gather_stretches([bucket.flat for bucket in buckets.buckets])
+        for bucket, stretches in zip(buckets.buckets, gathered, strict=True):
+            buckets.take(bucket, stretches)
 
     def abort(self, again: bool = False) -> None:
         self.replica.abandon([work for work, _ in self._works])
