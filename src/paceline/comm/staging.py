@@ -26,22 +26,40 @@ class _Stage:
 
     flat: torch.Tensor
     wires: list[Wires]
-    shared: bool
+    taken: bool = False  # by a block that is not where it belongs yet
     written: set[int] = field(default_factory=set)
 
 
 @dataclass
+class _Pool:
+    """The stages of blocks that are laid out alike. These use them in turn, on all workers the same one. `used` counts
+    the blocks before this micro-batch, `gone` those that have left in it.
+    """
+
+    stages: list[_Stage]
+    blocks: int = 0
+    used: int = 0
+    gone: int = 0
+
+
+@dataclass
 class _Block:
-    """The numbers of the parameters whose gradients travel together, and the stages that are free."""
+    """The numbers of the parameters whose gradients travel together; of its pool it is the one with this `turn`."""
 
     members: list[int]
-    free: list[_Stage]
+    pool: _Pool
+    turn: int
     landed: set[int] = field(default_factory=set)
     stage: _Stage | None = None
 
     @property
     def whole(self) -> bool:
         return len(self.landed) == len(self.members)
+
+    @property
+    def place(self) -> _Stage:
+        """The stage that it leaves in."""
+        return self.pool.stages[(self.pool.used + self.turn) % len(self.pool.stages)]
 
 
 class Staging:
@@ -58,14 +76,14 @@ class Staging:
         home.elements = [shape.numel() for shape in shapes]
         self.places = Places(group.size, group.rank)
         self._shapes = shapes
-        alike: dict[tuple[torch.Size, ...], list[list[int]]] = {}
+        self._pools: dict[tuple[torch.Size, ...], _Pool] = {}
+        self._blocks: list[_Block] = []
         for members in blocks:
-            alike.setdefault(tuple(shapes[number] for number in members), []).append(list(members))
-        pools = {
-            key: [self._make(some[0], group.allocate) for _ in range(min(len(some), UNDER_WAY + 1))]
-            for key, some in alike.items()
-        }
-        self._blocks = [_Block(list(members), pools[tuple(shapes[number] for number in members)]) for members in blocks]
+            pool = self._pools.setdefault(tuple(shapes[number] for number in members), _Pool([]))
+            if len(pool.stages) <= UNDER_WAY:
+                pool.stages.append(self._make(members, group.allocate))
+            self._blocks.append(_Block(list(members), pool, pool.blocks))
+            pool.blocks += 1
         self._of = {number: place for place, block in enumerate(self._blocks) for number in block.members}
         self._works: deque[tuple[dist.Work | None, _Block, _Stage, bool]] = deque()
         self._open = self._last = self._blank = False
@@ -105,6 +123,8 @@ class Staging:
         """The backward has ended: what got no gradient in it goes as zeros."""
         while self._next < len(self._blocks):
             self._send()
+        for pool in self._pools.values():
+            pool.used, pool.gone = pool.used + pool.blocks, 0
         self._open = False
 
     def flush(self) -> set[int]:
@@ -122,6 +142,10 @@ class Staging:
         for block in self._blocks:
             block.landed.clear()
             block.stage = None
+        for pool in self._pools.values():
+            pool.used, pool.gone = 0, 0
+            for stage in pool.stages:
+                stage.taken = False
         self._open = False
         self.home.abandon(again)
 
@@ -130,55 +154,41 @@ class Staging:
     def _stage(self, block: _Block) -> _Stage:
         """Where the block's gradients of this micro-batch are written."""
         if block.stage is None:
-            block.stage = self._free(block) or self._make(block.members, zeros)
+            while block.place.taken and any(stage is block.place for _, _, stage, _ in self._works):
+                self._arrive()
+            # Gradients may come before those of blocks that leave before: then their place is still another's.
+            early = block.place.taken or block.turn - block.pool.gone >= len(block.pool.stages)
+            block.stage = self._make(block.members, zeros) if early else block.place
+            block.stage.taken = True
             block.stage.written.clear()
         return block.stage
-
-    def _free(self, block: _Block) -> _Stage | None:
-        """A stage that is free, maybe after a wait; None: all are held by blocks that are not whole yet."""
-        while not block.free and any(other.free is block.free for _, other, _, _ in self._works):
-            self._arrive()
-        return block.free.pop() if block.free else None
 
     def _make(self, members: Sequence[int], allocate: Allocate) -> _Stage:
         like = self.home.params[members[0]]
         shapes = [self._shapes[number] for number in members]
         stretches, wires = self.home.lay_out(shapes, self.places, allocate, like.dtype, like.device)
-        return _Stage(stretches.view(-1), wires, shared=allocate is not zeros)
+        return _Stage(stretches.view(-1), wires)
 
     def _send(self) -> None:
         """The next block leaves."""
         block = self._blocks[self._next]
         self._next += 1
-        stage = self._stage(block)
+        stage, place = self._stage(block), block.place
         for number, wires in zip(block.members, stage.wires, strict=True):
             if number not in stage.written:
                 for wire in (wire for levels in wires for wire in levels):
                     wire.zero_()
+        if stage is not place:
+            while place.taken:
+                self._arrive()
+            place.flat.copy_(stage.flat)
+            place.taken = True
         block.landed.clear()
         block.stage = None
-        if not stage.shared:
-            stage = self._shared(block, stage)
-        self._works.append((self.group.start_scatter(stage.flat), block, stage, self._last))
+        block.pool.gone += 1
+        self._works.append((self.group.start_scatter(place.flat), block, place, self._last))
         while self._works and (len(self._works) > UNDER_WAY or _over(self._works[0][0])):
             self._arrive()
-
-    def _shared(self, block: _Block, stage: _Stage) -> _Stage:
-        """The same in memory that the workers of a host share: all send from the same kind. What is not whole yet gives
-        its own up, if need be.
-        """
-        if (found := self._free(block)) is not None:
-            found.flat.copy_(stage.flat)
-            return found
-        holder = next(
-            other for other in self._blocks if other.free is block.free and other.stage and other.stage.shared
-        )
-        assert holder.stage is not None
-        found, held = holder.stage, holder.stage.flat.clone()
-        found.flat.copy_(stage.flat)
-        stage.flat.copy_(held)
-        stage.written, holder.stage = set(found.written), stage
-        return found
 
     def _arrive(self) -> None:
         """The first of those under way is there: its memory is free."""
@@ -187,7 +197,7 @@ class Staging:
         self._works.popleft()
         for number, wires in zip(block.members, stage.wires, strict=True):
             self.home.add(number, wires[self.places.me])
-        block.free.append(stage)
+        stage.taken = False
         for number in block.members if last else ():
             self.home.complete(number)
 
