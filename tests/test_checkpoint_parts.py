@@ -17,6 +17,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint.deferred import Deferred
 from paceline.checkpoint.export import write_model
 from paceline.checkpoint.files import checkpoints_of
+from paceline.comm.places import Places, Rows
 from paceline.errors import CheckpointError
 
 SHAPES = st.lists(
@@ -30,7 +31,7 @@ def test_writers_share_a_state_equally_and_all_of_it(shapes: list[tuple[int, ...
     tensors = {str(number): torch.empty(shape, device="meta") for number, shape in enumerate(shapes)}
     alone = dict(list(tensors.items())[:own])
     common = {name: tensor for name, tensor in tensors.items() if name not in alone}
-    plan = files.layout(alone, common, writers, "aaaaaaaa", file_bytes=3 << 20)
+    plan = files.layout(alone, common, {}, range(writers), "aaaaaaaa", file_bytes=3 << 20)
     assert len(plan) == writers
     names = [file for part in plan for file in part]
     assert len(names) == len(set(names))
@@ -46,6 +47,36 @@ def test_writers_share_a_state_equally_and_all_of_it(shapes: list[tuple[int, ...
     assert max(dealt) - sum(dealt) / writers <= 2 * max(widest, default=0)
 
 
+@given(st.data())
+def test_who_has_rows_writes_them_once(data: st.DataObject) -> None:
+    """Of what is in pieces, each row is dealt to one of the workers that have it; where nobody can, that is said."""
+    count, replicas = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    writers = sorted(data.draw(st.sets(st.integers(0, count * replicas - 1), min_size=1)))
+
+    def rows(place: int) -> dict[str, Rows]:
+        at = Places(count, place)
+        wholes = {str(number): torch.arange(3 * length).view(length, 3) for number, length in enumerate(lengths)}
+        return {name: Rows(at.of(whole, place), at, tuple(whole.shape)) for name, whole in wholes.items()}
+
+    places = {rank % count for rank in writers}
+    missing = [Places(count).rows(length, p) for length in lengths for p in range(count) if p not in places]
+    if any(missing):
+        said = refusal(CheckpointError, files.layout, {}, {}, rows(0), writers, "aaaaaaaa")
+        assert said.startswith("nobody who has rows ")
+        assert said.endswith("; give a folder that all hosts share, or a URL, as --checkpoints")
+        return
+    plan = files.layout({}, {}, rows(0), writers, "aaaaaaaa")
+    assert all(files.layout({}, {}, rows(place), writers, "aaaaaaaa") == plan for place in range(count))
+    for name, length in enumerate(lengths):
+        written = []
+        for rank, part in zip(writers, plan, strict=True):
+            for key, piece in (slice_ for held in part.values() for slice_ in held if slice_[0] == str(name)):
+                assert piece is not None
+                written += files.take(rows(rank % count)[key], piece).tolist()
+        assert sorted(written) == torch.arange(3 * length).view(length, 3).tolist()
+
+
 def test_parts_of_several_writers_are_one_checkpoint(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     state = {
@@ -56,7 +87,7 @@ def test_parts_of_several_writers_are_one_checkpoint(tmp_path: Path) -> None:
     }
     storage = checkpoints_of(tmp_path)
     common = {name: tensor for name, tensor in state.items() if name != "state"}
-    plan = files.layout({"state": state["state"]}, common, 5, "bbbbbbbb")
+    plan = files.layout({"state": state["state"]}, common, {}, range(5), "bbbbbbbb")
     told = {}
     for part in reversed(plan):
         assert find_checkpoint(tmp_path, lambda _: None) is None  # not before the last one has come, and the manifest

@@ -218,3 +218,27 @@ def test_the_blocks_are_told(tmp_path: Path) -> None:
     assert said in " ".join(done.stderr.split())
     journal = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
     assert said in [entry.get("what") for entry in journal if entry["event"] == "decision"]
+
+
+def test_blocks_alike_whose_workers_are_never_at_the_same_place(tmp_path: Path) -> None:
+    """Their gradients travel in memory that all use in turn: one worker is late here, another one there."""
+    body = (
+        "import random, time\n"
+        "class Late(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        x.register_hook(lambda grad: time.sleep(clock.choice([0, 0, 0.004]))) if x.requires_grad else None\n"
+        "        return super().forward(x)\n"
+        "clock = random.Random(paceline.join().rank)\n"
+        "def model(): return nn.Sequential(*[Late(16, 16) for _ in range(9)], nn.Linear(16, 2))\n"
+        "t = paceline.Trainer(model, cross_entropy, lambda params: torch.optim.SGD(params, lr=0.1), global_batch=24,\n"
+        "    forward=lambda model, batch: model(F.pad(batch[0].float(), (0, 6))))\n"
+        "for r in t.steps(data, count=6): pass\n"
+        "t.export('out.safetensors')\n"
+    )
+    found = []
+    for workers, plan in ((1, "exact"), (2, "exact shard=2 zero=2")):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        train_basics(folder, body, workers, "--max-restarts", "0", "--plan", plan)
+        found.append((folder / "out.safetensors").read_bytes())
+    assert found[0] == found[1]
