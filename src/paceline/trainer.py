@@ -18,7 +18,7 @@ from paceline.checkpoint.adopt import adopted
 from paceline.checkpoint.export import write_together
 from paceline.data.balance import Balance
 from paceline.data.loader import Feed, Place, Source
-from paceline.errors import PlanError, UsageError
+from paceline.errors import PlanError, UsageError, first_line
 from paceline.evaluate import evaluate
 from paceline.given import (
     Schedule,
@@ -109,14 +109,17 @@ class Trainer:
             )
         run.begin(str(self.plan), origin, seed, self._device)
         self._streams = Streams(self._device)
-        self.model = self._build(model)
+        # Workers that gather a model's parameters from one another run it equally often, and one way.
+        self._together_run = self.plan.shard or 1 if self.plan.zero in (2, 3) else 1
+        built: dict[str, Any] = {}
+        self.model = self._build(model, built)
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         if not named:
             raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
         precision = self.plan.precision
         form = forward or default_forward
-        job = Job(self.model, form, loss, self._device, seed, clip_norm, precision, named=named, beside=run.models)
-        job.exact = self.plan.exact
+        kept = {"named": named, "beside": run.models, "exact": self.plan.exact, **built}
+        job = Job(self.model, form, loss, self._device, seed, clip_norm, precision, **kept)
         self._job = job
         known = run.knows(self._number)
         self._top = nest(self.plan, job, self._group, run.team.operations.elastic, known)
@@ -129,8 +132,6 @@ class Trainer:
         self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         for name in fused(optimizers, self._device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
-        # Workers that gather a model's parameters from one another run it equally often, and one way.
-        self._together_run = self.plan.shard or 1 if self.plan.zero in (2, 3) else 1
         merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
         self._stepper = Stepper(run, self._number, job, self._top, self.plan, self._streams, merging)
         if precision == "fp16":
@@ -151,12 +152,25 @@ class Trainer:
         if run.tree:
             self.restore(newcomer=True)
 
-    def _build(self, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-        if not isinstance(model, nn.Module):
-            with self._streams.lent():
-                self._streams.seed(stream_seed(self._seed, 0, -1))
-                model = model()
-        return checked(model).to(self._device)
+    def _build(self, model: nn.Module | Callable[[], nn.Module], job: dict[str, Any]) -> nn.Module:
+        """The model on its device; where each worker is to keep but a part of it, and a function builds it, without
+        memory for what is large.
+        """
+        if isinstance(model, nn.Module):
+            return checked(model).to(self._device)
+        with self._streams.lent():
+            seed = stream_seed(self._seed, 0, -1)
+            self._streams.seed(seed)
+            if self._together_run > 1:
+                from paceline.strategies.blueprint import CANNOT, build  # takes a while to import
+
+                try:
+                    made, job["blueprint"] = build(model)
+                    return checked(made)
+                except CANNOT as error:
+                    job["decisions"] = [("the model is built whole on each worker", first_line(error))]
+                self._streams.seed(seed)
+            return checked(model()).to(self._device)
 
     # -- what the user reads ------------------------------------------------------------------------------------
 

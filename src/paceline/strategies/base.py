@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from paceline.strategies.pieces import MicroBatch, Piece, join, merged
 from paceline.strategies.state import in_rows, load_optimizer, optimizer_state, own_rows, same_number
 from paceline.strategies.streams import Streams
 from paceline.strategies.watch import OTHERS, BatchStatistics, BufferWatch
+
+if TYPE_CHECKING:
+    from paceline.strategies.blueprint import Blueprint
 
 Ready = Callable[[Bucket], None]
 # What a forward raises that was not made for more rows than a micro-batch has.
@@ -62,6 +65,7 @@ class Job:
     named: dict[str, nn.Parameter] = field(default_factory=dict)
     own: dict[str, nn.Parameter] = field(default_factory=dict)
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
+    blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet
     rest: Callable[[], None] = lambda: None  # frees what forwards without a backward have gathered
     decisions: list[tuple[str, str]] = field(default_factory=list)  # made by strategies: what, why
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
 
-WHY, NONE = "children of one kind in a list or a sequence are blocks", "no part of the model repeats"
+_WHY, _NONE = "children of one kind in a list or a sequence are blocks", "no part of the model repeats"
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -41,6 +41,14 @@ def told(blocks: Mapping[str, nn.Module]) -> str:
     )
 
 
+def gathered(blocks: Mapping[str, nn.Module], rest: bool) -> tuple[str, str]:
+    """What is decided where parameters are gathered block by block, and why."""
+    if not blocks:
+        return "all parameters are gathered at once", _NONE
+    others = ", and the rest" if rest else ""
+    return f"parameters are gathered in {len(blocks) + rest} blocks: {told(blocks)}{others}", _WHY
+
+
 def recompute(model: nn.Module) -> tuple[str, str]:
     """Lets the activations of each block be computed again in its backward (Chen et al., "Training Deep Nets with
     Sublinear Memory Cost", 2016), with the same random draws. Returns what was decided, and why; UsageError without
@@ -51,7 +59,7 @@ def recompute(model: nn.Module) -> tuple[str, str]:
         raise UsageError("no part of the model repeats, so there are no blocks to recompute", "leave recompute out")
     for block in blocks.values():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return f"activations are recomputed in {len(blocks)} blocks: {told(blocks)}", WHY
+    return f"activations are recomputed in {len(blocks)} blocks: {told(blocks)}", _WHY
 
 
 def compiled(model: nn.Module, by_block: bool, exact: bool) -> tuple[str, str]:
@@ -62,7 +70,7 @@ def compiled(model: nn.Module, by_block: bool, exact: bool) -> tuple[str, str]:
     for module in blocks.values() or [model]:  # what is inside of hooks, which gather parameters
         module.forward = torch.compile(module.forward, dynamic=False if exact else None)
     if not blocks:
-        return "the model is compiled as a whole", "compile" if not by_block else NONE
+        return "the model is compiled as a whole", "compile" if not by_block else _NONE
     return f"{len(blocks)} blocks are compiled: {told(blocks)}", "what gathers their parameters comes in between"
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from paceline.comm.buckets import Bucket
 from paceline.comm.group import Group
@@ -79,16 +78,16 @@ class Data(Strategy):
         self.inner.abort(again)
 
 
-def share_weights(model: nn.Module, group: Group) -> None:
-    """Makes worker 0's weights and buffers everybody's. Collective."""
+def share(tensors: Iterable[torch.Tensor], group: Group) -> None:
+    """Makes worker 0's weights everybody's. Collective."""
     if group.size == 1:
         return
     group.enter("the broadcast of worker 0's weights")
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for tensors in by_kind.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    for alike in by_kind.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         group.broadcast(flat)
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
             tensor.copy_(part.view_as(tensor))

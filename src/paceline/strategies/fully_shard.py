@@ -4,13 +4,13 @@ Data Parallel", VLDB 2023), which takes half a second to import: only plans that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Cut
@@ -21,8 +21,11 @@ from paceline.comm.places import Places, Rows
 from paceline.comm.staging import Staging
 from paceline.errors import UsageError
 from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
-from paceline.strategies.blocks import NONE, WHY, blocks_of, told
+from paceline.strategies.blocks import blocks_of, gathered
+from paceline.strategies.blueprint import Blueprint, Held, strip
 from paceline.strategies.pieces import MicroBatch
+
+Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
 
 
 class FullyShard(Strategy):
@@ -34,35 +37,67 @@ class FullyShard(Strategy):
     `Staging`, which hears of them from autograd.
     """
 
-    def __init__(self, job: Job, replica: Group, reshard: bool) -> None:
+    def __init__(
+        self,
+        job: Job,
+        replica: Group,
+        reshard: bool,
+        share: Share | None = None,
+    ) -> None:
         self.job, self.replica = job, replica
         self.places = Places(replica.size, replica.rank)
-        shapes = [param.shape for param in job.named.values()]
-        replica.lend_to_torch()
-        mesh = init_device_mesh(job.device.type, (replica.size,))
         _refuse(job.model)
         self.blocks = blocks_of(job.model)
+        shapes = [param.shape for param in job.named.values()]
         groups = _groups(list(job.named), list(self.blocks))
-        rest = ", and the rest" if groups[-1] else ""
-        what = f"parameters are gathered in {len(self.blocks) + bool(rest)} blocks: {told(self.blocks)}{rest}"
-        job.decisions.append((what, WHY) if self.blocks else ("all parameters are gathered at once", NONE))
-        for block in self.blocks.values():
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False)
-        self.mesh = mesh
+        job.decisions.append(gathered(self.blocks, rest=bool(groups[-1])))
+        self.mesh = self._shard(reshard, share)
         job.rest = self._rest
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
         job.own = {name: nn.Parameter(_local(param)) for name, param in job.named.items()}
-        self._hooked: dict[int, nn.Parameter] = {}
-        self.inner = Single(job, None, self.places, partial(self._staged, shapes, groups))
         numbers = {name: number for number, name in enumerate(job.named)}
-        for prefix, module in [*self.blocks.items(), ("", job.model)]:
-            names = groups[[*self.blocks, ""].index(prefix)]
+        blocks = [[numbers[name] for name in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names]
+        self.inner = Single(job, None, self.places, partial(self._staged, shapes, blocks))
+        self._hooked: dict[int, nn.Parameter] = {}
+        for module, names in zip([*self.blocks.values(), job.model], groups, strict=True):
             module.register_forward_pre_hook(partial(self._look, [(numbers[n], *_owner(job.model, n)) for n in names]))
 
-    def _staged(self, shapes: list[torch.Size], groups: list[list[str]], home: Buckets) -> Staging:
-        numbers = {name: number for number, name in enumerate(self.job.named)}
-        blocks = [[numbers[name] for name in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names]
+    def _shard(self, reshard: bool, share: Share | None) -> DeviceMesh:
+        """Leaves each place its rows of every parameter."""
+        job = self.job
+        self.replica.lend_to_torch()
+        mesh = init_device_mesh(job.device.type, (self.replica.size,))
+        named = dict(job.model.named_parameters())
+        held: list[Held] = []
+        if job.blueprint is not None:
+            held = job.blueprint.rest(job.model)
+            _put(held, job.device)
+            strip(job.model)
+        for block in self.blocks.values():
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False)
+        if job.blueprint is not None:
+            job.model.to_empty(device=job.device)
+            _put(held, job.device)
+            self._fill(job.blueprint, named, share)
+        return mesh
+
+    def _fill(
+        self,
+        blueprint: Blueprint,
+        named: Mapping[str, nn.Parameter],
+        share: Callable[[list[torch.Tensor]], None] | None,
+    ) -> None:
+        """One parameter after another is made, and its own rows are kept."""
+        for name, param in self.job.model.named_parameters():
+            whole = blueprint.value(named[name])
+            if share is not None:
+                share([whole])
+            _local(param).copy_(self.places.of(whole, self.places.me))
+        if share is not None:
+            share(list(self.job.model.buffers()))
+
+    def _staged(self, shapes: list[torch.Size], blocks: list[list[int]], home: Buckets) -> Staging:
         self.staging = Staging(home, shapes, blocks, self.replica)
         return self.staging
 
@@ -126,6 +161,11 @@ def _groups(names: Iterable[str], blocks: Sequence[str]) -> list[list[str]]:
         place = next((place for place, block in enumerate(blocks) if name.startswith(f"{block}.")), len(blocks))
         groups[place].append(name)
     return groups
+
+
+def _put(tensors: Iterable[Held], device: torch.device) -> None:
+    for holder, name, tensor in tensors:
+        holder[name] = tensor.to(device, copy=True)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

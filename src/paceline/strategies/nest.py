@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from paceline.comm.group import Group
 from paceline.plan import Plan
 from paceline.strategies.base import Job, Single, Strategy
 from paceline.strategies.blocks import compiled, recompute
-from paceline.strategies.data import Data, share_weights
+from paceline.strategies.data import Data, share
 from paceline.strategies.shard import Shard
 
 
@@ -14,8 +16,8 @@ def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False)
     """The plan's strategies, outermost first around `Single`. An `elastic` team may be of one worker and grow; where
     the others do not make this trainer now, it is `known` to them. Collective if it is not.
     """
-    if not known:
-        share_weights(job.model, group)
+    if not known and job.blueprint is None:
+        share([*job.model.parameters(), *job.model.buffers()], group)
     sharded = plan.shard is not None and plan.shard > 1
     if plan.recompute:
         job.decisions.append(recompute(job.model))
@@ -27,7 +29,8 @@ def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False)
             return Data(Shard(job, replica), group, job, places=plan.shard)
         from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
 
-        return Data(FullyShard(job, replica, reshard=plan.zero == 3), group, job, places=plan.shard)
+        filled = None if known else partial(share, group=group)
+        return Data(FullyShard(job, replica, plan.zero == 3, filled), group, job, places=plan.shard)
     if group.size == 1 and not elastic:
         return Single(job, group.allocate if plan.exact else None)
     return Data(Single(job, group.allocate), group, job)

@@ -1,0 +1,184 @@
+"""A model that is built without memory for its large tensors, which can be had later, one at a time, with the bits that
+they would have had.
+
+What is done to large tensors while the function builds the model is recorded, with the state of the random generator
+where it draws; for one tensor, what led to it is done again for real. The idea is that of deferred initialisation in
+torchdistx (https://pytorch.org/torchdistx).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+SMALL = 1 << 14  # elements of a tensor that is made at once: scripts look into small ones
+# What a model's function may meet where a large tensor has no values, besides errors of its own.
+CANNOT = (RuntimeError, NotImplementedError, ValueError, TypeError)
+
+
+Held = tuple[dict[str, Any], str, torch.Tensor]  # a tensor of a module: where it belongs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor without memory: which storage, and how it lies in it."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class _Deed:
+    """An operation that made or changed storages, and the generator's state if it drew."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    makes: list[int | None]  # the storage of each tensor that it returned, None where that was there before
+    writes: set[int]
+    reads: set[int]
+    stream: torch.Tensor | None
+
+
+class Blueprint(TorchDispatchMode):
+    """Records, while it is entered, what is done to large tensors; `value` is one of those for real."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        fake: Any = FakeTensorMode
+        self._fake = fake(allow_non_fake_inputs=True)
+        self._deeds: list[_Deed] = []
+        self._alive: list[torch.UntypedStorage] = []  # whose identity may not be another's later
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        given = [leaf for leaf in tree_iter((args, options)) if isinstance(leaf, torch.Tensor)]
+        large = any(isinstance(tensor, FakeTensor) for tensor in given)
+        if not large and (given or not self._makes_large(func, args, options)):
+            return func(*args, **options)
+        if func is torch.ops.aten._local_scalar_dense.default:  # somebody looks: item(), or a condition
+            return self.value(args[0]).item()
+        with self._fake:
+            found = func(*args, **options)
+        self._record(func, args, options, found)
+        return found
+
+    def _makes_large(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether an operation without tensors makes a large one on the CPU."""
+        if not any(arg.name == "device" for arg in func._schema.arguments):
+            return False
+        with self._fake:
+            found = func(*args, **options)
+        return isinstance(found, torch.Tensor) and found.numel() > SMALL and found.device.type == "cpu"
+
+    def _record(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], found: Any) -> None:
+        written = _written(func, args, options)
+        if any(not isinstance(tensor, FakeTensor) for tensor in written):
+            raise NotImplementedError(f"{func} would read a tensor that has no values yet")
+        outs = [leaf for leaf in tree_iter(found) if isinstance(leaf, torch.Tensor)]
+        fresh = {self._key(tensor) for tensor in outs} - self._known
+        if not (written or fresh):  # a view, or something about its shape
+            return
+        makes = [key if (key := self._key(tensor)) in fresh else None for tensor in outs]
+        self._known |= fresh
+        self._alive += [tensor.untyped_storage() for tensor in outs]
+        args, options = tree_map_only(torch.Tensor, self._told, (args, options))
+        reads = {leaf.storage for leaf in tree_iter((args, options)) if isinstance(leaf, _Place)}
+        stream = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            stream = torch.default_generator.get_state()
+            func(*tree_map_only(_Place, _blank, args), **tree_map_only(_Place, _blank, options))  # it moves on
+        writes = {self._key(tensor) for tensor in written} | fresh
+        self._deeds.append(_Deed(func, args, options, makes, writes, reads, stream))
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> int:
+        return int(tensor.untyped_storage()._cdata)
+
+    def _told(self, tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return tensor.clone() if tensor.numel() <= SMALL else tensor
+        offset = int(tensor.storage_offset())
+        return _Place(self._key(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor for real, on the CPU; one that has values is itself."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor.detach()
+        place: _Place = self._told(tensor)
+        wanted, todo = {place.storage}, []
+        for deed in reversed(self._deeds):
+            if deed.writes & wanted:
+                todo.append(deed)
+                wanted |= deed.reads
+        there: dict[int, torch.UntypedStorage] = {}
+
+        def real(at: _Place) -> torch.Tensor:
+            return torch.empty(0, dtype=at.dtype).set_(there[at.storage], at.offset, at.size, at.stride)
+
+        outside = torch.default_generator.get_state()
+        with torch.no_grad():
+            for deed in reversed(todo):
+                if deed.stream is not None:
+                    torch.default_generator.set_state(deed.stream)
+                args, kwargs = tree_map_only(_Place, real, (deed.args, deed.kwargs))
+                outs = [leaf for leaf in tree_iter(deed.call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+                there |= {
+                    key: out.untyped_storage() for key, out in zip(deed.makes, outs, strict=True) if key is not None
+                }
+        torch.default_generator.set_state(outside)
+        return real(place)
+
+    def rest(self, model: nn.Module) -> list[Held]:
+        """Buffers, and large tensors that modules hold besides, for real: where they belong, and which."""
+        found: list[Held] = []
+        for module in model.modules():
+            buffers = ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
+            found += [(module._buffers, name, self.value(buffer)) for name, buffer in buffers]
+            held = [(name, value) for name, value in vars(module).items() if isinstance(value, FakeTensor)]
+            found += [(vars(module), name, self.value(value)) for name, value in held]
+        return found
+
+
+def strip(model: nn.Module) -> None:
+    """Parameters without values become those of the meta device, tied ones the same one."""
+    bare: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+                module._parameters[name] = bare.setdefault(id(param), nn.Parameter(like, param.requires_grad))
+
+
+def build(function: Callable[[], Any]) -> tuple[Any, Blueprint]:
+    """What the function returns, without memory for large tensors. Raises whatever it raises, and one of `CANNOT` where
+    it looks into one of those.
+    """
+    with warnings.catch_warnings(), Blueprint() as blueprint:
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy, which then clones
+        return function(), blueprint
+
+
+def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[torch.Tensor]:
+    schema = func._schema
+    named = {arg.name: value for arg, value in zip(schema.arguments, args, strict=False)} | options
+    changed = [arg.name for arg in schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
+    return [leaf for name in changed for leaf in tree_iter(named.get(name)) if isinstance(leaf, torch.Tensor)]
+
+
+def _blank(at: _Place) -> torch.Tensor:
+    return torch.empty_strided(at.size, at.stride, dtype=at.dtype)

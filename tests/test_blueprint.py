@@ -1,0 +1,126 @@
+"""Models that are built without memory for large tensors: values, draws and ties are those of the plain one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from launching import train_basics
+from torch import nn
+
+from paceline.strategies.blueprint import SMALL, build, strip
+
+
+class Everything(nn.Module):
+    """What models do while they are built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(300, 300) for _ in range(3)])
+        self.tokens = nn.Embedding(1000, 64, padding_idx=3)
+        self.head = nn.Linear(64, 1000, bias=False)
+        self.head.weight = self.tokens.weight
+        self.image = nn.Conv2d(64, 64, 3)
+        self.orthogonal = nn.Parameter(torch.empty(200, 150))
+        nn.init.orthogonal_(self.orthogonal)
+        self.bounded = nn.Parameter(torch.empty(200, 150))
+        nn.init.trunc_normal_(self.bounded, std=0.02, a=-0.02, b=0.02)  # draws until all are within
+        self.register_buffer("frequencies", 1.0 / (10000 ** (torch.arange(0, 64, 2).float() / 64)))
+        self.register_buffer("mask", torch.tril(torch.ones(200, 200)))
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 5)]
+        self.blocks = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 4, 512, batch_first=True), 2)
+        self.plain = torch.eye(200)
+        self.apply(self.begin)
+
+    @staticmethod
+    def begin(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and module.in_features == 300:
+            module.weight.data.normal_(0, 0.02)
+            module.weight.data[:10].zero_()
+            if module.weight.std() > 1e9:  # a look into what has no values yet
+                raise AssertionError
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(5)
+    return make()
+
+
+def test_values_and_draws_are_those_of_the_plain_construction() -> None:
+    plain = seeded(Everything)
+    drawn = torch.get_rng_state()
+    torch.manual_seed(5)
+    model, blueprint = build(Everything)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    large = [name for name, param in model.named_parameters() if param.numel() > SMALL]
+    assert len(large) > 10
+    for name, param in model.named_parameters():
+        assert torch.equal(blueprint.value(param), plain.get_parameter(name)), name
+        assert torch.equal(torch.get_rng_state(), drawn), "asking for a value draws nothing"
+    rest = {name: value for _, name, value in blueprint.rest(model)}
+    assert rest.keys() == {"frequencies", "mask", "plain"}
+    assert all(torch.equal(value, getattr(plain, name)) for name, value in rest.items())
+    assert model.rates == plain.rates
+    strip(model)
+    assert model.head.weight is model.tokens.weight
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_what_has_no_value_yet_cannot_be_asked_for_its_shape() -> None:
+    with pytest.raises(RuntimeError):
+        build(lambda: nn.Linear(300, 300).weight.nonzero())
+
+
+BODY = (
+    "{more}def model():\n"
+    "    net = nn.Sequential(nn.Linear(10, 200), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 200))\n"
+    "    {look}\n"
+    "    return net\n"
+    "t = paceline.Trainer(model, cross_entropy, lambda params: torch.optim.SGD(params, lr=0.1), global_batch=24,\n"
+    "    forward=lambda model, batch: model(batch[0].float()))\n"
+    "for r in t.steps(data, count=2): pass\n"
+    "t.export('out.safetensors')\n"
+)
+
+
+def decisions(folder: Path) -> dict[str, str]:
+    lines = (folder / "out" / "journal.jsonl").read_text().splitlines()
+    return {entry["what"]: entry["why"] for entry in map(json.loads, lines) if entry["event"] == "decision"}
+
+
+@pytest.mark.parametrize("look", ["", "net[1].weight.data[net[1].weight.data.nonzero()[0]] = 3.0"])
+def test_a_model_begins_with_the_bits_of_one_worker(look: str, tmp_path: Path) -> None:
+    found = []
+    for workers, plan in ((1, "exact"), (2, "exact shard=2")):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        body = BODY.format(more="", look=look or "pass")
+        train_basics(folder, body, workers, "--max-restarts", "0", "--plan", plan)
+        found.append((folder / "out.safetensors").read_bytes())
+    assert found[0] == found[1]
+    whole = "the model is built whole on each worker"
+    assert (whole in decisions(tmp_path / "2")) == bool(look)
+
+
+@pytest.mark.slow
+def test_a_model_never_exists_whole(tmp_path: Path) -> None:
+    """640 MB of parameters over four workers: none of them ever needs memory for all."""
+    body = (
+        "import resource\n"
+        "from pathlib import Path\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10\n"
+        "def model(): return nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(40)])\n"
+        "def make(function):\n"
+        "    return paceline.Trainer(function, cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), global_batch=24)\n"
+        "make(lambda: nn.Linear(2, 2))\n"  # what libraries take at the first use
+        "before = peak()\n"
+        "t = make(model)\n"
+        "size = sum(param.numel() * 4 for param in t.model.parameters())\n"
+        "Path(f'peak-{paceline.join().rank}').write_text(str((peak() - before) / size))\n"
+    )
+    train_basics(tmp_path, body, 4, "--max-restarts", "0", "--plan", "shard=4")
+    peaks = [float((tmp_path / f"peak-{rank}").read_text()) for rank in range(4)]
+    assert all(0.25 < peak < 0.8 for peak in peaks), peaks
