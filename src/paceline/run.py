@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 from torch.backends.cpu import get_cpu_capability
+from torch.utils._pytree import tree_map_only
 
 from paceline.checkpoint.export import write_together
 from paceline.checkpoint.files import FOLDER, folder_of
@@ -110,7 +111,7 @@ class Run:
             step, self._from, tensors = found
             self.resumed: int | None = step
             self.tree = unflatten(self._from["tree"], tensors)
-            self.results = list(self.tree["results"])
+            self.results = tree_map_only(torch.Tensor, torch.clone, list(self.tree["results"]))
             self._streams = self._from["streams"]
         else:
             self.resumed = None

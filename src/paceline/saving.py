@@ -358,7 +358,7 @@ class Saving:
         tensors: dict[str, torch.Tensor] = {}
         if mine is not None and mine.step == step:
             manifest = {name: value for name, value in mine.manifest.items() if name not in ("files", "tensors")}
-            tensors = mine.tensors()
+            tensors = mine.tensors(mapped=not blind)  # whoever takes a value copies it
         if blind:
             if storage is not None and not storage.shared:
                 names = ", ".join(str(rank) for rank in blind)

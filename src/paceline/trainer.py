@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from paceline.checkpoint.adopt import adopted
 from paceline.checkpoint.export import write_together
@@ -475,10 +476,11 @@ class Trainer:
         """Takes this trainer's part of the checkpoint that the run resumes from, or of what another worker handed over.
         One that is no newcomer is where it is in its script, with the user's values that belong there.
         """
-        saved = self._run.tree["trainers"][self._number : self._number + 1]
-        if not saved:
+        trainers = self._run.tree["trainers"]
+        if self._number >= len(trainers):
             return
-        (mine,) = saved
+        # What is taken is copied, and nobody holds it any longer: it may be as large as all the rest.
+        mine, trainers[self._number] = trainers[self._number], {}
         if "steps" not in mine:  # weights from elsewhere, to begin with; or nothing for this trainer
             if "model" in mine:
                 self._top.load({"model": adopted(self.model, mine["model"], self._number, self._run.imported)})
@@ -491,7 +493,7 @@ class Trainer:
             return
         self._phases = [Phase(**phase) for phase in mine["phases"]]
         self._stopped = mine["stopped"]
-        self.state.restore(mine["state"])
+        self.state.restore(tree_map_only(torch.Tensor, torch.clone, mine["state"]))
         if mine["grid"] and self._grid:
             self._grid = self._resumed_grid(Grid(*mine["grid"]), self._grid)
             if self._stepper.balance is not None:

@@ -15,14 +15,23 @@ _WINDOW = 64 << 20  # pages of a mapped file count as memory of the process unti
 
 
 class Deferred(torch.Tensor):
-    """A CPU tensor of a known shape and dtype, whose values `load` brings anew for each operation that needs them."""
+    """A CPU tensor of a known shape and dtype, whose values `load` brings anew for each operation that needs them. Some
+    of its rows come by `rows`, if that is given, from the first one and up to the last.
+    """
 
     load: Callable[[], torch.Tensor]
+    rows: Callable[[int, int], torch.Tensor] | None
 
     @staticmethod
-    def __new__(cls, load: Callable[[], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> Deferred:
+    def __new__(
+        cls,
+        load: Callable[[], torch.Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        rows: Callable[[int, int], torch.Tensor] | None = None,
+    ) -> Deferred:
         made: Deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-        made.load = load
+        made.load, made.rows = load, rows
         return made
 
     @classmethod
@@ -31,6 +40,10 @@ class Deferred(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.is_pinned.default:
             return False
+        if func is torch.ops.aten.slice.Tensor and len(args) == 4 and args[1] == 0 and args[0].rows is not None:
+            length = args[0].shape[0]
+            first, end, _ = slice(args[2], args[3]).indices(length)
+            return args[0].rows(first, max(first, end))
         args, kwargs = tree_map_only(Deferred, lambda tensor: tensor.load(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -83,8 +83,9 @@ class Checkpoint:
             if len(pieces) == 1:
                 found[name] = pieces[0][1] if mapped else pieces[0][1].clone()
             else:
-                whole = partial(_assembled, entry, pieces)
-                found[name] = Deferred(whole, entry["shape"], _TENSORS[entry["dtype"]]) if mapped else whole()
+                some = partial(_assembled, entry, pieces)
+                whole = partial(some, 0, entry["shape"][0])
+                found[name] = Deferred(whole, entry["shape"], _TENSORS[entry["dtype"]], some) if mapped else whole()
         if odd := [key for held in parts.values() for key in held]:
             raise self._differs(min(odd))
         return found
@@ -112,13 +113,18 @@ def _places(entry: dict[str, Any]) -> list[tuple[str, list[int], list[int]]]:
     return [(entry["file"], [0] * len(entry["shape"]), entry["shape"])]
 
 
-def _assembled(entry: dict[str, Any], pieces: list[_Piece]) -> torch.Tensor:
-    whole = torch.empty(entry["shape"], dtype=_TENSORS[entry["dtype"]])
+def _assembled(entry: dict[str, Any], pieces: list[_Piece], first: int, end: int) -> torch.Tensor:
+    """Some rows of a tensor, of the pieces that have them."""
+    whole = torch.empty([end - first, *entry["shape"][1:]], dtype=_TENSORS[entry["dtype"]])
     for at, piece in pieces:
-        view = whole
-        for dim, first in enumerate(at):
-            view = view.narrow(dim, first, piece.shape[dim])
-        view.copy_(piece)
+        view, start = whole, max(first, at[0])
+        length = min(end, at[0] + len(piece)) - start
+        if length <= 0:
+            continue
+        view = view.narrow(0, start - first, length)
+        for dim, place in enumerate(at[1:], start=1):
+            view = view.narrow(dim, place, piece.shape[dim])
+        view.copy_(piece.narrow(0, start - at[0], length))
     return whole
 
 

@@ -78,5 +78,10 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mappin
             )
         numbers.update(zip(here, packed["params"], strict=True))
         groups.append({**packed, **{k: v for k, v in old.items() if k != "params"}})
-    state = {numbers[name]: dict(value) for name, value in saved["state"].items()}
+    state = {numbers[name]: {key: _copy(value) for key, value in kept.items()} for name, kept in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _copy(value: Any) -> Any:
+    """Torch's optimizers keep what they are given."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
