@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import resource
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -38,6 +39,13 @@ def device_of(local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has had: on the device, or with a CPU in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def settle_arithmetic(capabilities: Sequence[str], device: torch.device) -> None:

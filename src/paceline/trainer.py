@@ -29,6 +29,7 @@ from paceline.given import (
     digest_of,
     fused,
     optimizers_of,
+    peak_memory,
     refuse_fused,
     refuse_twins,
     scheduler_of,
@@ -287,6 +288,9 @@ class Trainer:
                     break
             outermost = run.outermost(phase)
         self.flush()
+        if phase.done:
+            peak = {"process": peak_memory(self._device)}
+            run.journal.write("memory", trainer=self._number, **self._top.memory(), **peak)
         phase.complete, phase.stopped = True, self._stopped
         if outermost and phase.done:
             run.save(wait=True, must=True)

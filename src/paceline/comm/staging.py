@@ -149,6 +149,10 @@ class Staging:
         self._open = False
         self.home.abandon(again)
 
+    def memory(self) -> list[torch.Tensor]:
+        """All that gradients take."""
+        return [*self.home.memory(), *(stage.flat for pool in self._pools.values() for stage in pool.stages)]
+
     # -- on the way -----------------------------------------------------------------------------------------------
 
     def _stage(self, block: _Block) -> _Stage:

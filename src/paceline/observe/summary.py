@@ -53,6 +53,7 @@ class Summary:
         self.evaluations = effective_steps(events, "evaluate")
         self.grids = _once(events, "grid", "phase")
         self.shares = [event for event in last if event["event"] == "shares"]
+        self.memory = [event for event in last if event["event"] == "memory"]
         self.decisions = _once(events, "decision", "what")
         if len({event["trainer"] for event in events if "trainer" in event}) > 1:
             for event in self.decisions:
@@ -214,6 +215,11 @@ def _lost(event: Event) -> str:
     )
 
 
+def _memory(event: Event) -> str:
+    parts = ", ".join(f"{name} {size_of(event.get(name) or 0)}" for name in ("parameters", "gradients", "optimizer"))
+    return f"{parts}; {size_of(event.get('process') or 0)} in all at most, on worker 0"
+
+
 def _teams(formed: list[Event]) -> str:
     """How often the team formed anew, and how long nobody trained for that."""
     if not formed:
@@ -267,6 +273,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("waited for", ", ".join(f"worker {name} {duration(wait)}" for wait, name in s.waits)),
             ("bytes", moved),
             *_by_kind(s),
+            *(("memory", _memory(event)) for event in s.memory[-1:]),
         ],
         "Plan": [
             ("plan", f"{start['plan']} (from {start.get('plan_origin')})" if start.get("plan") else ""),

@@ -24,7 +24,7 @@ from paceline.comm.staging import Staging
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import Agreed, Part, exact_sum, stream_seed
 from paceline.strategies.pieces import MicroBatch, Piece, join, merged
-from paceline.strategies.state import in_rows, load_optimizer, optimizer_state, own_rows, same_number
+from paceline.strategies.state import held, in_rows, load_optimizer, optimizer_state, own_rows, same_number
 from paceline.strategies.streams import Streams
 from paceline.strategies.watch import OTHERS, BatchStatistics, BufferWatch
 
@@ -170,6 +170,10 @@ class Strategy:
     def rehouse(self) -> None:
         """Takes fresh memory from the present generation. Collective."""
         self.inner.rehouse()
+
+    def memory(self) -> dict[str, int]:
+        """The bytes of parameters (and buffers), gradients and optimizer that this worker holds in a step, at most."""
+        return self.inner.memory()
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, by logical names."""
@@ -470,6 +474,12 @@ class Single(Strategy):
         self.update(sums, agreed, orders, norm)
 
     # -- state --------------------------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        kept = [tensor for one in self.job.optimizers for state in one.state.values() for tensor in state.values()]
+        grads = self.sums() if self.landing is None else self.landing.memory()
+        weights = [*self.job.model.parameters(), *self.job.model.buffers()]
+        return {"parameters": held(weights), "gradients": held(grads), "optimizer": held(kept)}
 
     def state(self) -> dict[str, Any]:
         largest = self.buckets.largest if self.buckets is not None else []

@@ -23,6 +23,7 @@ from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
 from paceline.strategies.blocks import blocks_of, gathered
 from paceline.strategies.blueprint import Blueprint, Held, strip
 from paceline.strategies.pieces import MicroBatch
+from paceline.strategies.state import held
 
 Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
 
@@ -58,6 +59,8 @@ class FullyShard(Strategy):
         blocks = [[numbers[name] for name in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names]
         self.inner = Single(job, None, self.places, partial(self._staged, shapes, blocks))
         self._hooked: dict[int, nn.Parameter] = {}
+        self._owners = [_owner(job.model, name) for name, _ in job.model.named_parameters()]
+        self._gathered = self._weighed = 0  # bytes of whole parameters, at most, and how often that was looked for
         for module, names in zip([*self.blocks.values(), job.model], groups, strict=True):
             module.register_forward_pre_hook(partial(self._look, [(numbers[n], *_owner(job.model, n)) for n in names]))
 
@@ -102,11 +105,24 @@ class FullyShard(Strategy):
 
     def _look(self, places: Sequence[tuple[int, nn.Module, str]], module: nn.Module, given: Any) -> None:
         """The whole parameters of a module are there: makes sure that their gradients are heard of."""
+        self._weigh()
         for number, owner, name in places:
             param = owner._parameters[name]
             if param is not None and self._hooked.get(number) is not param:
                 self._hooked[number] = param
-                param.register_post_accumulate_grad_hook(partial(self.staging.land, number))
+                param.register_post_accumulate_grad_hook(partial(self._land, number))
+
+    def _land(self, number: int, param: torch.Tensor) -> None:
+        self._weigh()
+        self.staging.land(number, param)
+
+    def _weigh(self) -> None:
+        """Parameters are gathered in every forward and backward alike: the first tell how much at most."""
+        if self._weighed < 2 * len(self._owners):
+            self._weighed += 1
+            whole = (owner._parameters[name] for owner, name in self._owners)
+            now = held(param for param in whole if not isinstance(param, DTensor))
+            self._gathered = max(self._gathered, now)
 
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
         self.replica.enter(f"step {orders.step + 1}", check=False, kind="gradients")
@@ -119,6 +135,10 @@ class FullyShard(Strategy):
 
     def squares(self, orders: Orders, known: float | None = None) -> torch.Tensor:
         return self.replica.sum(self.inner.squares(orders, known))
+
+    def memory(self) -> dict[str, int]:
+        found = super().memory()
+        return {**found, "parameters": found["parameters"] + self._gathered}
 
     def state(self) -> dict[str, Any]:
         state = super().state()

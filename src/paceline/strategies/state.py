@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,13 @@ def same_number(what: str, saved: int, now: int) -> None:
             f"the checkpoint holds {saved} {what}, the script makes {now}",
             "make the same ones as in the run that is resumed, or start a new run",
         )
+
+
+def held(values: Iterable[Any]) -> int:
+    """Bytes of the memory behind tensors: what several share counts once, and of a tensor in pieces the piece."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    storages = (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
