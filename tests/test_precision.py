@@ -73,7 +73,15 @@ def train(folder: Path, workers: int, words: str) -> Path:
     return folder / "out.safetensors"
 
 
-@pytest.mark.parametrize(("workers", "words"), [(1, ""), (2, ""), (2, "shard=2 zero=1"), (3, "shard=3")])
+@pytest.mark.parametrize(
+    ("workers", "words"),
+    [
+        (1, ""),
+        pytest.param(2, "", marks=pytest.mark.slow),
+        pytest.param(2, "shard=2 zero=1", marks=pytest.mark.slow),
+        (3, "shard=3"),
+    ],
+)
 def test_fp16_takes_the_decisions_of_one_process(workers: int, words: str, tmp_path: Path) -> None:
     weights, said = by_hand()
     assert said, "the gradients were to overflow"
@@ -82,6 +90,7 @@ def test_fp16_takes_the_decisions_of_one_process(workers: int, words: str, tmp_p
     assert apart(load_file(found), weights) <= 1e-3
 
 
+@pytest.mark.slow
 def test_fp16_with_exact_has_the_bytes_of_one_worker(tmp_path: Path) -> None:
     found = []
     for workers, words in ((1, ""), (2, ""), (2, "shard=2 zero=1"), (3, "shard=3")):
@@ -110,7 +119,14 @@ def test_the_scale_grows_after_many_good_steps() -> None:
     assert (scale.scale, scale.good) == (FIRST / 2, 0)
 
 
-@pytest.mark.parametrize("words", ["recompute=blocks", "recompute=blocks shard=2 zero=1", "recompute=blocks shard=2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("recompute=blocks", marks=pytest.mark.slow),
+        pytest.param("recompute=blocks shard=2 zero=1", marks=pytest.mark.slow),
+        "recompute=blocks shard=2",
+    ],
+)
 def test_recomputed_blocks_have_the_same_bytes(words: str, tmp_path: Path) -> None:
     body = BODY.replace("nn.ReLU(), nn.Linear(24, 2)", "nn.Dropout(0.3), nn.Linear(24, 2)")
     found = []

@@ -58,7 +58,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if "shard" in plan])
+FAST = ("shard=2 zero=2", "data=2 shard=2")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, marks=[] if plan in FAST else pytest.mark.slow) for plan in PLANS if "shard" in plan],
+)
 def test_exact_has_the_bytes_of_one_worker(plan: str, undisturbed: Path, tmp_path: Path) -> None:
     train(tmp_path, plan)
     for name in ("out.safetensors", "losses"):
@@ -242,3 +248,29 @@ def test_blocks_alike_whose_workers_are_never_at_the_same_place(tmp_path: Path) 
         train_basics(folder, body, workers, "--max-restarts", "0", "--plan", plan)
         found.append((folder / "out.safetensors").read_bytes())
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_the_journal_tells_what_a_worker_holds(tmp_path: Path) -> None:
+    body = (
+        "def model(): return nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)])\n"
+        "t = paceline.Trainer(model, lambda out, b: out.square().mean(), lambda p: torch.optim.AdamW(p, lr=1e-3),\n"
+        "    global_batch=24, forward=lambda model, batch: model(F.pad(batch[0].float(), (0, 290))))\n"
+        "for r in t.steps(data, count=2): pass\n"
+    )
+    layer, layers = 4 * 300 * 301, 8
+    whole, part = layers * layer, layers * layer // 2
+    wanted = {
+        "data=2": (whole, whole, 2 * whole),
+        "shard=2 zero=1": (whole, whole, 2 * part),
+        "shard=2 zero=2": (part + whole, part + 3 * layer, 2 * part),
+        "shard=2 zero=3": (part + 2 * layer, part + 3 * layer, 2 * part),
+    }
+    for plan, bytes_ in wanted.items():
+        folder = tmp_path / plan
+        folder.mkdir()
+        train_basics(folder, body, 2, "--max-restarts", "0", "--plan", plan)
+        journal = [json.loads(line) for line in (folder / "out" / "journal.jsonl").read_text().splitlines()]
+        (told,) = [entry for entry in journal if entry["event"] == "memory"]
+        assert [told[name] for name in ("parameters", "gradients", "optimizer")] == pytest.approx(bytes_, rel=0.02)
+        assert told["process"] > sum(bytes_)
