@@ -30,7 +30,7 @@ def fails(body: str, tmp_path: Path, workers: int = 2, code: int = 1, options: t
     [
         ("shrad=4", 8, "unknown plan word 'shrad=4'; did you mean shard=4?"),
         ("shard=3", 8, "shard=3 does not divide 8 workers; try shard=2 or shard=4"),
-        ("shard=4", 8, "shard=4 is not built yet; use only what is: data=N, micro=N, precision=bf16, exact\n"),
+        ("tensor=4", 8, "tensor=4 is not built yet; use only what is: data=N, shard=N, "),
     ],
 )
 def test_plans_are_refused_before_anything_starts(plan, workers, message, tmp_path):

@@ -480,11 +480,13 @@ class Trainer:
         """Takes this trainer's part of the checkpoint that the run resumes from, or of what another worker handed over.
         One that is no newcomer is where it is in its script, with the user's values that belong there.
         """
-        trainers = self._run.tree["trainers"]
+        trainers = list(self._run.tree["trainers"])
         if self._number >= len(trainers):
             return
-        # What is taken is copied, and nobody holds it any longer: it may be as large as all the rest.
+        # What is taken is copied, and not held any longer: it may be as large as all the rest. The tree itself may be
+        # on its way to another worker.
         mine, trainers[self._number] = trainers[self._number], {}
+        self._run.tree = {**self._run.tree, "trainers": trainers}
         if "steps" not in mine:  # weights from elsewhere, to begin with; or nothing for this trainer
             if "model" in mine:
                 self._top.load({"model": adopted(self.model, mine["model"], self._number, self._run.imported)})
