@@ -7,6 +7,7 @@ draws at random comes from streams keyed by row and by micro-batch: the same row
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, islice
+from multiprocessing import parent_process
 from typing import Any
 
 import torch
@@ -158,6 +160,9 @@ def _die_with_parent(_: int) -> None:
     """A loader's child must not outlive its worker: it holds the worker's sockets open."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+        parent = parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # it died before that
+            os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -40,6 +40,15 @@ def session_members(sessions: Collection[int]) -> dict[int, str]:
     return members
 
 
+def ended(pid: int) -> bool:
+    """Whether a process has, also where nobody has reaped it yet."""
+    try:
+        _, _, rest = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")
+    except OSError:
+        return True
+    return rest.split()[0] in "ZX"
+
+
 def end_sessions(sessions: Collection[int]) -> dict[int, str]:
     """Ends what is left in sessions whose leaders ended or were killed; returns what had to be told to end.
 

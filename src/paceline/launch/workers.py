@@ -22,7 +22,7 @@ from paceline.errors import LaunchError
 from paceline.launch.failure import SIGNALS, USAGE, WEIGHTS
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.output import Output
-from paceline.launch.processes import MemoryKills, die_with_us
+from paceline.launch.processes import MemoryKills, die_with_us, ended
 from paceline.launch.surroundings import pin, surround
 from paceline.world import worker_environment
 
@@ -111,7 +111,7 @@ class Worker:
     def tidy(self) -> None:
         """Removes what a loader left in /dev/shm that was killed between torch's opening and unlinking it."""
         for pid in self.loaders:
-            if not Path("/proc", str(pid)).exists():
+            if ended(pid):
                 for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
                     with suppress(OSError):
                         path.unlink()
