@@ -28,6 +28,13 @@ def test_a_good_script(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
+def test_a_plan_with_shards(tmp_path):
+    said = check("list(make().steps(data, count=4))", tmp_path, "--plan", "shard=3")
+    assert max(differences(said)) < 1e-13
+    assert said.endswith("verdict: the same training on 3 workers as on one\n")
+
+
 @pytest.mark.parametrize(
     "loss",
     [

@@ -200,6 +200,21 @@ REFUSED = {
 }
 
 
+def test_parameters_that_are_not_gathered_are_told(tmp_path: Path) -> None:
+    body = (
+        "def decayed(output, batch):\n"
+        "    return F.cross_entropy(output, batch[1]) + sum(p.square().sum() for p in t.model.parameters())\n"
+        "t = make(loss=decayed)\n"
+        "for r in t.steps(data, count=1): pass\n"
+    )
+    done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "shard=2", code=2)
+    said = (
+        "UsageError: the forward or the loss uses parameters of the model that are in pieces; "
+        "use them within model(...), where they are gathered, or say zero=1"
+    )
+    assert said in " ".join(done.stderr.split()), done.stderr
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_sharded_is_refused(case: str, tmp_path: Path) -> None:
     options, trainer, said = REFUSED[case]

@@ -106,7 +106,12 @@ class Plan:
         """Whether micro-batches are executed whole and one after another: together they would round other than apart,
         which `exact` forbids and makes other sums overflow in fp16; or workers run a model that is in pieces together.
         """
-        return self.exact or self.precision == "fp16" or self.zero in (2, 3)
+        return self.exact or self.precision == "fp16" or self.together > 1
+
+    @property
+    def together(self) -> int:
+        """How many workers gather a model's parameters from one another, and therefore run it equally often."""
+        return self.shard or 1 if self.zero in (2, 3) else 1
 
     def _said(self) -> Iterator[tuple[Field[Any], Any, str]]:
         """What was said: the row of the table, the value, and the word as it is written."""

@@ -111,8 +111,6 @@ class Trainer:
             )
         run.begin(str(self.plan), origin, seed, self._device)
         self._streams = Streams(self._device)
-        # Workers that gather a model's parameters from one another run it equally often, and one way.
-        self._together_run = self.plan.shard or 1 if self.plan.zero in (2, 3) else 1
         built: dict[str, Any] = {}
         self.model = self._build(model, built)
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
@@ -139,7 +137,7 @@ class Trainer:
         if precision == "fp16":
             self._stepper.scaling = LossScale()
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
-        if self._grid is not None and run.team.world.shares is None and self._together_run == 1:
+        if self._grid is not None and run.team.world.shares is None and self.plan.together == 1:
             whole = run.reverse or self.plan.one_by_one
             self._stepper.balance = Balance(self._grid, run.team.operations.members, whole)
         self._ledger = Ledger()
@@ -163,7 +161,7 @@ class Trainer:
         with self._streams.lent():
             seed = stream_seed(self._seed, 0, -1)
             self._streams.seed(seed)
-            if self._together_run > 1:
+            if self.plan.together > 1:
                 from paceline.strategies.blueprint import CANNOT, build  # takes a while to import
 
                 try:
@@ -320,7 +318,7 @@ class Trainer:
         self._group.enter(f"step {self.steps_done + 1} by step()", kind="step()")
         brought = self._group.gather_json([len(cuts), rows, digest_of(batch) if looks and rows else ""])
         refuse_twins([entry[2] for entry in brought], looks)
-        rank, together = self._group.rank, self._together_run
+        rank, together = self._group.rank, self.plan.together
         offset = sum(entry[0] for entry in brought[:rank])
         micro_batches = [
             MicroBatch(
@@ -348,7 +346,7 @@ class Trainer:
 
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""
-        place, balance = replace(self._run.team.place(), together=self._together_run), self._stepper.balance
+        place, balance = replace(self._run.team.place(), together=self.plan.together), self._stepper.balance
         # Between the forming of a team and its first step nobody knows what the others know of the workers' speed.
         if balance is None or len(place.weights) == 1 or self._stepper.housed != place.generation:
             return place
@@ -404,7 +402,7 @@ class Trainer:
         source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
 
         def compute() -> dict[str, float]:
-            place = replace(self._place(), fine=False, together=self._together_run)
+            place = replace(self._place(), fine=False, together=self.plan.together)
             found = evaluate(self._run.team, self._job, model or self.model, source, metric, micro, place)
             self._run.journal.write("evaluate", trainer=self._number, step=self.steps_done, results=found)
             return found

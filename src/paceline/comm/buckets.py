@@ -227,9 +227,9 @@ class Buckets:
         """All gradients of the own rows, in as few tensors as there are."""
         return [bucket.mine for bucket in self.buckets]
 
-    def memory(self) -> list[torch.Tensor]:
-        """All that gradients take."""
-        return [*(bucket.flat for bucket in self.buckets), *self.sums]
+    def memory(self) -> int:
+        """Bytes that gradients take."""
+        return sum(bucket.flat.nbytes for bucket in self.buckets)
 
     def offer(self, bucket: Bucket) -> None:
         """Writes the own rows of the parameters where their gradients were, which have been used."""

@@ -57,6 +57,9 @@ class ExactBuckets(Buckets):
     def sums(self) -> list[torch.Tensor]:
         return self._sums
 
+    def memory(self) -> int:
+        return super().memory() + sum(tensor.nbytes for tensor in self._sums)
+
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
         super().begin(ready, micro_batches)
         self._before = self._before or list(self.largest)

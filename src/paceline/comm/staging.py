@@ -149,9 +149,9 @@ class Staging:
         self._open = False
         self.home.abandon(again)
 
-    def memory(self) -> list[torch.Tensor]:
-        """All that gradients take."""
-        return [*self.home.memory(), *(stage.flat for pool in self._pools.values() for stage in pool.stages)]
+    def memory(self) -> int:
+        """Bytes that gradients take."""
+        return self.home.memory() + sum(s.flat.nbytes for pool in self._pools.values() for s in pool.stages)
 
     # -- on the way -----------------------------------------------------------------------------------------------
 

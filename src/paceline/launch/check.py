@@ -51,7 +51,8 @@ class Case:
         order = json.dumps({"steps": steps, "out": str(folder / "out"), "reverse": reverse})
         environment["PACELINE_CHECK"] = order
         run_dir = folder / "run"
-        code = launch(replace(options, run_dir=str(run_dir), quiet=True, environment=environment))
+        # A worker that is lost in so few steps is to be seen.
+        code = launch(replace(options, run_dir=str(run_dir), quiet=True, environment=environment, max_restarts=0))
         found = folder / "out.json"
         if code or not found.exists():
             why = f"exit code {code}" if code else f"it ended before step {steps}"

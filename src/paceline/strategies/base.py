@@ -477,9 +477,9 @@ class Single(Strategy):
 
     def memory(self) -> dict[str, int]:
         kept = [tensor for one in self.job.optimizers for state in one.state.values() for tensor in state.values()]
-        grads = self.sums() if self.landing is None else self.landing.memory()
+        grads = held(self.sums()) if self.landing is None else self.landing.memory()
         weights = [*self.job.model.parameters(), *self.job.model.buffers()]
-        return {"parameters": held(weights), "gradients": held(grads), "optimizer": held(kept)}
+        return {"parameters": held(weights), "gradients": grads, "optimizer": held(kept)}
 
     def state(self) -> dict[str, Any]:
         largest = self.buckets.largest if self.buckets is not None else []

@@ -70,7 +70,7 @@ def compiled(model: nn.Module, by_block: bool, exact: bool) -> tuple[str, str]:
     for module in blocks.values() or [model]:  # what is inside of hooks, which gather parameters
         module.forward = torch.compile(module.forward, dynamic=False if exact else None)
     if not blocks:
-        return "the model is compiled as a whole", "compile" if not by_block else _NONE
+        return "the model is compiled as a whole", _NONE if by_block else "its parameters are whole"
     return f"{len(blocks)} blocks are compiled: {told(blocks)}", "what gathers their parameters comes in between"
 
 

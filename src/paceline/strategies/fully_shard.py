@@ -4,6 +4,8 @@ Data Parallel", VLDB 2023), which takes half a second to import: only plans that
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,21 +31,15 @@ Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
 
 
 class FullyShard(Strategy):
-    """Between two steps each place holds its rows of the parameters alone, and never more of a gradient
-    than a few blocks.
+    """Between two steps each place holds its rows of the parameters alone, and of gradients never more than its rows
+    and a few blocks.
 
     torch's fully_shard gathers the parameters of a block before it is used and frees them after backward, with
     `reshard` also after forward. Gradients do not go its way, which divides them and knows no exact sums: they leave by
     `Staging`, which hears of them from autograd.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        replica: Group,
-        reshard: bool,
-        share: Share | None = None,
-    ) -> None:
+    def __init__(self, job: Job, replica: Group, reshard: bool, share: Share | None = None) -> None:
         self.job, self.replica = job, replica
         self.places = Places(replica.size, replica.rank)
         _refuse(job.model)
@@ -53,6 +49,7 @@ class FullyShard(Strategy):
         job.decisions.append(gathered(self.blocks, rest=bool(groups[-1])))
         self.mesh = self._shard(reshard, share)
         job.rest = self._rest
+        job.forward, job.loss = _explained(job.forward), _explained(job.loss)
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
         job.own = {name: nn.Parameter(_local(param)) for name, param in job.named.items()}
         numbers = {name: number for number, name in enumerate(job.named)}
@@ -70,26 +67,24 @@ class FullyShard(Strategy):
         self.replica.lend_to_torch()
         mesh = init_device_mesh(job.device.type, (self.replica.size,))
         named = dict(job.model.named_parameters())
-        held: list[Held] = []
+        besides: list[Held] = []
         if job.blueprint is not None:
-            held = job.blueprint.rest(job.model)
-            _put(held, job.device)
+            besides = job.blueprint.rest(job.model)
+            _put(besides, job.device)
             strip(job.model)
+        # Torch warns of views that are changed in place, which only matters where parameters are freed after forward.
+        own = re.escape(f"FSDP2-wrapped module (FSDP{type(job.model).__name__}) returned a view")
+        warnings.filterwarnings("ignore", own)
         for block in self.blocks.values():
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False)
         if job.blueprint is not None:
             job.model.to_empty(device=job.device)
-            _put(held, job.device)
+            _put(besides, job.device)
             self._fill(job.blueprint, named, share)
         return mesh
 
-    def _fill(
-        self,
-        blueprint: Blueprint,
-        named: Mapping[str, nn.Parameter],
-        share: Callable[[list[torch.Tensor]], None] | None,
-    ) -> None:
+    def _fill(self, blueprint: Blueprint, named: Mapping[str, nn.Parameter], share: Share | None) -> None:
         """One parameter after another is made, and its own rows are kept."""
         for name, param in self.job.model.named_parameters():
             whole = blueprint.value(named[name])
@@ -170,6 +165,24 @@ def _refuse(model: nn.Module) -> None:
         if param.dim() == 0:
             what = f"parameter {name} has no dimensions and cannot be cut in rows"
             raise UsageError(what, "make its shape (1,), or say zero=1")
+
+
+def _explained(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def explained(one: Any, other: Any) -> Any:
+        cause = None
+        try:
+            found = call(one, other)
+            first = found[0] if isinstance(found, tuple) and found else found
+            if not isinstance(first, DTensor):
+                return found
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            cause = error
+        what = "the forward or the loss uses parameters of the model that are in pieces"
+        raise UsageError(what, "use them within model(...), where they are gathered, or say zero=1") from cause
+
+    return explained
 
 
 def _groups(names: Iterable[str], blocks: Sequence[str]) -> list[list[str]]:
