@@ -4,7 +4,8 @@
 
 An MLP of 16 equal layers, 64 M parameters in float32, AdamW, one row for each worker, so that activations are next to
 nothing. Each side is a run of its own. Parameters, gradients and optimizer are what the run's journal tells, or by hand
-the bytes behind the tensors when the backward has ended; the process is how much its peak (VmHWM) grew from before the
+the bytes behind the tensors when the backward has ended; the process is how much its peak grew (VmHWM, which counts the
+memory of the others on the host that it reads) from before the
 model was made to the end of the second step.
 
 P parameters, S workers, B the bytes of a layer; in bytes:
@@ -13,7 +14,7 @@ P parameters, S workers, B the bytes of a layer; in bytes:
 data          4 P                 4 P             8 P
 zero=1        4 P                 4 P             8 P / S
 zero=2        4 P / S + 4 P       4 P / S + 3 B   8 P / S
-zero=3        4 P / S + 2 B       4 P / S + 3 B   8 P / S
+zero=3        4 P / S + B         4 P / S + 3 B   8 P / S
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def formula(side: str, workers: int) -> dict[str, float]:
         "data": {"parameters": whole, "gradients": whole, "optimizer": 2 * whole},
         "zero=1": {"parameters": whole, "gradients": whole, "optimizer": 2 * part},
         "zero=2": {"parameters": part + whole, "gradients": part + 3 * layer, "optimizer": 2 * part},
-        "zero=3": {"parameters": part + 2 * layer, "gradients": part + 3 * layer, "optimizer": 2 * part},
+        "zero=3": {"parameters": part + layer, "gradients": part + 3 * layer, "optimizer": 2 * part},
     }[side]
 
 
