@@ -62,6 +62,7 @@ types: $(TOOLS) ## mypy, strict
 bench: $(TOOLS) ## step time, sharded step, sums, checkpoints and start beside their peers
 	@$(BIN)/python benchmarks/step_time.py
 	@$(BIN)/python benchmarks/sharded.py
+	@$(BIN)/python benchmarks/memory.py
 	@$(BIN)/python benchmarks/all_reduce.py
 	@$(BIN)/python benchmarks/saving.py
 	@$(BIN)/python benchmarks/start_up.py

@@ -4,9 +4,8 @@
 
 An MLP of 16 equal layers, 64 M parameters in float32, AdamW, one row for each worker, so that activations are next to
 nothing. Each side is a run of its own. Parameters, gradients and optimizer are what the run's journal tells, or by hand
-the bytes behind the tensors when the backward has ended; the process is how much its peak grew (VmHWM, which counts the
-memory of the others on the host that it reads) from before the
-model was made to the end of the second step.
+the bytes behind the tensors when the backward has ended; the process is how much its peak grew from before the model
+was made to the end of the second step (VmHWM, which counts the memory of the others on the host that it reads).
 
 P parameters, S workers, B the bytes of a layer; in bytes:
 
