@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -37,9 +36,11 @@ from torch.utils.data import TensorDataset
 from turns import record
 
 import paceline
+from paceline.given import peak_memory
 from paceline.strategies.state import held
 
 LAYERS, WIDTH, STEPS = 16, 2000, 2
+CPU = torch.device("cpu")
 PARTS = ("parameters", "gradients", "optimizer")
 
 
@@ -59,10 +60,6 @@ def formula(side: str, workers: int) -> dict[str, float]:
     }[side]
 
 
-def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
 def ours(plan: str, out: Path) -> None:
     workers = paceline.join().size
     data = TensorDataset(torch.randn(STEPS * workers, WIDTH))
@@ -79,15 +76,15 @@ def ours(plan: str, out: Path) -> None:
             pass
 
     train(lambda: nn.Linear(8, 8), TensorDataset(torch.randn(workers, 8)))  # what libraries take at the first use
-    before = peak()
+    before = peak_memory(CPU)
     train(model, data)
-    grown = {"process": peak() - before}
+    grown = {"process": peak_memory(CPU) - before}
     (out / f"{paceline.join().rank}.json").write_text(json.dumps(grown))
 
 
 def by_hand(side: str, out: Path) -> None:
     dist.init_process_group("gloo")
-    before = peak()
+    before = peak_memory(CPU)
     if side == "ddp":
         net: nn.Module = DistributedDataParallel(model())
         layers: list[nn.Module] = []
@@ -116,7 +113,7 @@ def by_hand(side: str, out: Path) -> None:
         found["gradients"] = held(p.grad for p in net.parameters()) + buckets
         update.step()
         found["optimizer"] = held(t for kept in update.state.values() for t in kept.values())
-    found["process"] = peak() - before
+    found["process"] = peak_memory(CPU) - before
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -47,6 +47,13 @@ def train_basics(
     return paceline(*args, cwd=folder, code=code, PYTHONPATH=str(SCRIPTS), PACELINE_CHAOS=chaos)
 
 
+def exported(folder: Path, body: str, workers: int, plan: str) -> Path:
+    """What a script of `train_basics`, trained by a fixed team in a new folder, exports to out.safetensors."""
+    folder.mkdir()
+    train_basics(folder, body, workers, "--max-restarts", "0", "--plan", plan)
+    return folder / "out.safetensors"
+
+
 def without_an_agent(*scripts: Path, cwd: Path | None = None, **env: str) -> list[tuple[int, str]]:
     """Workers started as torchrun starts them, one per script: the exit code of each, and what it said."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from launching import train_basics
+from agents import journal
+from launching import exported, train_basics
 from torch import nn
 
 from paceline.strategies.blueprint import SMALL, build, strip
@@ -75,7 +75,7 @@ def test_what_has_no_value_yet_cannot_be_asked_for_its_shape() -> None:
 
 
 BODY = (
-    "{more}def model():\n"
+    "def model():\n"
     "    net = nn.Sequential(nn.Linear(10, 200), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 200))\n"
     "    {look}\n"
     "    return net\n"
@@ -86,23 +86,13 @@ BODY = (
 )
 
 
-def decisions(folder: Path) -> dict[str, str]:
-    lines = (folder / "out" / "journal.jsonl").read_text().splitlines()
-    return {entry["what"]: entry["why"] for entry in map(json.loads, lines) if entry["event"] == "decision"}
-
-
 @pytest.mark.parametrize("look", ["", "net[1].weight.data[net[1].weight.data.nonzero()[0]] = 3.0"])
 def test_a_model_begins_with_the_bits_of_one_worker(look: str, tmp_path: Path) -> None:
-    found = []
-    for workers, plan in ((1, "exact"), (2, "exact shard=2")):
-        folder = tmp_path / str(workers)
-        folder.mkdir()
-        body = BODY.format(more="", look=look or "pass")
-        train_basics(folder, body, workers, "--max-restarts", "0", "--plan", plan)
-        found.append((folder / "out.safetensors").read_bytes())
-    assert found[0] == found[1]
+    body = BODY.format(look=look or "pass")
+    one, two = exported(tmp_path / "one", body, 1, "exact"), exported(tmp_path / "two", body, 2, "exact shard=2")
+    assert one.read_bytes() == two.read_bytes()
     whole = "the model is built whole on each worker"
-    assert (whole in decisions(tmp_path / "2")) == bool(look)
+    assert (whole in [entry["what"] for entry in journal(tmp_path / "two" / "out", "decision")]) == bool(look)
 
 
 @pytest.mark.slow

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from launching import train_basics
+from agents import journal
+from launching import exported, train_basics
 from oracle import apart
 from safetensors.torch import load_file
 from torch import nn
@@ -63,14 +63,8 @@ def by_hand() -> tuple[dict[str, torch.Tensor], list[str]]:
 
 
 def scales(folder: Path) -> list[str]:
-    journal = (json.loads(line) for line in (folder / "out" / "journal.jsonl").read_text().splitlines())
-    told = (entry["what"] for entry in journal if entry["event"] == "decision")
+    told = (str(entry["what"]) for entry in journal(folder / "out", "decision"))
     return [what for what in told if what.startswith("loss scale")]
-
-
-def train(folder: Path, workers: int, words: str) -> Path:
-    train_basics(folder, BODY, workers, "--max-restarts", "0", "--plan", words)
-    return folder / "out.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -85,8 +79,8 @@ def train(folder: Path, workers: int, words: str) -> Path:
 def test_fp16_takes_the_decisions_of_one_process(workers: int, words: str, tmp_path: Path) -> None:
     weights, said = by_hand()
     assert said, "the gradients were to overflow"
-    found = train(tmp_path, workers, f"precision=fp16 {words}")
-    assert scales(tmp_path) == said
+    found = exported(tmp_path / "team", BODY, workers, f"precision=fp16 {words}")
+    assert scales(found.parent) == said
     assert apart(load_file(found), weights) <= 1e-3
 
 
@@ -94,9 +88,8 @@ def test_fp16_takes_the_decisions_of_one_process(workers: int, words: str, tmp_p
 def test_fp16_with_exact_has_the_bytes_of_one_worker(tmp_path: Path) -> None:
     found = []
     for workers, words in ((1, ""), (2, ""), (2, "shard=2 zero=1"), (3, "shard=3")):
-        folder = tmp_path / f"{workers} {words}"
-        folder.mkdir()
-        found.append((train(folder, workers, f"precision=fp16 exact {words}").read_bytes(), scales(folder)))
+        weights = exported(tmp_path / f"{workers} {words}", BODY, workers, f"precision=fp16 exact {words}")
+        found.append((weights.read_bytes(), scales(weights.parent)))
     assert found[0][1]
     assert all(one == found[0] for one in found)
 
@@ -104,12 +97,10 @@ def test_fp16_with_exact_has_the_bytes_of_one_worker(tmp_path: Path) -> None:
 def test_the_scale_survives_a_resume(tmp_path: Path) -> None:
     train_basics(tmp_path, BODY, 1, "--plan", "precision=fp16 exact", "--steps", "5")
     told = scales(tmp_path)
-    train(tmp_path, 2, "precision=fp16 exact shard=2")
+    train_basics(tmp_path, BODY, 2, "--max-restarts", "0", "--plan", "precision=fp16 exact shard=2")
     assert scales(tmp_path) == told  # it overflowed in the first step, and never again
     resumed = (tmp_path / "out.safetensors").read_bytes()
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    assert train(alone, 1, "precision=fp16 exact").read_bytes() == resumed
+    assert exported(tmp_path / "alone", BODY, 1, "precision=fp16 exact").read_bytes() == resumed
 
 
 def test_the_scale_grows_after_many_good_steps() -> None:
@@ -129,13 +120,8 @@ def test_the_scale_grows_after_many_good_steps() -> None:
 )
 def test_recomputed_blocks_have_the_same_bytes(words: str, tmp_path: Path) -> None:
     body = BODY.replace("nn.ReLU(), nn.Linear(24, 2)", "nn.Dropout(0.3), nn.Linear(24, 2)")
-    found = []
-    for plan in ("exact", f"exact {words}"):
-        folder = tmp_path / plan
-        folder.mkdir()
-        train_basics(folder, body, 2, "--max-restarts", "0", "--plan", plan)
-        found.append((folder / "out.safetensors").read_bytes())
-    assert found[0] == found[1]
+    kept, again = (exported(tmp_path / plan, body, 2, plan) for plan in ("exact", f"exact {words}"))
+    assert kept.read_bytes() == again.read_bytes()
 
 
 def test_a_model_without_blocks_is_not_recomputed(tmp_path: Path) -> None:
@@ -150,19 +136,13 @@ def test_a_model_without_blocks_is_not_recomputed(tmp_path: Path) -> None:
 def test_compiled_models_train_alike_and_keep_their_keys(words: str, tmp_path: Path) -> None:
     found = []
     for plan in (words, f"compile {words}"):
-        folder = tmp_path / f"plan {plan}"
-        folder.mkdir()
-        train_basics(folder, BODY, 2, "--max-restarts", "0", "--plan", plan)
-        found.append(load_file(folder / "out.safetensors"))
-        assert ("compiled" in (folder / "out" / "journal.jsonl").read_text()) == ("compile" in plan)
+        weights = exported(tmp_path / f"plan {plan}", BODY, 2, plan)
+        found.append(load_file(weights))
+        assert ("compiled" in (weights.parent / "out" / "journal.jsonl").read_text()) == ("compile" in plan)
     assert apart(found[1], found[0]) <= 1e-5
 
 
 @pytest.mark.slow
 def test_a_compiled_model_with_exact_has_the_bytes_of_one_worker(tmp_path: Path) -> None:
-    found = []
-    for workers in (1, 3):
-        folder = tmp_path / str(workers)
-        folder.mkdir()
-        found.append(train(folder, workers, "compile exact").read_bytes())
-    assert found[0] == found[1]
+    one, three = (exported(tmp_path / str(workers), BODY, workers, "compile exact") for workers in (1, 3))
+    assert one.read_bytes() == three.read_bytes()

@@ -18,6 +18,7 @@ from launching import paceline, train_basics, without_an_agent
 from safetensors.torch import load_file
 
 from paceline.checkpoint import saver
+from paceline.checkpoint.files import write_files
 from paceline.checkpoint.saver import Part
 from paceline.checkpoint.storage import Folder
 from paceline.errors import CheckpointError
@@ -149,6 +150,19 @@ def test_a_part_copies_what_may_change_at_once(tmp_path: Path) -> None:
     assert written["weight"].shape == (2, 3)
 
 
+def test_a_writer_that_fails_takes_no_folder_from_under_another(tmp_path: Path) -> None:
+    class Meanwhile(Folder):
+        def make(self, folder: str = "") -> Path:
+            path = super().make(folder)
+            (path / "b.safetensors").touch()
+            with pytest.raises(CheckpointError, match="File exists"):
+                write_files(Folder(self.path), 7, {"b.safetensors": [("w", None)]}, lambda *_: torch.ones(2))
+            return path
+
+    written = write_files(Meanwhile(tmp_path), 7, {"a.safetensors": [("w", None)]}, lambda *_: torch.ones(2))
+    assert {path.name for path in (tmp_path / "step-000000000007").iterdir()} == {*written} == {"a.safetensors"}
+
+
 def test_one_worker_that_cannot_write_ends_a_save_and_no_training(tmp_path: Path) -> None:
     body = WIDE + (
         "import resource, threading, time\n"
@@ -168,7 +182,7 @@ def test_one_worker_that_cannot_write_ends_a_save_and_no_training(tmp_path: Path
         r"training goes on without it: worker 1: checkpoint of step 4 could not be written to \S+/out/checkpoints: "
         r"File too large; raise the limit on the size of a file \(ulimit -f\) or choose another --run-dir",
         done.stderr,
-    )
+    ), done.stderr
     assert [step for step, _ in list_checkpoints(tmp_path / "out")] == [12, 11, 10]
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from agents import journal
 from checkpoints import find_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import train_basics
+from launching import exported, train_basics
 from torch import nn
 
 from paceline.comm.buckets import Buckets
@@ -237,8 +237,7 @@ def test_the_blocks_are_told(tmp_path: Path) -> None:
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "shard=2")
     said = "parameters are gathered in 2 blocks: 0 to 2 (Linear)"
     assert said in " ".join(done.stderr.split())
-    journal = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
-    assert said in [entry.get("what") for entry in journal if entry["event"] == "decision"]
+    assert said in [entry.get("what") for entry in journal(tmp_path / "out", "decision")]
 
 
 def test_blocks_alike_whose_workers_are_never_at_the_same_place(tmp_path: Path) -> None:
@@ -256,13 +255,9 @@ def test_blocks_alike_whose_workers_are_never_at_the_same_place(tmp_path: Path) 
         "for r in t.steps(data, count=6): pass\n"
         "t.export('out.safetensors')\n"
     )
-    found = []
-    for workers, plan in ((1, "exact"), (2, "exact shard=2 zero=2")):
-        folder = tmp_path / str(workers)
-        folder.mkdir()
-        train_basics(folder, body, workers, "--max-restarts", "0", "--plan", plan)
-        found.append((folder / "out.safetensors").read_bytes())
-    assert found[0] == found[1]
+    one = exported(tmp_path / "one", body, 1, "exact")
+    two = exported(tmp_path / "two", body, 2, "exact shard=2 zero=2")
+    assert one.read_bytes() == two.read_bytes()
 
 
 @pytest.mark.slow
@@ -285,7 +280,6 @@ def test_the_journal_tells_what_a_worker_holds(tmp_path: Path) -> None:
         folder = tmp_path / plan
         folder.mkdir()
         train_basics(folder, body, 2, "--max-restarts", "0", "--plan", plan)
-        journal = [json.loads(line) for line in (folder / "out" / "journal.jsonl").read_text().splitlines()]
-        (told,) = [entry for entry in journal if entry["event"] == "memory"]
+        (told,) = journal(folder / "out", "memory")
         assert [told[name] for name in ("parameters", "gradients", "optimizer")] == pytest.approx(bytes_, rel=0.02)
         assert told["process"] > sum(bytes_)

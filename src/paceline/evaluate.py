@@ -62,9 +62,10 @@ def evaluate(
                 streams.seed(stream_seed(job.seed, _STREAM, base + micro_batch.index))
                 with job.arithmetic():
                     output = job.forward(model, batch)
-                    found = {} if micro_batch.blank else metric(output, batch)
-                if not micro_batch.blank:
-                    sums[base + micro_batch.index] = _pairs(found)
+                    if micro_batch.blank:
+                        continue
+                    found = metric(output, batch)
+                sums[base + micro_batch.index] = _pairs(found)
             base += len(grid.cut(count))
             rows += count
     job.rest()

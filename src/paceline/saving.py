@@ -26,6 +26,7 @@ from paceline.checkpoint.files import (
     Files,
     commit,
     find_checkpoint,
+    give_up,
     layout,
     new_attempt,
     whole_shapes,
@@ -269,7 +270,11 @@ class Saving:
         cost = part.seconds
 
         def work() -> dict[str, Any]:
-            self._refuse(draft, mine)
+            try:
+                self._refuse(draft, mine)
+            except CheckpointError:
+                give_up(storage, draft.step)
+                raise
             told = {file: (size, digest) for row in mine for file, (size, digest) in row[4].items()}
             mirrored = storage is not self.storage
             keep = 1 if mirrored else self.keep

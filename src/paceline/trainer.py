@@ -111,8 +111,7 @@ class Trainer:
             )
         run.begin(str(self.plan), origin, seed, self._device)
         self._streams = Streams(self._device)
-        built: dict[str, Any] = {}
-        self.model = self._build(model, built)
+        self.model, built = self._build(model)
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         if not named:
             raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
@@ -152,12 +151,13 @@ class Trainer:
         if run.tree:
             self.restore(newcomer=True)
 
-    def _build(self, model: nn.Module | Callable[[], nn.Module], job: dict[str, Any]) -> nn.Module:
+    def _build(self, model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
         """The model on its device; where each worker is to keep but a part of it, and a function builds it, without
-        memory for what is large.
+        memory for what is large. And what its job is to know of that.
         """
+        told: dict[str, Any] = {}
         if isinstance(model, nn.Module):
-            return checked(model).to(self._device)
+            return checked(model).to(self._device), told
         with self._streams.lent():
             seed = stream_seed(self._seed, 0, -1)
             self._streams.seed(seed)
@@ -165,12 +165,12 @@ class Trainer:
                 from paceline.strategies.blueprint import CANNOT, build  # takes a while to import
 
                 try:
-                    made, job["blueprint"] = build(model)
-                    return checked(made)
+                    made, told["blueprint"] = build(model)
+                    return checked(made), told
                 except CANNOT as error:
-                    job["decisions"] = [("the model is built whole on each worker", first_line(error))]
+                    told["decisions"] = [("the model is built whole on each worker", first_line(error))]
                 self._streams.seed(seed)
-            return checked(model()).to(self._device)
+            return checked(model()).to(self._device), told
 
     # -- what the user reads ------------------------------------------------------------------------------------
 
@@ -330,7 +330,8 @@ class Trainer:
         if whole.rows == 0:
             raise UsageError("no worker brought a row to step()", "bring at least one row")
         beside = range(rank - rank % together, rank - rank % together + together)
-        self._spare = micro_batches[0] if micro_batches else self._spare
+        if together > 1 and micro_batches:
+            self._spare = micro_batches[0]
         for _ in range(max(brought[other][0] for other in beside) - len(cuts)):
             if self._spare is None:
                 what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
@@ -402,7 +403,7 @@ class Trainer:
         source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
 
         def compute() -> dict[str, float]:
-            place = replace(self._place(), fine=False, together=self.plan.together)
+            place = replace(self._place(), fine=False)
             found = evaluate(self._run.team, self._job, model or self.model, source, metric, micro, place)
             self._run.journal.write("evaluate", trainer=self._number, step=self.steps_done, results=found)
             return found

@@ -394,8 +394,18 @@ def write_checkpoint(
 ) -> Checkpoint:
     """Writes a whole checkpoint, as one writer. Raises CheckpointError; what was there before is intact then."""
     plan = layout(tensors, {}, {}, [0], new_attempt(), file_bytes)
-    told = write_files(storage, step, plan[0], lambda name, rows: take(tensors[name], rows))
+    try:
+        told = write_files(storage, step, plan[0], lambda name, rows: take(tensors[name], rows))
+    except CheckpointError:
+        give_up(storage, step)
+        raise
     return commit(storage, step, plan, told, tensors, manifest, keep)
+
+
+def give_up(storage: Storage, step: int) -> None:
+    """Leaves nothing of an attempt whose writers have removed their files."""
+    with suppress(OSError):
+        storage.tidy(folder_of(step))
 
 
 def new_attempt() -> str:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,7 +59,10 @@ class Storage(Protocol):
         """Makes a small file durable at once: it is there whole or not at all, and takes the place of another."""
 
     def remove(self, folder: str, files: Iterable[str] | None = None) -> None:
-        """Removes these files, one after another, or the whole folder. One without files is none."""
+        """Removes these files, one after another, or the whole folder."""
+
+    def tidy(self, folder: str) -> None:
+        """Removes a folder that has no files; when nobody writes into it any more."""
 
 
 def is_url(place: str) -> bool:
@@ -131,8 +134,10 @@ class Folder:
             return
         for file in files:
             (path / file).unlink(missing_ok=True)
-        if folder and not any(path.iterdir()):
-            path.rmdir()
+
+    def tidy(self, folder: str) -> None:
+        if not any((self.path / folder).iterdir()):
+            (self.path / folder).rmdir()
 
 
 class Bucket:
@@ -223,11 +228,15 @@ class Bucket:
 
     def remove(self, folder: str, files: Iterable[str] | None = None) -> None:
         with self._reached() as system:
-            for file in files if files is not None else ():
+            if files is None:
+                system.rm(self._path(folder), recursive=True)
+                return
+            for file in files:
                 system.rm_file(self._path(folder, file))
-            with suppress(FileNotFoundError):  # an object store has no folders without files
-                if files is None or not self._listed(self._path(folder)):
-                    system.rm(self._path(folder), recursive=True)
+
+    def tidy(self, folder: str) -> None:
+        if not self._listed(self._path(folder)):  # an object store has no folders without files
+            self.remove(folder)
 
 
 def failures() -> tuple[type[Exception], ...]:

@@ -50,8 +50,7 @@ def flatten(tree: Any, prefix: str) -> tuple[dict[str, torch.Tensor], Any]:
     tensors and parameters, numpy arrays and scalars, torch.dtype and torch.device. OrderedDict, defaultdict,
     Counter, deque and torch.Size are kept as dict, list and tuple, a parameter as its tensor, and of `Rows` the tensor
     that is here. The tensors share memory with those in the tree; one that occurs several times (same memory, shape,
-    strides and dtype)
-    is there once. Raises UsageError for anything else, naming the path and the type.
+    strides and dtype) is there once. Raises UsageError for anything else, naming the path and the type.
     """
     tensors, skeleton = flatten_rows(tree, prefix)
     return {name: t.tensor if isinstance(t, Rows) else t for name, t in tensors.items()}, skeleton

@@ -97,15 +97,21 @@ class Group:
         (ranks,) = [part for part in parts if self.rank in part]
         names = tuple(self.names[rank] for rank in ranks)
         world = World(rank=ranks.index(self.rank), size=len(ranks), members=names)
-        made = Group(replace(world, rank=names[world.rank], size=1))
-        made.ledger = self.ledger
         self._splits += 1
-        if world.size > 1:
-            assert self._store is not None
-            store = dist.PrefixStore(f"part/{self._splits}/{ranks[0]}", self._store)
-            over = self.channel
-            make = partial(ProcessGroup, store, world.rank, world.size, FOR_EVER, lambda: over.broken is not None)
-            made._take(world, store, unless(lambda: over.broken, make))
+        if world.size == 1:
+            return self._part(world, None, None)
+        assert self._store is not None
+        store = dist.PrefixStore(f"part/{self._splits}/{ranks[0]}", self._store)
+        over = self.channel
+        make = partial(ProcessGroup, store, world.rank, world.size, FOR_EVER, lambda: over.broken is not None)
+        return self._part(world, store, unless(lambda: over.broken, make))
+
+    def _part(self, world: World, store: dist.Store | None, group: Any) -> Group:
+        """The members of `world`, all or some of these workers, over connections of their own if there are several."""
+        made = Group(replace(world, rank=world.members[world.rank], size=1))
+        made.ledger = self.ledger
+        if group is not None:
+            made._take(world, store, group)
             self._parts.append(made)
         return made
 
@@ -130,11 +136,8 @@ class Group:
         init = partial(dist.init_process_group, "paceline", timeout=FOR_EVER, world_size=self.size, rank=self.rank)
         unless(lambda: self.channel.broken, lambda: init(store=store))
         sys.excepthook = hook  # torch's puts a rank before every line
-        names = tuple(self.names)
-        made = Group(World(rank=names[self.rank], size=1))
-        made.ledger, made.lent = self.ledger, True
-        made._take(World(rank=self.rank, size=self.size, members=names), store, dist.group.WORLD)  # type: ignore[arg-type]
-        self._parts.append(made)
+        world = World(rank=self.rank, size=self.size, members=tuple(self.names))
+        self._part(world, store, dist.group.WORLD).lent = True
 
     def interrupt(self, error: Exception) -> None:
         """Ends every collective with `error`, until the next team has formed. From any thread."""

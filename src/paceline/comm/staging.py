@@ -84,7 +84,11 @@ class Staging:
                 pool.stages.append(self._make(members, group.allocate))
             self._blocks.append(_Block(list(members), pool, pool.blocks))
             pool.blocks += 1
-        self._of = {number: place for place, block in enumerate(self._blocks) for number in block.members}
+        self._of = {  # of each parameter the block, and which of that block's it is
+            number: (place, index)
+            for place, block in enumerate(self._blocks)
+            for index, number in enumerate(block.members)
+        }
         self._works: deque[tuple[dist.Work | None, _Block, _Stage, bool]] = deque()
         self._open = self._last = self._blank = False
         self._next = 0
@@ -106,14 +110,14 @@ class Staging:
         grad, param.grad = param.grad.detach(), None
         if not self._open:  # a backward of the user's own
             return
-        place = self._of[number]
+        place, index = self._of[number]
         block = self._blocks[place]
         if place < self._next:
             raise in_two_parts(param)
         if not self._blank:
             self._used.add(number)
             stage = self._stage(block)
-            self.home.put(number, grad, stage.wires[block.members.index(number)], first=number not in stage.written)
+            self.home.put(number, grad, stage.wires[index], first=number not in stage.written)
             stage.written.add(number)
         block.landed.add(number)
         while self._next < len(self._blocks) and self._blocks[self._next].whole:

@@ -23,10 +23,11 @@ def check(script: str, arguments: list[str], workers: int, steps: int, plan: str
 
     A difference is that of `apart`.
     """
+    alone = LaunchOptions(script, arguments, 1, max_restarts=0)  # a worker lost in so few steps is to be seen
     cases = (
-        ("one worker", LaunchOptions(script, arguments, 1), False),
-        ("one worker summing in another order", LaunchOptions(script, arguments, 1), True),
-        (f"{workers} workers", LaunchOptions(script, arguments, workers, plan=plan), False),
+        ("one worker", alone, False),
+        ("one worker summing in another order", alone, True),
+        (f"{workers} workers", replace(alone, workers=workers, plan=plan), False),
     )
     results = []
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder:
@@ -51,8 +52,7 @@ class Case:
         order = json.dumps({"steps": steps, "out": str(folder / "out"), "reverse": reverse})
         environment["PACELINE_CHECK"] = order
         run_dir = folder / "run"
-        # A worker that is lost in so few steps is to be seen.
-        code = launch(replace(options, run_dir=str(run_dir), quiet=True, environment=environment, max_restarts=0))
+        code = launch(replace(options, run_dir=str(run_dir), quiet=True, environment=environment))
         found = folder / "out.json"
         if code or not found.exists():
             why = f"exit code {code}" if code else f"it ended before step {steps}"

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_DEAD = "ZX"  # states in proc(5): ended and not yet reaped, and gone
 
 
 def die_with_us() -> Callable[[], None]:
@@ -33,20 +34,24 @@ def session_members(sessions: Collection[int]) -> dict[int, str]:
     members = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            head, _, rest = Path("/proc", entry, "stat").read_text(errors="replace").rpartition(")")
-            state, _, _, session = rest.split()[:4]
-            if state not in "ZX" and int(session) in sessions:
-                members[int(entry)] = head.partition("(")[2]
+            name, (state, _, _, session) = _stat(int(entry))
+            if state not in _DEAD and int(session) in sessions:
+                members[int(entry)] = name
     return members
 
 
 def ended(pid: int) -> bool:
     """Whether a process has, also where nobody has reaped it yet."""
     try:
-        _, _, rest = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")
+        return _stat(pid)[1][0] in _DEAD
     except OSError:
         return True
-    return rest.split()[0] in "ZX"
+
+
+def _stat(pid: int) -> tuple[str, list[str]]:
+    """A process's name; and its state, parent, group and session. OSError: there is none."""
+    head, _, rest = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")
+    return head.partition("(")[2], rest.split()[:4]
 
 
 def end_sessions(sessions: Collection[int]) -> dict[int, str]:

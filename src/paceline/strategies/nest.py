@@ -18,19 +18,19 @@ def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False)
     """
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
-    sharded = plan.shard is not None and plan.shard > 1
+    places = plan.shard or 1
     if plan.recompute:
         job.decisions.append(recompute(job.model))
     if plan.compile:
-        job.decisions.append(compiled(job.model, sharded and plan.zero != 1, plan.exact))
-    if plan.shard is not None and sharded:
-        replica = group.replica(plan.shard)
+        job.decisions.append(compiled(job.model, plan.together > 1, plan.exact))
+    if places > 1:
+        replica = group.replica(places)
         if plan.zero == 1:
-            return Data(Shard(job, replica), group, job, places=plan.shard)
+            return Data(Shard(job, replica), group, job, places)
         from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
 
         filled = None if known else partial(share, group=group)
-        return Data(FullyShard(job, replica, plan.zero == 3, filled), group, job, places=plan.shard)
+        return Data(FullyShard(job, replica, plan.zero == 3, filled), group, job, places)
     if group.size == 1 and not elastic:
         return Single(job, group.allocate if plan.exact else None)
     return Data(Single(job, group.allocate), group, job)
