@@ -44,11 +44,12 @@ def train(
     loaders: int = 0,
     preexec: Callable[[], None] | None = None,
     ballast: int = 0,
+    plan: str = "micro=2 exact",
 ) -> Ended:
     """Runs the script to its end, with faults; a long one goes slowly until what it is to `wait` for has happened."""
     out, run = folder / "out", folder / "run"
     env = {"PACELINE_CHAOS": faults, "BALLAST": str(ballast)} | ({"WAIT": wait} if wait else {})
-    options = ("--workers", str(workers), "--run-dir", str(run))
+    options = ("--workers", str(workers), "--run-dir", str(run), "--plan", plan)
     command = ("run", *options, SCRIPTS / "survivor.py", out, str(steps), str(loaders))
     done = paceline(*command, cwd=folder, preexec=preexec, **env)
     steps_written = effective_steps(read_journal(run))
@@ -77,7 +78,7 @@ def same(ended: Ended, undisturbed: Ended) -> None:
 # ---- the fault matrix
 
 KINDS = ("kill", "stop", "raise", "exit")
-MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "writing", "forming")
+MOMENTS = ("loading", "forward", "backward", "summed", "reduced", "applied", "saving", "writing", "forming")
 WHO = {"worker 0": [0], "its neighbour": [1], "another": [3], "two at once": [1, 4]}
 QUICK = {("kill", "reduced", "worker 0"), ("stop", "backward", "another"), ("raise", "forward", "two at once")}
 QUICK |= {("exit", "saving", "its neighbour"), ("kill", "forming", "two at once"), ("kill", "writing", "another")}
@@ -251,7 +252,8 @@ def test_the_rehearsal_shows_each_loss_and_that_nothing_else_was(tmp_path):
         (
             ["--faults", "kill:0@1"],
             "'kill:0@1' is no fault; write KIND:WORKER@STEP.MOMENT with a kind of kill, stop, raise, exit, leave, slow"
-            ", wait, memory and a moment of loading, forward, backward, reduced, saving, writing, forming, hand-over",
+            ", wait, memory and a moment of loading, forward, backward, summed, reduced, applied, saving, writing, "
+            "forming, hand-over",
         ),
     ],
 )

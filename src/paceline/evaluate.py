@@ -28,13 +28,14 @@ def in_order(position: int, size: int, seed: int, epoch: int) -> int:
 
 
 @contextmanager
-def _resting(model: nn.Module) -> Iterator[None]:
+def _resting(model: nn.Module, job: Job) -> Iterator[None]:
     """Eval mode for the time, module by module as it was afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
+        job.rest()
         for module in training:
             module.training = True
 
@@ -55,7 +56,7 @@ def evaluate(
     streams = Streams(job.device)
     rows, base = 0, 0
     sums: dict[int, dict[str, tuple[float, float]]] = {}
-    with torch.no_grad(), _resting(model), streams.lent():
+    with torch.no_grad(), _resting(model, job), streams.lent():
         for _, count, micro_batches in feed:
             for micro_batch in micro_batches:
                 batch = to_device(micro_batch.batch, job.device)
@@ -68,7 +69,6 @@ def evaluate(
                 sums[base + micro_batch.index] = _pairs(found)
             base += len(grid.cut(count))
             rows += count
-    job.rest()
     return {**_together(team, sums, base), "n": rows}
 
 

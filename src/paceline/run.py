@@ -52,6 +52,7 @@ class Member(Protocol):
     def restore(self, newcomer: bool) -> None: ...
     def follow(self) -> None: ...
     def prepare(self, saved: dict[str, Any]) -> None: ...
+    def gather_weights(self) -> None: ...
     def hear(self, said: list[Any]) -> None: ...
     @property
     def steps_done(self) -> int: ...
@@ -136,6 +137,8 @@ class Run:
 
     def hand_over(self) -> Any:
         trainers = [member.snapshot() for member in self.members]
+        if self.team.world.newcomer:  # those that it was given, and has not made yet
+            trainers += self.tree["trainers"][len(trainers) :]
         own = {
             "streams": user_streams(),
             "saved": [self.saving.begun, self.saving.open],
@@ -156,6 +159,10 @@ class Run:
             self.passing, self.results, self._streams = True, list(tree["results"]), [tree["streams"]]
         for member in self.members:
             member.restore(newcomer)
+
+    def gather_weights(self) -> None:
+        for member in self.members:
+            member.gather_weights()
 
     def changing(self) -> int:
         return sum(p.nbytes for model in self.models for p in model.parameters() if p.requires_grad)

@@ -254,6 +254,12 @@ class OneStep:
         self._rest(ended)
         return [dataclasses.asdict(self.agreed), self.norm, self.lr, [self.whole.rows, self.whole.epoch]]
 
+    def applied(self) -> None:
+        self._of.run.team.operations.reached("applied")
+        began = time.perf_counter()
+        self._of.top.gather_weights()
+        self.spent["update"] += time.perf_counter() - began
+
     def _send_ahead(self) -> None:
         """To newcomers, what it takes to apply this step."""
         assert self._sums is not None

@@ -104,11 +104,15 @@ class Trainer:
         self.plan = Plan.parse(said).validate(run.team.world.size)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
-        if (self.plan.shard or 1) > 1 and run.team.operations.elastic:
+        places = self.plan.shard or 1
+        if run.team.operations.elastic and run.members and places != self._group.places:
             raise PlanError(
-                f"a team with shard={self.plan.shard} cannot lose workers and go on yet",
-                "add --max-restarts 0: a loss then ends the run, and the same command resumes it",
+                f"this trainer has shard={places} and those before it shard={self._group.places}, and a worker that is "
+                "lost takes a replica with it",
+                "say the same for all trainers, or add --max-restarts 0: a loss then ends the run",
             )
+        if places > 1:
+            self._group.replica(places, lend=self.plan.together > 1)
         run.begin(str(self.plan), origin, seed, self._device)
         self._streams = Streams(self._device)
         self.model, built = self._build(model)
@@ -120,6 +124,8 @@ class Trainer:
         kept = {"named": named, "beside": run.models, "exact": self.plan.exact, **built}
         job = Job(self.model, form, loss, self._device, seed, clip_norm, precision, **kept)
         self._job = job
+        if places > 1:  # a newcomer has no rows before it has a place
+            run.need_team()
         known = run.knows(self._number)
         self._top = nest(self.plan, job, self._group, run.team.operations.elastic, known)
         for what, why in job.decisions:
@@ -431,8 +437,12 @@ class Trainer:
 
     def export(self, path: str | Path) -> None:
         """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""
-        self._together("export()")
-        write_together(self.model.state_dict(), Path(path), self._run.main)
+        self._run.need_team()
+        self._run.team.operations.run(Simple(partial(self._write, Path(path))))
+
+    def _write(self, path: Path) -> None:
+        self._group.enter("export()")
+        write_together(self.model.state_dict(), path, self._run.main)
 
     def stop(self) -> None:
         """Ends the training when the loop asks for its next step; the run then counts as finished. Collective."""
@@ -470,6 +480,10 @@ class Trainer:
         """The state as it was some steps ago, which goes ahead to a newcomer."""
         self._top.load(saved)
         self._stepper.done = saved["steps"]
+
+    def gather_weights(self) -> None:
+        """What a step that counts has left to do."""
+        self._top.gather_weights()
 
     def hear(self, said: list[Any]) -> None:
         """A part of a step after it."""

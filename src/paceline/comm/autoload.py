@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.comm.backend import ProcessGroup
 
+_ready: list[ProcessGroup] = []  # what the next group that torch makes is to be
+
 
 def register() -> None:
     """Again is harmless."""
@@ -21,7 +23,16 @@ def register() -> None:
         dist.Backend.register_backend("paceline", _make, devices=["cpu", "cuda"])
 
 
+def lend(group: ProcessGroup, store: Any) -> None:
+    """Makes a group torch's default one."""
+    import torch.distributed as dist
+
+    register()
+    _ready.append(group)
+    dist.init_process_group("paceline", store=store, world_size=group.size(), rank=group.rank())
+
+
 def _make(*details: Any) -> ProcessGroup:
     from paceline.comm.backend import ProcessGroup
 
-    return ProcessGroup(*details)
+    return _ready.pop() if _ready else ProcessGroup(*details)

@@ -69,7 +69,7 @@ def _are_cuda(tensors: Any) -> bool:
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """One group of workers. What torch calls, it calls on this. Until all have come it can be `given_up`."""
+    """One group of workers, over a `channel`. What torch calls, it calls on this."""
 
     def __init__(
         self,
@@ -77,12 +77,16 @@ class ProcessGroup(dist.ProcessGroup):
         rank: int,
         size: int,
         timeout: timedelta,
-        given_up: Callable[[], bool] = lambda: False,
+        channel: Channel | None = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.channel = Channel(store, rank, size, timeout, given_up)
-        self._rank, self._size, self._store = rank, size, store
+        self._rank, self._size = rank, size
         self._name = self._description = ""
+        self.meet(store, channel or Channel(store, rank, size, timeout))
+
+    def meet(self, store: dist.Store, channel: Channel) -> None:
+        """From now on, and after `abort`, the same workers are connected through this."""
+        self.channel, self._store = channel, store
         self._nccl: Any = None
         self._barriers = 0
 

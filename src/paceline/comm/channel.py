@@ -30,14 +30,20 @@ _KEPT, _SMALL = 64, 64  # the last collectives to keep, of so many elements at m
 
 
 class Channel:
-    """Worker `rank` of `size`, connected through `hosts`, `mailbox` and, when those are stuck, `side`.
+    """Worker `rank` of `size`, connected through `hosts`, `mailbox` and, when those are stuck, `side`. Until all have
+    come it can be `given_up`.
 
     `declared` is (name, call site, kind) of what the caller is doing, for errors and the ledger; with none, a
     collective speaks for itself. `ledger` has per kind of collective its number, bytes and seconds waited.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, given_up: Callable[[], bool]
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        given_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank, self.size = rank, size
         self.timeout = timeout.total_seconds()

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.autoload import register
+from paceline.comm.autoload import lend
 from paceline.comm.backend import ProcessGroup
+from paceline.comm.channel import Channel
 from paceline.comm.engine import Operation
 from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
@@ -46,16 +47,17 @@ class Group:
         self._rendezvous = Rendezvous()
         self._store: dist.Store | None = None
         self._group: Any = None
-        self._parts: list[Group] = []  # what was split off
-        self._splits = 0
-        self._replica: Group | None = None
-        self.lent = False  # to torch, as its default group
+        self._parts: dict[str, Group] = {}  # of this generation
+        self._replicas: dict[int, Group] = {}  # by their size
+        self._lends = False
+        self._lent: Any = None  # torch's default group
         if world.size > 1 and not world.newcomer:
             self._take(world, *self._connect(world, never))
 
     def _connect(self, world: World, given_up: Callable[[], bool]) -> tuple[dist.Store, ProcessGroup]:
         store = self._rendezvous.open(world, given_up)
-        return store, ProcessGroup(store, world.rank, world.size, FOR_EVER, given_up)
+        channel = Channel(store, world.rank, world.size, FOR_EVER, given_up)
+        return store, ProcessGroup(store, world.rank, world.size, FOR_EVER, channel)
 
     def _take(self, world: World, store: dist.Store | None, group: ProcessGroup | None) -> None:
         self.rank, self.size, self._store, self._group = world.rank, world.size, store, group
@@ -77,75 +79,110 @@ class Group:
         why = PeerLostError("a generation was given up", "wait for the next")
         try:  # gloo, too, can be left behind
             self._take(world, *unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up)))
+            for size in self._replicas:
+                self.replica(size)
         except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
             raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
 
     def _abort(self) -> None:
-        for part in self._parts:
+        for part in self._all_parts:
             part._abort()
+            part._store = None
         self._parts.clear()
-        self._replica = None
-        if self._group is not None:
-            self._group.abort()
-            if self.lent:
-                dist.destroy_process_group()
+        for group in (self._group, self._lent):
+            if group is not None:
+                group.abort()
 
-    def split(self, parts: Sequence[Sequence[int]]) -> Group:
-        """The group of those ranks that this worker is among; `parts` has every rank once. Collective. It ends with
-        this group.
+    @property
+    def _all_parts(self) -> list[Group]:
+        return [*self._parts.values(), *self._replicas.values()]
+
+    def across(self, places: int) -> Group:
+        """The group of the workers that have the place of this one in their replicas. Collective at first; it ends with
+        the generation.
         """
-        (ranks,) = [part for part in parts if self.rank in part]
-        names = tuple(self.names[rank] for rank in ranks)
-        world = World(rank=ranks.index(self.rank), size=len(ranks), members=names)
-        self._splits += 1
-        if world.size == 1:
-            return self._part(world, None, None)
-        assert self._store is not None
-        store = dist.PrefixStore(f"part/{self._splits}/{ranks[0]}", self._store)
-        over = self.channel
-        make = partial(ProcessGroup, store, world.rank, world.size, FOR_EVER, lambda: over.broken is not None)
-        return self._part(world, store, unless(lambda: over.broken, make))
+        if places == 1:
+            return self
+        name = f"across/{places}"
+        if name not in self._parts:
+            self._parts[name] = self._alone()
+            self._meet(self._parts[name], name, [range(place, self.size, places) for place in range(places)])
+        return self._parts[name]
 
-    def _part(self, world: World, store: dist.Store | None, group: Any) -> Group:
-        """The members of `world`, all or some of these workers, over connections of their own if there are several."""
-        made = Group(replace(world, rank=world.members[world.rank], size=1))
-        made.ledger = self.ledger
-        if group is not None:
-            made._take(world, store, group)
-            self._parts.append(made)
+    def replica(self, size: int, lend: bool = False) -> Group:
+        """The group of the `size` workers, one after another, that hold a model together. Collective at first. In a new
+        generation it is the same, over other connections; a newcomer has it from its admission on.
+
+        With `lend` its workers also have a default group of torch.distributed, over which torch's own parts run.
+        """
+        made = self._replicas.setdefault(size, self._alone())
+        made._lends |= lend
+        if self.size > 1 and (made._store is None or (made._lends and made._lent is None)):
+            self._meet(made, f"replica/{size}", [range(first, first + size) for first in range(0, self.size, size)])
         return made
 
-    def replica(self, size: int) -> Group:
-        """The group of the `size` workers, one after another, that hold a model together. Collective at first."""
-        if self._replica is None or self._replica.size != size:
-            self._replica = self.split([range(first, first + size) for first in range(0, self.size, size)])
-        return self._replica
+    def _alone(self) -> Group:
+        made = Group(World(rank=self.names[self.rank]))
+        made.ledger = self.ledger
+        return made
 
-    def lend_to_torch(self) -> None:
-        """Makes torch.distributed's default group of these workers, over which torch's own parts run; it ends with this
-        group. Again is harmless. Collective. Raises UsageError where the script has made one.
-        """
-        if any(part.lent for part in self._parts):
+    def _meet(self, part: Group, name: str, parts: Sequence[Sequence[int]]) -> None:
+        """Connects those of a part, the one of `parts` that has this worker's rank."""
+        (ranks,) = [ranks for ranks in parts if self.rank in ranks]
+        world = World(rank=ranks.index(self.rank), size=len(ranks), members=tuple(self.names[rank] for rank in ranks))
+        if world.size == 1:
+            part._take(world, None, None)
             return
-        if dist.is_initialized():
+        assert self._store is not None
+        part._join(world, dist.PrefixStore(f"{name}/{ranks[0]}", self._store), self.channel)
+
+    def _join(self, world: World, store: dist.Store, over: Channel) -> None:
+        """Connects this part of a group, or connects it again; as long as the group's channel is whole."""
+
+        def channel(store: dist.Store) -> Channel:
+            make = partial(Channel, store, world.rank, world.size, FOR_EVER, lambda: over.broken is not None)
+            return unless(lambda: over.broken, make)
+
+        if self._store is None:
+            made = channel(store)
+            if self._group is None:
+                self._group = ProcessGroup(store, world.rank, world.size, FOR_EVER, made)
+            else:
+                self._group.meet(store, made)
+            self._take(world, store, self._group)
+        if self._lends:
+            self._lend(dist.PrefixStore("torch", store), channel)
+        if over.broken is not None:  # we were not there to hear that
+            self.interrupt(over.broken)
+
+    def _lend(self, store: dist.Store, connect: Callable[[dist.Store], Channel]) -> None:
+        """Makes torch.distributed's default group of these workers, or connects it again. Raises UsageError where the
+        script has made one.
+        """
+        if self._lent is None and dist.is_initialized():
             what = "the script has initialised torch.distributed, whose default group the plan needs"
             raise UsageError(what, "leave init_process_group out, or say zero=1")
-        register()
-        assert self._store is not None
-        store, hook = dist.PrefixStore("torch", self._store), sys.excepthook
-        init = partial(dist.init_process_group, "paceline", timeout=FOR_EVER, world_size=self.size, rank=self.rank)
-        unless(lambda: self.channel.broken, lambda: init(store=store))
+        channel = connect(store)
+        channel.side.names, channel.ledger = self.names, self.ledger
+        if self._lent is not None:
+            self._lent.meet(store, channel)
+            return
+        self._lent, hook = ProcessGroup(store, self.rank, self.size, FOR_EVER, channel), sys.excepthook
+        lend(self._lent, store)
         sys.excepthook = hook  # torch's puts a rank before every line
-        world = World(rank=self.rank, size=self.size, members=tuple(self.names))
-        self._part(world, store, dist.group.WORLD).lent = True
 
     def interrupt(self, error: Exception) -> None:
         """Ends every collective with `error`, until the next team has formed. From any thread."""
-        group = self._group
-        if group is not None:
-            group.channel.interrupt(error)
-        for part in list(self._parts):
+        for group in (self._group, self._lent):
+            if group is not None:
+                group.channel.interrupt(error)
+        for part in self._all_parts:
             part.interrupt(error)
+
+    @property
+    def places(self) -> int:
+        """The workers of a replica."""
+        return max(self._replicas, default=1)
 
     @property
     def hosts(self) -> list[int]:
@@ -381,12 +418,14 @@ class Group:
         self._release(failed)
 
     def _release(self, failed: bool) -> None:
-        for part in self._parts:
+        for part in self._all_parts:
             part._store = None
             part._release(failed)
         self._parts.clear()
+        self._replicas.clear()
+        if not failed and self._lent is not None:
+            dist.destroy_process_group()
+            self._lent.shutdown()
         if not failed and self._group is not None:
-            if self.lent:
-                dist.destroy_process_group()
             self._group.shutdown()
             self._group = None  # ends gloo's threads

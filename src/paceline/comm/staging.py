@@ -80,8 +80,6 @@ class Staging:
         self._blocks: list[_Block] = []
         for members in blocks:
             pool = self._pools.setdefault(tuple(shapes[number] for number in members), _Pool([]))
-            if len(pool.stages) <= UNDER_WAY:
-                pool.stages.append(self._make(members, group.allocate))
             self._blocks.append(_Block(list(members), pool, pool.blocks))
             pool.blocks += 1
         self._of = {  # of each parameter the block, and which of that block's it is
@@ -93,6 +91,14 @@ class Staging:
         self._open = self._last = self._blank = False
         self._next = 0
         self._used: set[int] = set()
+
+    def rehouse(self) -> None:
+        """Takes fresh memory from the group. Collective."""
+        for pool in self._pools.values():
+            pool.stages.clear()
+        for block in self._blocks:
+            if len(block.pool.stages) <= UNDER_WAY:
+                block.pool.stages.append(self._make(block.members, self.group.allocate))
 
     # -- as buckets are used --------------------------------------------------------------------------------------
 

@@ -87,6 +87,7 @@ class Worker:
             "life": self.life,
             "store": self.store,
             "newcomer": self.newcomer,
+            "replica": max(events.get(word, {}).get("replica", 1) for word in ("ready", "waiting")),
             "ready": "ready" in events,
             "waiting": "waiting" in events,
             "at": events.get("waiting", {}).get("at"),

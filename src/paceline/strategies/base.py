@@ -155,6 +155,10 @@ class Strategy:
         """Changes the weights; `norm` is that of the mean gradient, for clipping."""
         self.inner.update(sums, agreed, orders, norm)
 
+    def gather_weights(self) -> None:
+        """After an update, and in a new generation: brings what of the weights others have updated. Collective."""
+        self.inner.gather_weights()
+
     def sums(self) -> list[torch.Tensor]:
         """The gradients of the step under way, in as few tensors as there are."""
         return self.inner.sums()
@@ -472,6 +476,9 @@ class Single(Strategy):
         if self.buckets is not None:
             self.buckets.adopt()
         self.update(sums, agreed, orders, norm)
+
+    def gather_weights(self) -> None:
+        pass
 
     # -- state --------------------------------------------------------------------------------------------------
 

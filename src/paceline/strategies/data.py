@@ -32,8 +32,7 @@ class Data(Strategy):
         self.told = 0
 
     def rehouse(self) -> None:
-        alike = [range(place, self.group.size, self.places) for place in range(self.places)]
-        self.across = self.group.split(alike) if self.places > 1 else self.group
+        self.across = self.group.across(self.places)
         self.inner.rehouse()
 
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
@@ -58,9 +57,12 @@ class Data(Strategy):
     def agree(self, vector: torch.Tensor, sums: Sums) -> torch.Tensor:
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records.reshape(-1)])
         self.works.append(self.group.start_sum(small))
-        for work in self.works:
+        for work in self.works[:-1]:
             self.group.finish(work)
             self._tell()
+        if self.orders is not None:
+            self.orders.reached("summed")
+        self.group.finish(self.works[-1])
         self.works = []
         if sums.records is not None:
             vector, records = small[: len(vector)], small[len(vector) :]

@@ -64,7 +64,6 @@ class FullyShard(Strategy):
     def _shard(self, reshard: bool, share: Share | None) -> DeviceMesh:
         """Leaves each place its rows of every parameter."""
         job = self.job
-        self.replica.lend_to_torch()
         mesh = init_device_mesh(job.device.type, (self.replica.size,))
         named = dict(job.model.named_parameters())
         besides: list[Held] = []
@@ -123,10 +122,13 @@ class FullyShard(Strategy):
         self.replica.enter(f"step {orders.step + 1}", check=False, kind="gradients")
         return self.inner.gradients(micro_batches, orders, ready)
 
+    def rehouse(self) -> None:
+        self.staging.rehouse()
+
     def _rest(self) -> None:
-        for module in (self.job.model, *self.blocks.values()):
-            assert isinstance(module, FSDPModule)
-            module.reshard()
+        """Whatever a forward or backward has left, or where it was cut off: only the own rows are there."""
+        assert isinstance(self.job.model, FSDPModule)
+        self.job.model.reset_iter_state()
 
     def squares(self, orders: Orders, known: float | None = None) -> torch.Tensor:
         return self.replica.sum(self.inner.squares(orders, known))
@@ -156,8 +158,7 @@ class FullyShard(Strategy):
 
     def abort(self, again: bool = False) -> None:
         self.inner.abort(again)
-        assert isinstance(self.job.model, FSDPModule)
-        self.job.model.reset_iter_state()
+        self._rest()
 
 
 def _refuse(model: nn.Module) -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from paceline.comm.buckets import Bucket
 from paceline.comm.group import Group
 from paceline.comm.places import Places
-from paceline.step import Agreed
 from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
 from paceline.strategies.pieces import MicroBatch
 
@@ -57,9 +56,8 @@ class Shard(Strategy):
     def squares(self, orders: Orders, known: float | None = None) -> torch.Tensor:
         return self.replica.sum(self.inner.squares(orders, known))
 
-    def update(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
-        self.inner.update(sums, agreed, orders, norm)
-        self.replica.enter(f"the weights of step {orders.step + 1}", check=False, kind="weights")
+    def gather_weights(self) -> None:
+        self.replica.enter("the weights after an update", check=False, kind="weights")
         buckets = self.single.buckets
         assert buckets is not None
         for bucket in buckets.buckets:  # by way of the memory of the gradients, which have been used

@@ -25,7 +25,18 @@ KINDS = {
     "wait": "waits until there is a file RUN/chaos-go: for what only somebody outside can do meanwhile",
     "memory": "takes memory until the kernel ends it: to be tried in a memory cgroup only",
 }
-MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "writing", "forming", "hand-over")
+MOMENTS = (
+    "loading",
+    "forward",
+    "backward",
+    "summed",
+    "reduced",
+    "applied",
+    "saving",
+    "writing",
+    "forming",
+    "hand-over",
+)
 ASLEEP = 2.0  # seconds that a stopped worker stays so
 LOG, GO = "chaos.jsonl", "chaos-go"
 _FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>\d+)@(?P<step>\d+)\.(?P<moment>[a-z-]+)")
@@ -35,9 +46,10 @@ _FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>\d+)@(?P<step>\d+)\.(?P<moment>
 class Fault:
     """What happens to a worker when it reaches a moment for the first time after `step` steps are done.
 
-    The moments: before its rows are loaded, after its first forward, when its first bucket is complete, when all sums
-    have arrived and nothing has changed, when a checkpoint begins, when a thread begins to write it, in a new
-    generation before anybody knows who stands where, and while a state is handed over.
+    The moments: before its rows are loaded, after its first forward, when its first bucket is complete, when the sums
+    of its own gradients have arrived, when all have and nothing has changed, when its weights have been updated, when a
+    checkpoint begins, when a thread begins to write it, in a new generation before anybody knows who stands where, and
+    while a state is handed over.
     """
 
     kind: str

@@ -40,6 +40,7 @@ class Said:
     life: int = 0
     store: tuple[str, int] = ("", 0)
     newcomer: bool = False
+    replica: int = 1
     ready: bool = False
     waiting: bool = False
     at: At | None = None
@@ -130,6 +131,7 @@ class Coordinator:
     def report(self, agent: str, workers: Mapping[int, Said], step: int, now: float) -> None:
         """The state of an agent's workers."""
         self.step = max(self.step, step)
+        self.roster.places = max([self.roster.places, *(said.replica for said in workers.values())])
         self.gone.discard(agent)
         changed = []
         for number, said in workers.items():
@@ -160,7 +162,7 @@ class Coordinator:
     def heard_of(self, number: int, members: Iterable[int]) -> None:
         """An agent comes back, and knows of this generation."""
         if self.recovering < math.inf and number > self.roster.number:
-            self.roster = Roster(tuple(members), number)
+            self.roster = Roster(tuple(members), number, places=self.roster.places)
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0) -> None:
         """An agent is silent, or gone, for so many seconds, with all its workers."""
@@ -308,7 +310,7 @@ class Coordinator:
                 self._say(f"{ranks([number])} has joined: {plural(len(roster.members), 'worker')}")
         if said.leaves and not before.leaves:
             roster.leaves(number)
-            all_of_them = roster.leaving >= roster.established
+            all_of_them = roster.going >= roster.established
             self._asked = min(self._asked, now + (0.0 if all_of_them else TOGETHER))
         if said.alone > before.alone:
             self._again = min(self._again, now + ALONE)
@@ -331,8 +333,12 @@ class Coordinator:
         elif said.status == STOPPED and number in self._left:
             self._left.remove(number)
             seat.out = True
+            told = number in self.roster.leaving
             self.roster.end(number)
-            self._say(f"{ranks([number])} left, as it was told: {_go_on(self.roster.members)}")
+            if told:
+                self._say(f"{ranks([number])} left, as it was told: {_go_on(self.roster.members)}")
+            else:  # its mate was
+                self._restart(number)
         elif said.status in (0, STOPPED) and (said.status or not self._vanished(said)):
             self.roster.end(number)
         elif number not in self._raised_now and not self._spared(number):
@@ -386,7 +392,7 @@ class Coordinator:
         self._asked = math.inf
         if any(seat.said.ended for seat in self.seats.values()):
             return  # all of them are about to
-        if self.roster.leaving >= self.roster.established:
+        if self.roster.going >= self.roster.established:
             self.stop_all()
         else:
             self._announce(self.roster.plan())
@@ -400,7 +406,8 @@ class Coordinator:
                 self._announce(self.roster.renew())
 
     def _survivors(self, lost: Collection[int]) -> list[int]:
-        return [number for number in self.roster.survivors(lost) if self.seats[number].alive]
+        dead = [number for number, seat in self.seats.items() if not seat.alive]
+        return list(self.roster.survivors([*lost, *dead]))
 
     def _spared(self, number: int) -> bool:
         """Whether the others can go on without a worker that failed; then they do."""
@@ -437,16 +444,21 @@ class Coordinator:
 
     def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:
         new = all(self.seats[number].newcomer for number in lost)
-        for number in lost:
+        mates = [mate for mate in self.roster.mates(lost) if mate in self.seats]
+        for number in (*lost, *mates):
             self.seats[number].out = True
         order = self.roster.lose(lost)
-        self.record("lost", workers=lost, why=why, step=self.step)
+        self.record("lost", workers=lost, why=why, step=self.step, **({"mates": mates} if mates else {}))
         if order is not None:
-            self._say(f"{ranks(lost)} {why}: {self._how_on(order.members)}{then}")
+            with_it = f", and {ranks(mates)} of the same replica starts anew" if len(mates) == 1 else ""
+            with_it = f", and {ranks(mates)} of the same replica start anew" if len(mates) > 1 else with_it
+            self._say(f"{ranks(lost)} {why}{with_it}: {self._how_on(order.members)}{then}")
         elif new:
             before = "before it was back" if len(lost) == 1 else "before they were back"
             self._say(f"{ranks(lost)} {why} {before}{then}; see {self.logs[self.seats[lost[0]].agent]}")
         self._announce(order, detection)
+        for mate in mates:
+            self._restart(mate)
         self._let_in()
         self.version += 1
 
@@ -459,7 +471,7 @@ class Coordinator:
         """A generation: it is in the journal before anybody hears of it. The loss it follows was not known so long."""
         if order is None:
             return
-        self._left |= self.roster.leaving - set(order.members)
+        self._left |= self.roster.going - set(order.members)
         self.record("generation", number=order.number, workers=list(order.members), planned=order.planned)
         self.order, self._detection = order, detection
         self._again = math.inf

@@ -62,6 +62,9 @@ class Operation(Protocol):
     def void(self) -> None:
         """Brings back what was before `compute`."""
 
+    def applied(self) -> None:
+        """The operation counts. What remains may use collectives, and is `Holder.gather_weights`'s if they fail."""
+
     def taken(self, result: Any) -> Any:
         """The result here, where another worker's state was taken over with it."""
 
@@ -78,6 +81,9 @@ class Holder(Learner, Protocol):
 
     def take_over(self, tree: Any, newcomer: bool) -> None:
         """What another worker handed over; one that is no newcomer has its own place in the script."""
+
+    def gather_weights(self) -> None:
+        """What a step that counts may have left to do. All workers of a replica do it; collective among them."""
 
     def changing(self) -> int:
         """Bytes of the sums of a step."""
@@ -108,6 +114,9 @@ class Simple:
         return self._apply(settled) if self._apply is not None else settled
 
     def void(self) -> None:
+        pass
+
+    def applied(self) -> None:
         pass
 
     def taken(self, result: Any) -> Any:
@@ -187,7 +196,7 @@ class Operations:
         """
         if self.elastic and not self._told:
             self._told = True
-            self.world.tell("ready")
+            self.world.tell("ready", replica=self._group.places)
         if self.waiting:
             raise UsageError(
                 f"worker {self.worker} has come back, and cannot take part in what the team did before it trained",
@@ -203,7 +212,8 @@ class Operations:
                 try:
                     operation.compute()
                     self._tx.prepared()
-                    return self._end(operation, operation.settle())
+                    result = self._end(operation, operation.settle())
+                    break
                 except PeerLostError as error:
                     if not self.elastic:
                         raise
@@ -215,6 +225,13 @@ class Operations:
                 finally:
                     if self._tx.moment in (Moment.COMPUTING, Moment.PREPARED):
                         self._void(operation)
+            try:
+                operation.applied()
+            except PeerLostError as error:
+                if not self.elastic:
+                    raise
+                self._form(error, None)
+            return result
 
     def _charge(self, tried: float, ended: bool) -> None:
         """An attempt of so many seconds that a loss has interrupted: for as long as it was not known, nobody worked."""
@@ -244,9 +261,12 @@ class Operations:
         """A newcomer's first need of the team: waits until it belongs to it, and has its state."""
         assert self.holder is not None
         assert self.world.store is not None
-        taker = Taker(self.world.store[0])
-        self.world.tell("waiting", at=taker.at)
-        self._followed = taker.follow(self.holder, self._first, partial(self.world.tell, "current"))
+        if self._group.places > 1:  # which rows it is to have is not known before
+            self.world.tell("waiting", replica=self._group.places)
+        else:
+            taker = Taker(self.world.store[0])
+            self.world.tell("waiting", at=taker.at)
+            self._followed = taker.follow(self.holder, self._first, partial(self.world.tell, "current"))
         self._form(None, None)
         self.waiting = False
 
@@ -303,34 +323,43 @@ class Operations:
         self.reached("forming")
         status = tx.status
         said = group.gather_json([status.done, status.applied, status.sums])
-        team = [[Status(*row)] for row in said]
+        places = group.places
+        team = [[Status(*row) for row in said[first : first + places]] for first in range(0, group.size, places)]
         try:
             found = resolve(team)
         except StateLostError:
             raise PeerLostError(
                 "no worker is left that holds the state of the training", "run the same command again"
             ) from None
-        me = group.rank
+        replica, place = divmod(group.rank, places)
         if found.forward or found.sources:
-            first = next(place for place, row in enumerate(said) if row[0] == found.step)
-            last = unpack(group.broadcast_bytes(pack(self._last) if me == first else None, first))
-            if (me, 0) in found.forward:
+            first = next(rank for rank, row in enumerate(said) if row[0] == found.step)
+            last = unpack(group.broadcast_bytes(pack(self._last) if group.rank == first else None, first))
+            if (replica, place) in found.forward:
                 assert operation is not None
                 self._end(operation, last[0])
             elif operation is not None:
                 self._void(operation)
+            if self.holder is not None and replica not in found.sources:
+                self.holder.gather_weights()
             with self.account.of("hand-over"):
-                self._hand_over(found.sources, last)
-        elif operation is not None:
-            self._void(operation)
+                self._hand_over(found.sources, places, last)
+        else:
+            if operation is not None:
+                self._void(operation)
+            if self.holder is not None:
+                self.holder.gather_weights()
 
-    def _hand_over(self, sources: Mapping[int, int], last: Any) -> None:
+    def _hand_over(self, sources: Mapping[int, int], places: int, last: Any) -> None:
+        """Between workers of equal place, from the replicas that have the state to those that are to take it over."""
         group, tx, holder = self._group, self._tx, self.holder
         assert holder is not None
-        if group.rank in sources or group.rank in sources.values():
+        replica, place = divmod(group.rank, places)
+        if replica in sources or replica in sources.values():
             self.reached("hand-over")
         tree: Any = None
-        for taker, source in spread(sources, group.hosts).items():
+        for taker, source in spread(sources, group.hosts[place::places]).items():
+            taker, source = taker * places + place, source * places + place
             if group.rank == source:
                 tree = tree or [tx.done, tx.applied_in, holder.hand_over()]
                 self._give(tree, taker)

@@ -23,6 +23,9 @@ class Roster:
 
     A member is *established* once it has the state of the training. Whoever is lost leaves at once, with all that are
     not established; newcomers wait until all members have entered the present generation.
+
+    A replica is of `places` workers, one after another among the members, and comes and goes as a whole: without one of
+    them its *mates* have but a part of a model.
     """
 
     members: tuple[int, ...]
@@ -32,6 +35,7 @@ class Roster:
     waiting: list[int] = field(default_factory=list)
     leaving: set[int] = field(default_factory=set)
     before: tuple[int, ...] = ()  # the members of the last generation that all had entered
+    places: int = 1
 
     @property
     def begun(self) -> bool:
@@ -60,15 +64,33 @@ class Roster:
         if worker in self.established:
             self.leaving.add(worker)
 
+    def mates(self, workers: Collection[int]) -> list[int]:
+        """The others of their replicas."""
+        found = [mate for team in (self.members, self.before) for mate in self._replicas(team, workers)]
+        return [mate for mate in dict.fromkeys(found) if mate not in workers]
+
+    def _replicas(self, team: tuple[int, ...], workers: Collection[int]) -> list[int]:
+        """Those of a team who are of a replica that one of these is of."""
+        replicas = [team[first : first + self.places] for first in range(0, len(team), self.places)]
+        return [mate for replica in replicas if any(worker in workers for worker in replica) for mate in replica]
+
+    @property
+    def going(self) -> set[int]:
+        """The members that were told to leave, and their mates."""
+        return {*self.leaving, *self.mates(self.leaving)}
+
     def survivors(self, lost: Collection[int]) -> tuple[int, ...]:
         """The members that would remain."""
         everybody = (*self.members, *(worker for worker in self.before if worker not in self.members))
-        return tuple(worker for worker in everybody if worker in self.established and worker not in lost)
+        without = [worker for worker in everybody if worker in lost or worker not in self.established]
+        gone = {*lost, *self._replicas(everybody, without)}
+        return tuple(worker for worker in everybody if worker not in gone)
 
     def lose(self, lost: Collection[int]) -> Announcement | None:
-        """These are gone. The next generation, if one of them was a member and somebody is left."""
+        """These and their mates are gone. The next generation, if one of them was a member and somebody is left."""
         concerns = any(worker in (*self.members, *self.before) for worker in lost)
         left = self.survivors(lost)
+        lost = [*lost, *self.mates(lost)]
         for some in (self.established, self.entered, self.leaving):
             some -= set(lost)
         self.waiting = [worker for worker in self.waiting if worker not in lost]
@@ -91,7 +113,8 @@ class Roster:
     def plan(self) -> Announcement | None:
         """The generation that admits whoever waits and lets go whoever leaves, if it is time for one."""
         new = [worker for worker in self.waiting if worker not in self.members]
-        stay = [worker for worker in self.members if worker not in self.leaving]
+        new = sorted(new[: len(new) - len(new) % self.places]) if self.places > 1 else new
+        stay = [worker for worker in self.members if worker not in self.going]
         if not stay or not self.begun or self.entered != set(self.members) or (not new and stay == [*self.members]):
             return None
         return self._announce((*stay, *new), planned=True)
