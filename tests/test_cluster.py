@@ -308,6 +308,36 @@ def test_too_few_wait_for_others(cluster: Callable[[int], Cluster], undisturbed:
     same(here, undisturbed)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1, 1)])
+@pytest.mark.parametrize("what", ["link", "agent", "coordinator and worker"])
+def test_replicas_of_several_workers(
+    cluster: Callable[[int], Cluster], undisturbed: Path, counts: tuple[int, ...], what: str
+) -> None:
+    """The second replica is on one host or on two."""
+    here = cluster(len(counts))
+    here.spread(*counts, options=["--plan", "micro=2 exact shard=2"])
+    codes = [0 for _ in counts]
+    if what == "link":
+        here.network.hosts[1].cut()
+        here.members(2)
+        here.network.hosts[1].mend()
+    elif what == "agent":
+        here.agents[1].kill()
+        here.members(2)
+        here.start(1, counts[1])
+        codes = [0, -9, *codes[1:]]
+    else:
+        (pid,) = here.coordinators()
+        os.kill(pid, signal.SIGKILL)
+        os.kill(worker_of(here.agents[1].folder), signal.SIGKILL)
+        here.until(lambda: "the coordinator ended (SIGKILL) and is started again" in here.agents[0].text)
+        here.until(lambda: here.agents[0].events("lost"))
+    here.members(4)
+    here.end(*codes)
+    same(here, undisturbed)
+
+
 # ---- who may not join
 
 

@@ -8,10 +8,13 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.team.coordinator import RETURN, Coordinator, Said
-from paceline.team.roster import Roster
+from paceline.team.coordinator import ALONE, RETURN, Coordinator, Said
+from paceline.team.roster import Announcement, Roster
 
-HOSTS = {"a": [0, 1], "b": [2, 3], "c": [4]}
+HOSTS = {  # by the workers of a replica; those of "a" begin the run
+    1: {"a": [0, 1], "b": [2, 3], "c": [4]},
+    2: {"a": [0, 1, 2, 3], "b": [4, 5, 6], "c": [7]},
+}
 STORE = ("127.0.0.1", 1)
 TAKES = ("127.0.0.1", 2, "secret")
 
@@ -23,6 +26,7 @@ class Play:
     `journal` is what the coordinator wrote: its generations are all that a new one knows.
     """
 
+    places: int = 1
     now: float = 0.0
     workers: dict[str, dict[int, Said]] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
@@ -32,17 +36,21 @@ class Play:
 
     def __post_init__(self) -> None:
         self.coordinator = self.start()
-        for agent, numbers in HOSTS.items():
+        for agent, numbers in self.hosts.items():
             self.workers[agent] = {n: Said(store=STORE, newcomer=agent != "a") for n in numbers}
             self.join(agent)
         self.settle()
-        for number in HOSTS["a"]:
-            self.change(number, ready=True)
+        for number in self.hosts["a"]:
+            self.change(number, ready=True, replica=self.places)
         self.settle()
+
+    @property
+    def hosts(self) -> dict[str, list[int]]:
+        return HOSTS[self.places]
 
     def start(self) -> Coordinator:
         generations = [entry for entry in self.journal if entry["event"] == "generation"]
-        known = generations[-1] if generations else {"workers": HOSTS["a"], "number": 0}
+        known = generations[-1] if generations else {"workers": self.hosts["a"], "number": 0}
         made = Coordinator(100, 1, self.record, Roster(tuple(known["workers"]), known["number"]))
         made.version = 1_000_000 * (1 + len(self.journal))
         return made
@@ -112,12 +120,16 @@ def wanted_life(orders: dict[str, Any], number: int) -> int:
     return int(orders["workers"][number]["life"])
 
 
-NUMBERS = st.sampled_from([number for numbers in HOSTS.values() for number in numbers])
-EVENTS = st.one_of(
-    st.tuples(st.sampled_from(["kill", "stop", "raise", "arrive"]), NUMBERS),
-    st.tuples(st.sampled_from(["silent", "back"]), st.sampled_from(["b", "c"])),
-    st.tuples(st.sampled_from(["again", "wait", "moment"]), st.none()),
-)
+def events(places: int) -> st.SearchStrategy[list[tuple[str, Any]]]:
+    numbers = st.sampled_from([number for numbers in HOSTS[places].values() for number in numbers])
+    return st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(["kill", "stop", "raise", "arrive"]), numbers),
+            st.tuples(st.sampled_from(["silent", "back"]), st.sampled_from(["b", "c"])),
+            st.tuples(st.sampled_from(["again", "wait", "moment"]), st.none()),
+        ),
+        max_size=25,
+    )
 
 
 def happen(play: Play, what: str, who: Any) -> None:
@@ -131,7 +143,7 @@ def happen(play: Play, what: str, who: Any) -> None:
     elif what == "arrive":
         for workers in play.workers.values():
             if who in workers and workers[who].newcomer and workers[who].formed < 0:
-                play.change(who, waiting=True, at=TAKES)
+                play.change(who, waiting=True, at=TAKES if play.places == 1 else None, replica=play.places)
     elif what == "silent" and who not in play.silent:
         play.silent.add(who)
         play.coordinator.lost_agent(who, "it is silent")
@@ -153,14 +165,16 @@ SILENT_WHILE_RECOVERING: list[tuple[str, Any]] = [
 
 
 @settings(max_examples=400, deadline=None)
-@example(SILENT_WHILE_RECOVERING)
-@given(st.lists(EVENTS, max_size=25))
-def test_whatever_happens_one_team_is_left_with_all_that_live(events: list[tuple[str, Any]]) -> None:
-    play = Play()
-    for what, who in events:
+@example((1, SILENT_WHILE_RECOVERING))
+@given(st.sampled_from([1, 2]).flatmap(lambda places: st.tuples(st.just(places), events(places))))
+def test_whatever_happens_one_team_is_left_with_all_that_live(case: tuple[int, list[tuple[str, Any]]]) -> None:
+    play = Play(case[0])
+    for what, who in case[1]:
         happen(play, what, who)
-        numbers = [entry["number"] for entry in play.journal if entry["event"] == "generation"]
+        generations = [entry for entry in play.journal if entry["event"] == "generation"]
+        numbers = [entry["number"] for entry in generations]
         assert numbers == sorted(set(numbers)), "a generation was announced twice"
+        assert all(len(entry["workers"]) % play.places == 0 for entry in generations), "a replica is not whole"
     for agent in sorted(play.silent):
         happen(play, "back", agent)
     for _ in range(4):
@@ -172,7 +186,7 @@ def test_whatever_happens_one_team_is_left_with_all_that_live(events: list[tuple
     if play.coordinator.failing or play.coordinator.over:
         return  # all that had the state were lost at once
     living = {n for workers in play.workers.values() for n, said in workers.items() if said.status is None}
-    assert play.members == living == {0, 1, 2, 3, 4}
+    assert play.members == living == {number for numbers in play.hosts.values() for number in numbers}
     assert play.coordinator.roster.entered == living
     for workers in play.workers.values():
         for said in workers.values():
@@ -242,3 +256,15 @@ def test_who_misses_others_that_live_meets_them_again() -> None:
     play.settle(2.0)
     assert play.coordinator.roster.number == number + 1
     assert play.members == {0, 1, 2, 3, 4}
+
+
+def test_who_misses_others_does_not_wait_for_the_end_of_a_step() -> None:
+    """After which the generation that admits somebody would be entered."""
+    play = Play()
+    play.change(2, waiting=True, current=True)
+    play.change(0, alone=0)
+    for agent in play.workers:
+        play.coordinator.report(agent, play.workers[agent], 1, play.now)
+    assert play.coordinator.order == Announcement(1, (0, 1, 2), planned=True)
+    play.coordinator.tick(play.now + ALONE)
+    assert play.coordinator.order == Announcement(2, (0, 1), planned=False)

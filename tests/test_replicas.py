@@ -8,7 +8,7 @@ import re
 
 import pytest
 from launching import train_basics
-from test_team import LONG, STEPS, Ended, fired, same, train, undisturbed  # noqa: F401 - a fixture
+from test_team import LONG, STEPS, WORKERS, Ended, fired, same, train, undisturbed  # noqa: F401 - a fixture
 
 from paceline.team.chaos import read_log
 
@@ -38,16 +38,11 @@ def cells():
 
 @pytest.mark.parametrize(("moment", "worker", "zero"), [*cells()])
 def test_a_lost_worker_takes_its_replica_and_nothing_else(moment, worker, zero, undisturbed, tmp_path):  # noqa: F811
-    at, ballast = (9 if moment in ("saving", "writing") else 11), (4 if moment == "writing" else 0)
+    at, ballast = (9 if moment in ("saving", "writing") else 11), (WORKERS if moment == "writing" else 0)
     fault = f"kill:{worker}@{at}.{moment}"
     ended = train(tmp_path, 4, STEPS, fault, ballast=ballast, plan=plan(zero))
     assert fired(ended) == {fault}
-    if ballast:
-        assert sum(ended.samples) == sum(undisturbed["writing"].samples)
-        assert ended.told == undisturbed["writing"].told
-        assert ended.weights == undisturbed["writing"].weights
-    else:
-        same(ended, undisturbed[STEPS])
+    same(ended, undisturbed["writing" if ballast else STEPS])
     mate = worker ^ 1
     assert lost(ended)[0] == ([worker], [mate])
     said = f"worker {worker} was killed by SIGKILL, and worker {mate} of the same replica starts anew: 2 workers go on"
@@ -119,6 +114,32 @@ def test_lost_while_a_state_is_handed_over(zero, workers, undisturbed, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_lost_in_an_evaluation(zero, tmp_path):
+    """Whoever is in the midst of a forward then, with parameters that are gathered, makes another one."""
+    body = (
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "def right(output, batch):\n"
+        "    if {kill} and t.steps_done == 4 and paceline.join().rank == 3 and not Path('killed').exists():\n"
+        "        Path('killed').touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return {{'loss': (output.square().sum(), len(output))}}\n"
+        "t = make(plan='{plan}')\n"
+        "found = []\n"
+        "for report in t.steps(data, count=8):\n"
+        "    found.append(t.evaluate(data, right)['loss'])\n"
+        "if t.main:\n"
+        "    Path('found').write_text(repr(found))\n"
+    )
+    (tmp_path / "calm").mkdir()
+    train_basics(tmp_path / "calm", body.format(kill=False, plan="exact"), 1)
+    done = train_basics(tmp_path, body.format(kill=True, plan=f"exact shard=2 zero={zero}"), 4)
+    assert "worker 3 was killed by SIGKILL, and worker 2 of the same replica starts anew" in done.stderr
+    assert (tmp_path / "found").read_text() == (tmp_path / "calm/found").read_text()
+
+
+@pytest.mark.slow
 def test_who_is_told_to_leave_takes_its_replica_along(undisturbed, tmp_path):  # noqa: F811
     ended = train(tmp_path, 4, LONG, "leave:1@5.forward", 'journal.jsonl "formed" 1', plan=plan(3))
     same(ended, undisturbed[LONG])
@@ -134,3 +155,37 @@ def test_all_trainers_have_replicas_of_one_size(tmp_path):
         "PlanError: this trainer has shard=4 and those before it shard=2, and a worker that is lost takes a replica "
         "with it; say the same for all trainers, or add --max-restarts 0: a loss then ends the run"
     ) in re.sub(r"\s+", " ", done.stderr)
+
+
+LAST = (
+    "import os, signal, time\n"
+    "from pathlib import Path\n"
+    "from safetensors.torch import load_file\n"
+    "t = make(plan='{plan}')\n"
+    "for report in t.steps(data, count=20):\n"
+    "    time.sleep(0.1)\n"
+    "    killed = Path('killed')\n"
+    "    if report.step == 12 and {kill} and os.environ['PACELINE_RANK'] == '1' and not killed.exists():\n"
+    "        killed.touch()\n"
+    "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    "t.export('out.safetensors')\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("zero", "option", "source"),
+    [
+        (3, ("--save-every", "5"), "the last checkpoint"),
+        pytest.param(1, ("--mirror", "3"), "what is in memory", marks=pytest.mark.slow),
+        pytest.param(3, ("--mirror", "3"), "what is in memory", marks=pytest.mark.slow),
+    ],
+)
+def test_the_last_replica_starts_again_by_itself(zero, option, source, tmp_path):
+    """Nobody is left who holds its rows; the run goes on from the copy in memory, or from the last checkpoint."""
+    (tmp_path / "calm").mkdir()
+    train_basics(tmp_path / "calm", LAST.format(plan="exact", kill=False), 1)
+    done = train_basics(tmp_path, LAST.format(plan=f"exact shard=2 zero={zero}", kill=True), 2, *option)
+    assert f"\nstarting again with {source} (1 of 10)\n" in done.stderr
+    (step,) = re.findall(r"^resuming from step (\d+) of ", done.stderr, re.M)
+    assert 5 <= int(step) <= 12
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "calm/out.safetensors").read_bytes()

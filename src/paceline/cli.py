@@ -204,9 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     option(
         "--checkpoints", metavar="PLACE", help="a folder or URL for them, as s3://bucket/a (default: the run folder)"
     )
-    option(
-        "--mirror", type=int, metavar="K", help="every K steps, a lone worker's state in memory: it outlives the worker"
-    )
+    option("--mirror", type=int, metavar="K", help="every K steps, the state of a lone worker or replica in memory")
     option("--steps", dest="max_steps", type=int, metavar="N", help="end cleanly after N optimizer steps in all")
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
     option("--max-restarts", type=int, default=10, metavar="N", help=RESTARTS)

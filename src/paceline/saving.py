@@ -82,7 +82,7 @@ class Saving:
     knows to be whole. `news` are outcomes to be told, on the worker that wrote a manifest: the fields of the journal's
     event, or what went wrong.
 
-    With a `mirror` (steps, and a storage in the memory of the worker's agent), the state of a lone worker, which lives
+    With a `mirror` (steps, and a storage in the memory of the workers' agent), the state of a lone replica, which lives
     nowhere else, is kept there besides, in the same way.
     """
 
@@ -119,7 +119,8 @@ class Saving:
             return 0
         if self._again or self._due(step):
             return 1
-        if self._mirror is None or self.team.size > 1:
+        group = self.team.group
+        if self._mirror is None or group.size > group.places or len(set(group.hosts)) > 1:
             return 0
         return 2 * (step - max(self.begun, self._mirrored) >= self._mirror[0])
 

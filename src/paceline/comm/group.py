@@ -143,6 +143,10 @@ class Group:
             make = partial(Channel, store, world.rank, world.size, FOR_EVER, lambda: over.broken is not None)
             return unless(lambda: over.broken, make)
 
+        if self._group is not None and self._group.rank() != world.rank:  # a newcomer whose mates were lost
+            if self._lent is not None:
+                dist.destroy_process_group()
+            self._group = self._lent = None
         if self._store is None:
             made = channel(store)
             if self._group is None:

@@ -104,6 +104,12 @@ class Agent:
         self._progress.close()
         return self._ending.verdict(self._workers.all, self._stop, self._at_once, self._leaving, self._failing)
 
+    @property
+    def in_pieces(self) -> bool:
+        """Whether a model was spread over several workers, all of them of this agent."""
+        parted = any(worker.said()["replica"] > 1 for worker in self._workers.all)
+        return parted and (self._link.newest or {}).get("agents", 1) <= 1
+
     def _start(self) -> None:
         done = self._workers.done
         what = f" ({', '.join(text for text, _ in done)})" if done else ""

@@ -43,22 +43,23 @@ def launch(options: LaunchOptions) -> int:
     compared = Summary(Path(options.against)) if options.against else None
     if options.join:
         return _join(options)
-    if options.mirror is None:
-        return _begin(options, compared)
     with mirror(options.mirror) as variables:
         environment = {**options.environment, **variables}
         options = replace(options, run_dir=str(_folder(options)), environment=environment)
+        source = "what is in memory" if variables else "the last checkpoint"
         restarts = 0
         while True:
-            code = _begin(options, compared)
+            code, in_pieces = _begin(options, compared)
             restarts += 1
-            if code <= 128 or code == 130 or restarts > options.max_restarts:  # it was not killed, or too often
+            # Of several replicas one goes on; the last one, if it is of several workers, cannot without one of them.
+            again = in_pieces or bool(variables)
+            if not again or code <= 128 or code == 130 or restarts > options.max_restarts:  # not killed, or too often
                 return code
-            print(f"starting again with what is in memory ({restarts} of {options.max_restarts})", file=sys.stderr)
+            print(f"starting again with {source} ({restarts} of {options.max_restarts})", file=sys.stderr)
 
 
-def _begin(options: LaunchOptions, compared: Summary | None) -> int:
-    """A run of our own, or one that is resumed."""
+def _begin(options: LaunchOptions, compared: Summary | None) -> tuple[int, bool]:
+    """A run of our own, or one that is resumed: its exit code, and whether a model was in pieces, all of them here."""
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
     folder = _folder(options)
@@ -75,7 +76,7 @@ def _begin(options: LaunchOptions, compared: Summary | None) -> int:
         with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
             agent = Agent(options, folder, journal, progress, link, numbers, listener)
             with _signals() as wakeup:
-                return agent.run(wakeup)
+                return agent.run(wakeup), agent.in_pieces
 
 
 def _join(options: LaunchOptions) -> int:

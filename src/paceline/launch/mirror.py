@@ -1,4 +1,4 @@
-"""A place in memory for the state of a lone worker, which outlives it: the agent's. No torch."""
+"""A place in memory for the state of a lone worker or replica, which outlives it: the agent's. No torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ _PREFIX = "paceline-mirror-"
 
 
 @contextmanager
-def mirror(steps: int) -> Iterator[dict[str, str]]:
-    """The variables that tell a worker of it. It is gone afterwards, and so is what killed agents left."""
+def mirror(steps: int | None) -> Iterator[dict[str, str]]:
+    """The variables that tell a worker of it; without `steps` none. It is gone afterwards, and so is what killed agents
+    left.
+    """
+    if steps is None:
+        yield {}
+        return
     for path in MEMORY.glob(f"{_PREFIX}*"):
         if not os.path.exists(f"/proc/{path.name.removeprefix(_PREFIX).partition('-')[0]}"):
             shutil.rmtree(path, ignore_errors=True)

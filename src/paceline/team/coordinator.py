@@ -474,13 +474,14 @@ class Coordinator:
         self._left |= self.roster.going - set(order.members)
         self.record("generation", number=order.number, workers=list(order.members), planned=order.planned)
         self.order, self._detection = order, detection
-        self._again = math.inf
+        if not order.planned:  # one that is comes after a step, which who misses others does not end
+            self._again = math.inf
         self.version += 1
 
     def _form_again(self) -> None:
         """Somebody misses others that all live: the same team forms once more, over fresh connections."""
         self._again = math.inf
-        alone = [n for n, seat in self.seats.items() if seat.said.alone >= self.roster.number and seat.alive]
+        alone = [n for n, seat in self.seats.items() if seat.said.alone >= max(seat.said.formed, 0) and seat.alive]
         what = "connections were lost"
         self._causes[what] += bool(alone)
         if alone and (self._causes[what] > self.max_restarts or any(seat.said.ended for seat in self.seats.values())):
