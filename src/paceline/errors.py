@@ -61,6 +61,10 @@ class CheckpointError(PacelineError):
     """A checkpoint cannot be written, read or verified."""
 
 
+class OutOfMemoryError(PacelineError):
+    """A worker's memory is too small for what the plan makes it hold."""
+
+
 class LaunchError(PacelineError):
     """The workers could not be started, or the script did not train."""
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
+import re
 import resource
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +49,17 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def private_memory() -> int:
+    """Bytes that belong to this process alone, on CPU."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
+def whole_memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def settle_arithmetic(capabilities: Sequence[str], device: torch.device) -> None:

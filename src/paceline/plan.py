@@ -113,6 +113,15 @@ class Plan:
         """How many workers gather a model's parameters from one another, and therefore run it equally often."""
         return self.shard or 1 if self.zero in (2, 3) else 1
 
+    def in_shards(self, workers: int) -> Iterator[Plan]:
+        """The plans over `workers` that are like this one and keep a model in more or fewer pieces: those that cost the
+        least time first.
+        """
+        for zero in (1, 2, 3):
+            for places in (n for n in range(2, workers + 1) if workers % n == 0):
+                if (places, zero) != (self.shard, self.zero):
+                    yield replace(self, data=None, shard=places, zero=zero)
+
     def _said(self) -> Iterator[tuple[Field[Any], Any, str]]:
         """What was said: the row of the table, the value, and the word as it is written."""
         for row in fields(self):

@@ -25,15 +25,18 @@ from paceline.checkpoint.files import FOLDER, folder_of
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
-from paceline.errors import CheckpointError, UsageError, WorkersDifferError
+from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
+from paceline.given import private_memory, whole_memory
 from paceline.observe.account import process_began
 from paceline.observe.figures import duration, plural, size_of
 from paceline.observe.journal import Journal
+from paceline.observe.memory import advice
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.phases import Phase, State
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
 from paceline.step import Agreed
+from paceline.strategies.state import held
 from paceline.team.coordinator import STOPPED
 from paceline.team.operations import LeftError, Simple
 from paceline.team.orders import Generation
@@ -53,6 +56,7 @@ class Member(Protocol):
     def follow(self) -> None: ...
     def prepare(self, saved: dict[str, Any]) -> None: ...
     def gather_weights(self) -> None: ...
+    def needs(self) -> list[tuple[str, tuple[int, ...]]]: ...
     def hear(self, said: list[Any]) -> None: ...
     @property
     def steps_done(self) -> int: ...
@@ -98,6 +102,7 @@ class Run:
         self.reverse = bool(self._check.get("reverse"))  # micro-batches are summed in the opposite order
         self._left = False
         self._plan = ""
+        self.besides = 0
         self._opened = self.main
         team.operations.holder = self
         alone = self.main and world.launcher != "paceline"  # without an agent, which holds the lock for its workers
@@ -269,6 +274,41 @@ class Run:
         if self.progress is not None:
             {"grid": self.progress.phase, "step": self.progress.step}[event](fields)
         self.team.world.tell("phase" if event == "grid" else event, **fields)
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def weigh(self, given: Any) -> None:
+        """Before the first model is made, or is `given`: what the process takes without one."""
+        if not self.members:
+            self.besides = private_memory() - (held(given.parameters()) if isinstance(given, torch.nn.Module) else 0)
+
+    def tell_needs(self) -> None:
+        """Before the first step: what plans make a worker hold, for the agent to say should the kernel end it."""
+        if self.team.world.events_fd is not None and not self.took_step:
+            self.team.world.tell("needs", plans=self._needs(), besides=self.besides)
+
+    def _needs(self) -> list[tuple[str, list[int]]]:
+        """All trainers' together, where their plans are the same."""
+        first, *others = [member.needs() for member in self.members]
+        found = [(text, list(sizes)) for text, sizes in first]
+        for needs in others:
+            if [text for text, _ in needs] == [text for text, _ in found]:
+                found = [
+                    (text, [a + b for a, b in zip(sizes, more, strict=True)])
+                    for (text, sizes), (_, more) in zip(found, needs, strict=True)
+                ]
+        return found
+
+    @contextmanager
+    def explains_memory(self, device: torch.device) -> Iterator[None]:
+        """Raises OutOfMemoryError where torch had too little memory."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            cuda = device.type == "cuda"
+            room = torch.cuda.mem_get_info(device)[1] if cuda else whole_memory()
+            what, cure = advice(self._needs(), 0 if cuda else self.besides, room)
+            raise OutOfMemoryError(f"{what} ({first_line(error)})", cure) from error
 
     # -- paceline check ------------------------------------------------------------------------------------------
 

@@ -69,7 +69,8 @@ class Stepper:
     def step(self, deal: Callable[[], Rows], name: str) -> OneStep:
         """Makes the next one, applied whole or not at all; `deal` gives this worker's rows, in the present team."""
         one = OneStep(self, deal, name)
-        self.run.team.operations.run(one)
+        with self.run.explains_memory(self.job.device):
+            self.run.team.operations.run(one)
         decision = one.learn()
         if decision is not None:
             self.run.decide(self.trainer, *decision)

@@ -43,7 +43,7 @@ from paceline.step import Agreed, Grid, deal, stream_seed
 from paceline.stepping import Rows, Stepper
 from paceline.strategies.base import Job, default_forward
 from paceline.strategies.merging import Merging
-from paceline.strategies.nest import nest
+from paceline.strategies.nest import cost, facts_of, nest
 from paceline.strategies.pieces import MicroBatch, cut, rows_of
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
@@ -96,6 +96,7 @@ class Trainer:
         plan: str | None = None,
     ) -> None:
         self._run = run = Run.current()
+        run.weigh(model)
         self._group = run.team.group
         self._number = len(run.members)
         self._seed = seed
@@ -156,6 +157,7 @@ class Trainer:
         run.models.append(self.model)
         if run.tree:
             self.restore(newcomer=True)
+        run.tell_needs()
 
     def _build(self, model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
         """The model on its device; where each worker is to keep but a part of it, and a function builds it, without
@@ -480,6 +482,12 @@ class Trainer:
         """The state as it was some steps ago, which goes ahead to a newcomer."""
         self._top.load(saved)
         self._stepper.done = saved["steps"]
+
+    def needs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """What this trainer's plan makes a worker hold, by category, and then what others would."""
+        facts, workers = facts_of(self._job), self._run.team.world.size
+        plans = [self.plan, *self.plan.in_shards(workers)]
+        return [(str(plan), cost(plan, facts, workers).held) for plan in plans]
 
     def gather_weights(self) -> None:
         """What a step that counts has left to do."""

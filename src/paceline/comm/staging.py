@@ -6,7 +6,7 @@ memory that it travelled in is the next block's. So no more whole gradients exis
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -91,6 +91,18 @@ class Staging:
         self._open = self._last = self._blank = False
         self._next = 0
         self._used: set[int] = set()
+
+    @staticmethod
+    def bytes(
+        shapes: Sequence[Sequence[int]], each: Sequence[int], blocks: Sequence[Sequence[int]], places: int
+    ) -> int:
+        """What stages take at most, for parameters of these shapes, whose elements take so many bytes `each`."""
+        pools = Counter(tuple((tuple(shapes[n]), each[n]) for n in block) for block in blocks if block)
+        at = Places(places)
+        return sum(
+            min(count, UNDER_WAY + 1) * places * sum(at.width(shape) * size for shape, size in members)
+            for members, count in pools.items()
+        )
 
     def rehouse(self) -> None:
         """Takes fresh memory from the group. Collective."""

@@ -16,6 +16,7 @@ from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.workers import Worker
 from paceline.observe.journal import Journal
+from paceline.observe.memory import advice
 from paceline.observe.report import write_report
 from paceline.team.coordinator import STOPPED
 
@@ -112,7 +113,13 @@ class Ending:
         for worker in failed:
             status = 1 if worker.status is None else worker.status  # it said so, and did not end
             told, grown = worker.events.get("failed", {}), worker.memory.grown()
-            failures.append(Failure(worker.rank, worker.process.pid, worker.ended, status, told, self._output, grown))
+            failure = Failure(worker.rank, worker.process.pid, worker.ended, status, told, self._output, grown)
+            needs = worker.events.get("needs")
+            if failure.out_of_memory and needs is not None:
+                room = worker.memory.room(self._options.workers)
+                what, failure.cure = advice(needs["plans"], needs["besides"], room)
+                failure.what += f": {what}"
+            failures.append(failure)
         newest = self._newest_checkpoint()
         goes_on = "starts anew: no checkpoint was written" if newest is None else f"continues from step {newest}"
         then = f"then run `{self._command()}`: it {goes_on}"

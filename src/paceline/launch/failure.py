@@ -57,12 +57,14 @@ class Failure:
         self.tail, errors = output.tail(rank), output.errors(rank)
         self.kind: str = told.get("kind", "")  # its exception's class, where it said so
         self.weight = WEIGHTS.get(self.kind, 0)
+        self.out_of_memory = False
         self.code = 128 - status if status < 0 else 2 if self.kind in USAGE else status  # the run's exit code
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
             self.what, self.cure = SIGNALS.get(-status, (f"ended by {name}", WHO))
             self.frame = read_trace(errors, crash=True)[1] if status != -signal.SIGKILL else None
-            if status == -signal.SIGKILL and out_of_memory:
+            self.out_of_memory = status == -signal.SIGKILL and out_of_memory
+            if self.out_of_memory:
                 self.what, self.cure = OUT_OF_MEMORY
             return
         what, self.frame = read_trace(errors) if told or status == 1 else ("", None)

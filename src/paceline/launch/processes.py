@@ -95,6 +95,18 @@ class MemoryKills:
         """Was anything killed there since this object was made?"""
         return self._count() > self._before
 
+    def room(self, sharing: int) -> int:
+        """Bytes for each of so many workers of this process that are in the same cgroup; for this one alone, if it is
+        in another.
+        """
+        mine = MemoryKills(os.getpid())._files == self._files
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+        for folder in {above for file in self._files for above in file.parents if "cgroup" in above.parts}:
+            for name in ("memory.limit_in_bytes", "memory.max"):
+                with suppress(OSError, ValueError):  # "max"
+                    limits.append(int((folder / name).read_text()))
+        return min(limits) // (sharing if mine else 1)
+
     def _count(self) -> int:
         for file in self._files:
             with suppress(OSError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -28,6 +28,15 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
             dot = f"{prefix}." if prefix else ""
             found |= {f"{dot}{n}": child for n, child in children.items() if kinds.count(type(child)) > 1}
     return {name: block for name, block in found.items() if not _shares(model, name, block)}
+
+
+def by_block(names: Iterable[str], blocks: Sequence[str]) -> list[list[str]]:
+    """Parameters by the block that they are in, and at last those that are in none."""
+    groups: list[list[str]] = [[] for _ in [*blocks, ""]]
+    for name in names:
+        place = next((place for place, block in enumerate(blocks) if name.startswith(f"{block}.")), len(blocks))
+        groups[place].append(name)
+    return groups
 
 
 def told(blocks: Mapping[str, nn.Module]) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from paceline.comm.buckets import Bucket
+from paceline.comm.buckets import BYTES, Bucket
 from paceline.comm.group import Group
 from paceline.strategies.base import Job, Orders, Ready, Strategy, Sums
+from paceline.strategies.cost import Cost, Facts
 from paceline.strategies.pieces import MicroBatch
 
 
@@ -37,6 +38,8 @@ class Data(Strategy):
 
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
         self.works, self.summed, self.orders, self.told = [], [], orders, 0
+        if self.places > 1:
+            self.across.enter(f"step {orders.step + 1}", check=False, kind="gradients")
         return self.inner.gradients(micro_batches, orders, self.reduce)
 
     def reduce(self, bucket: Bucket) -> None:
@@ -80,6 +83,13 @@ class Data(Strategy):
         self.inner.abort(again)
 
 
+def cost(facts: Facts, replicas: int) -> Cost:
+    """Every worker holds all, and sends its gradients once in a step."""
+    whole = facts.bytes()
+    sent = {"gradients": whole} if replicas > 1 else {}
+    return Cost(whole + facts.beside, whole, int(facts.state * whole), sent)
+
+
 def share(tensors: Iterable[torch.Tensor], group: Group) -> None:
     """Makes worker 0's weights everybody's. Collective."""
     if group.size == 1:
@@ -87,9 +97,19 @@ def share(tensors: Iterable[torch.Tensor], group: Group) -> None:
     group.enter("the broadcast of worker 0's weights")
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+        alike = by_kind.setdefault((tensor.dtype, tensor.device), [])
+        alike.append(tensor.detach())
+        if sum(each.nbytes for each in alike) >= BYTES:  # so much is there twice for a moment
+            _broadcast(alike, group)
     for alike in by_kind.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        group.broadcast(flat)
-        for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        _broadcast(alike, group)
+
+
+def _broadcast(alike: list[torch.Tensor], group: Group) -> None:
+    if not alike:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+    group.broadcast(flat)
+    for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+    alike.clear()

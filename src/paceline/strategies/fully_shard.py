@@ -22,7 +22,7 @@ from paceline.comm.places import Places, Rows
 from paceline.comm.staging import Staging
 from paceline.errors import UsageError
 from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
-from paceline.strategies.blocks import blocks_of, gathered
+from paceline.strategies.blocks import blocks_of, by_block, gathered
 from paceline.strategies.blueprint import Blueprint, Held, strip
 from paceline.strategies.pieces import MicroBatch
 from paceline.strategies.state import held
@@ -45,7 +45,7 @@ class FullyShard(Strategy):
         _refuse(job.model)
         self.blocks = blocks_of(job.model)
         shapes = [param.shape for param in job.named.values()]
-        groups = _groups(list(job.named), list(self.blocks))
+        groups = by_block(list(job.named), list(self.blocks))
         job.decisions.append(gathered(self.blocks, rest=bool(groups[-1])))
         self.mesh = self._shard(reshard, share)
         job.rest = self._rest
@@ -184,15 +184,6 @@ def _explained(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         raise UsageError(what, "use them within model(...), where they are gathered, or say zero=1") from cause
 
     return explained
-
-
-def _groups(names: Iterable[str], blocks: Sequence[str]) -> list[list[str]]:
-    """Parameters by the block that they are in, and at last those that are in none."""
-    groups: list[list[str]] = [[] for _ in [*blocks, ""]]
-    for name in names:
-        place = next((place for place, block in enumerate(blocks) if name.startswith(f"{block}.")), len(blocks))
-        groups[place].append(name)
-    return groups
 
 
 def _put(tensors: Iterable[Held], device: torch.device) -> None:

@@ -6,10 +6,38 @@ from functools import partial
 
 from paceline.comm.group import Group
 from paceline.plan import Plan
+from paceline.strategies import data, shard
 from paceline.strategies.base import Job, Single, Strategy
-from paceline.strategies.blocks import compiled, recompute
+from paceline.strategies.blocks import blocks_of, by_block, compiled, recompute
+from paceline.strategies.cost import Cost, Facts
 from paceline.strategies.data import Data, share
 from paceline.strategies.shard import Shard
+from paceline.strategies.state import held, kept_for_each
+
+
+def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
+    """What a plan costs each of so many workers, if they make so many forwards in a step. The memory of activations,
+    of exact sums and of what they need is not in it.
+    """
+    places = plan.shard or 1
+    if places == 1:
+        return data.cost(facts, workers)
+    return shard.cost(facts, plan.zero or 3, places, workers // places, forwards)
+
+
+def facts_of(job: Job) -> Facts:
+    """Of a model that is ready to be trained."""
+    *blocks, rest = by_block(job.named, list(blocks_of(job.model)))
+    numbers = {name: number for number, name in enumerate(job.named)}
+    others = [t for t in (*job.model.parameters(), *job.model.buffers()) if not t.requires_grad]
+    return Facts(
+        [tuple(param.shape) for param in job.named.values()],
+        [param.element_size() for param in job.named.values()],
+        held(others),
+        [[numbers[name] for name in block] for block in blocks],
+        [numbers[name] for name in rest],
+        kept_for_each(job.optimizers),
+    )
 
 
 def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False) -> Strategy:

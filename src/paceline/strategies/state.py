@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,27 @@ def held(values: Iterable[Any]) -> int:
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     storages = (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def kept_for_each(optimizers: Sequence[Optimizer]) -> float:
+    """Bytes that optimizers keep for each byte of their parameters, from what one of the kind keeps for a small one; 2,
+    as Adam's, where none can be made.
+    """
+    kept = total = 0.0
+    for one in optimizers:
+        probe, bytes_ = nn.Parameter(torch.zeros(8, 8)), sum(p.nbytes for g in one.param_groups for p in g["params"])
+        probe.grad = torch.zeros_like(probe)
+        each = 2.0
+        try:
+            made = type(one)([probe], **one.defaults)
+            made.step()
+        except (TypeError, ValueError, RuntimeError):  # it wants something else besides
+            pass
+        else:
+            values = (value for value in made.state[probe].values() if isinstance(value, torch.Tensor))
+            each = sum(value.nbytes for value in values if value.dim()) / probe.nbytes
+        kept, total = kept + each * bytes_, total + bytes_
+    return kept / total if total else 0.0
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:

@@ -1,0 +1,47 @@
+"""What a plan costs a worker, before anybody has tried it: bytes that it holds, and bytes that it sends. No torch.
+
+Each algorithm says its own, in its own file; `nest.cost` asks those that a plan names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What costs depend on: the `shapes` of the trainable parameters and the bytes `each` of their elements takes; the
+    bytes of what else a model has `beside` them; which of them, by number, are gathered together, as `blocks` and the
+    `rest`; and the bytes of the optimizer's state for one of theirs.
+    """
+
+    shapes: Sequence[Sequence[int]]
+    each: Sequence[int]
+    beside: int = 0
+    blocks: Sequence[Sequence[int]] = ()
+    rest: Sequence[int] = ()
+    state: float = 2.0
+
+    def bytes(self, places: int = 1, numbers: Sequence[int] | None = None) -> int:
+        """Of these parameters, or all, on the place that has most of their rows."""
+        total = 0
+        for number in range(len(self.shapes)) if numbers is None else numbers:
+            length, *rest = self.shapes[number] or (1,)
+            total += -(-length // places) * math.prod(rest) * self.each[number]
+        return total
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of a worker: held at most, by category; and handed to collectives in a step, by line of the ledger."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    sent: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def held(self) -> tuple[int, int, int]:
+        return self.parameters, self.gradients, self.optimizer

@@ -1,0 +1,172 @@
+"""What a plan is said to cost, beside what a worker held and sent; and what is said where its memory was too small."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from agents import journal
+from conftest import enter_group
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import SCRIPTS, paceline, train_basics
+from torch import nn
+
+from paceline.observe.memory import advice
+from paceline.plan import Plan
+from paceline.strategies.cost import Facts
+from paceline.strategies.nest import cost
+from paceline.strategies.state import kept_for_each
+
+STEPS = 5
+BODY = f"""
+import json
+from pathlib import Path
+from paceline.strategies.nest import cost, facts_of
+def model():
+    layers = [nn.Linear(300, 300) for _ in range(6)]
+    return nn.Sequential(nn.Linear(10, 300), *layers, nn.LayerNorm(300), nn.Linear(300, 2)).double()
+t = paceline.Trainer(model, cross_entropy, torch.optim.AdamW, global_batch=24, plan={{plan!r}})
+for report in t.steps(data, count={STEPS}):
+    pass
+if t.main:
+    workers = paceline.join().size
+    found = cost(t.plan, facts_of(t._job), workers, 24 // 3 // workers)
+    Path('cost.json').write_text(json.dumps([found.held, found.sent]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan"),
+    [
+        (4, "data=4"),
+        (4, "data=2 shard=2 zero=1"),
+        (2, "shard=2 zero=1"),
+        (4, "data=2 shard=2 zero=2"),
+        (4, "data=2 shard=2 zero=3"),
+        *[pytest.param(4, f"shard=4 zero={zero}", marks=pytest.mark.slow) for zero in (1, 2, 3)],
+    ],
+)
+def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, tmp_path: Path) -> None:
+    train_basics(tmp_path, BODY.format(plan=f"{plan} micro=3"), workers, "--shares", ",".join("1" * workers))
+    held, sent = json.loads((tmp_path / "cost.json").read_text())
+    (memory,) = journal(tmp_path / "out", "memory")
+    assert [memory[name] for name in ("parameters", "gradients", "optimizer")] == pytest.approx(held, rel=0.03)
+    (told,) = journal(tmp_path / "out", "collectives")
+    lines = {
+        name: told["kinds"][name][1] / STEPS for name in ("gradients", "weights", "all_gather") if name in told["kinds"]
+    }
+    assert lines == pytest.approx(sent, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("make", "each"),
+    [
+        (lambda params: [torch.optim.AdamW(params)], 2.0),
+        (lambda params: [torch.optim.SGD(params, lr=0.1)], 0.0),
+        (lambda params: [torch.optim.SGD(params, lr=0.1, momentum=0.9)], 1.0),
+        (lambda params: [torch.optim.AdamW(params[:1]), torch.optim.SGD(params[1:], lr=0.1)], 2.0 * 3 / 4),
+    ],
+)
+def test_what_optimizers_keep(make, each: float) -> None:
+    params = [nn.Parameter(torch.zeros(30)), nn.Parameter(torch.zeros(10))]
+    assert kept_for_each(make(params)) == each
+
+
+FACTS = Facts([(1000, 1000)] * 12 + [(7,), (), (3, 5)], [4] * 15, 0, [[n] for n in range(12)], [12, 13, 14], 2.0)
+
+
+@given(st.integers(1, 24))
+def test_plans_in_more_pieces_hold_less(workers: int) -> None:
+    plan = Plan.parse("micro=2").validate(workers)
+    plans = [plan, *plan.in_shards(workers)]
+    assert len({str(each) for each in plans}) == len(plans)
+    assert all(Plan.parse(str(each)).validate(workers).micro == 2 for each in plans), "it can be said"
+    held = {str(each): sum(cost(each, FACTS, workers).held) for each in plans}
+    assert held[str(plan)] == max(held.values())
+    if workers > 3:
+        assert held[f"shard={workers} zero=3 micro=2"] == min(held.values())
+
+
+TRIED = [
+    ("data=4", (640e6, 640e6, 1280e6)),
+    ("shard=4 zero=1", (640e6, 640e6, 320e6)),
+    ("shard=4", (200e6, 180e6, 320e6)),
+]
+HOLDS = (
+    "the plan 'data=4' makes a worker hold 640 MB of parameters, 640 MB of gradients and 1.28 GB of the optimizer's "
+)
+HOLDS += "state"
+
+
+@pytest.mark.parametrize(
+    ("room", "what", "cure"),
+    [
+        (2.2e9, "the optimizer's state did not fit", "say --plan 'shard=4 zero=1': that is 1.6 GB"),
+        (1.3e9, "the gradients did not fit", "say --plan 'shard=4': that is 700 MB"),
+        (
+            0.6e9,
+            "the parameters did not fit",
+            "take more workers, on other hosts: 'shard=4', which takes least, is 700 MB",
+        ),
+        (
+            2.8e9,
+            "what forward and backward keep did not fit",
+            "say recompute=blocks or a smaller micro= in the plan, or --plan 'shard=4 zero=1', which leaves room for "
+            "960 MB more",
+        ),
+    ],
+)
+def test_advice(room: float, what: str, cure: str) -> None:
+    told = advice([(text, [int(size) for size in held]) for text, held in TRIED], 100_000_000, int(room))
+    shown = {2.2e9: "2.2 GB", 1.3e9: "1.3 GB", 0.6e9: "600 MB", 2.8e9: "2.8 GB"}[room]
+    assert told == (f"{what}: {HOLDS}, and 100 MB besides, in {shown}", cure)
+
+
+LARGE = """
+from basics import *
+def model():
+    return nn.Sequential(nn.Linear(10, 2000), *[nn.Linear(2000, 2000) for _ in range(24)], nn.Linear(2000, 2))
+t = paceline.Trainer(model, cross_entropy, torch.optim.AdamW, global_batch=24)
+rows = TensorDataset(x.float(), data.tensors[1])
+for report in t.steps(rows, count=4):
+    pass
+"""
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_the_plan_that_is_proposed_fits(memory_group, tmp_path: Path) -> None:
+    """384 MB of parameters, for which data parallelism takes four times as much, in 1 GB for each of four workers."""
+    (tmp_path / "train.py").write_text(LARGE)
+    enter, env = enter_group(memory_group(4 << 30)), {"PYTHONPATH": str(SCRIPTS), "OMP_NUM_THREADS": "1"}
+    command = ("run", "--workers", "4", "--max-restarts", "0")
+    done = paceline(*command, "--run-dir", "one", "train.py", cwd=tmp_path, code=137, preexec=enter, **env)
+    said = re.search(
+        r"  killed by the kernel's out-of-memory killer \(SIGKILL\): the optimizer's state did not fit: "
+        r"the plan 'data=4' makes a worker hold 384 MB of parameters, 384 MB of gradients and 769 MB of the "
+        r"optimizer's state, and \S+ MB besides, in 1\.07 GB\n",
+        done.stderr,
+    )
+    assert said, done.stderr
+    found = re.search(r"next: say --plan '(.+?)': that is \d+(\.\d)? MB; then run", done.stderr)
+    assert found, done.stderr
+    paceline(*command, "--run-dir", "two", "--plan", found[1], "train.py", cwd=tmp_path, preexec=enter, **env)
+
+
+def test_torch_that_has_too_little_memory_is_explained(tmp_path: Path) -> None:
+    body = (
+        "def loss(output, batch):\n"
+        "    raise torch.OutOfMemoryError('tried to allocate 3 GiB\\nand more')\n"
+        "list(make(loss).steps(data))\n"
+    )
+    done = train_basics(tmp_path, body, 1, code=1)
+    assert re.search(
+        r"OutOfMemoryError: what forward and backward keep did not fit: the plan 'data=1' makes a worker hold 1\.68 kB "
+        r"of parameters, 1\.68 kB of gradients and 0 B of the optimizer's state, and \S+ MB besides, in \S+ GB \(tried "
+        r"to allocate 3 GiB\); say recompute=blocks or a smaller micro= in the plan\n",
+        done.stderr,
+    ), done.stderr
