@@ -33,6 +33,14 @@ def test_the_gpt_learns(tmp_path):
     assert losses[-1] < 5
 
 
+def test_the_llama_learns_in_shards(tmp_path):
+    options = ("--workers", "2", "--run-dir", "out", "--plan", "shard=2 recompute=blocks", "--steps", "30")
+    done = paceline("run", *options, EXAMPLES / "llama.py", cwd=tmp_path, timeout=280)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stderr)]
+    assert 7.5 < losses[0] < 9
+    assert losses[-1] < 6
+
+
 def test_examples_are_short():
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) < 80, path.name

@@ -17,6 +17,7 @@ from public import Late, slope, steep
 from torch import nn
 
 from paceline import Trainer
+from paceline.errors import OutOfMemoryError
 
 pytestmark = pytest.mark.usefixtures("run")
 
@@ -237,6 +238,6 @@ def test_pieces_that_do_not_fit_into_memory_are_made_smaller_for_good(moment, ru
 
 def test_a_single_micro_batch_that_does_not_fit_into_memory_fails():
     mine = trainer(Cramped("forward", most=3), global_batch=32, plan="micro=4")
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(OutOfMemoryError, match=r"what forward and backward keep did not fit: .* \(out of memory\)"):
         list(mine.steps(rows(1, 160, 10)))
     assert mine.steps_done == 0

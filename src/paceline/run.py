@@ -143,7 +143,7 @@ class Run:
     def hand_over(self) -> Any:
         trainers = [member.snapshot() for member in self.members]
         if self.team.world.newcomer:  # those that it was given, and has not made yet
-            trainers += self.tree["trainers"][len(trainers) :]
+            trainers += self.tree.get("trainers", ())[len(trainers) :]
         own = {
             "streams": user_streams(),
             "saved": [self.saving.begun, self.saving.open],

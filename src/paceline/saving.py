@@ -119,10 +119,15 @@ class Saving:
             return 0
         if self._again or self._due(step):
             return 1
-        group = self.team.group
-        if self._mirror is None or group.size > group.places or len(set(group.hosts)) > 1:
+        if self._mirror is None or not self._alone:
             return 0
         return 2 * (step - max(self.begun, self._mirrored) >= self._mirror[0])
+
+    @property
+    def _alone(self) -> bool:
+        """Whether the state lives in one replica, all of it on this host."""
+        group = self.team.group
+        return group.size <= group.places and len(set(group.hosts)) == 1
 
     def _due(self, step: int) -> bool:
         if self._steps is not None:
