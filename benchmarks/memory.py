@@ -1,11 +1,12 @@
 """What a sharded worker holds, beside the formula, DistributedDataParallel and fully_shard by hand.
 
-    python benchmarks/memory.py [--workers 4] [--record FILE]
+    python benchmarks/memory.py [--workers 4] [--deepspeed] [--record FILE]
 
 An MLP of 16 equal layers, 64 M parameters in float32, AdamW, one row for each worker, so that activations are next to
 nothing. Each side is a run of its own. Parameters, gradients and optimizer are what the run's journal tells, or by hand
 the bytes behind the tensors when the backward has ended; the process is how much its peak grew from before the model
-was made to the end of the second step (VmHWM, which counts the memory of the others on the host that it reads).
+was made to the end of the second step (VmHWM, which counts the memory of the others on the host that it reads). Of
+DeepSpeed, which is installed by hand and keeps flat copies of its own, the process alone is told.
 
 P parameters, S workers, B the bytes of a layer; in bytes:
 
@@ -14,6 +15,7 @@ data          4 P                 4 P             8 P
 zero=1        4 P                 4 P             8 P / S
 zero=2        4 P / S + 4 P       4 P / S + 3 B   8 P / S
 zero=3        4 P / S + B         4 P / S + 3 B   8 P / S
+offload=cpu   4 P / S more, in the host's memory, which here is the same
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from paceline.strategies.state import held
 LAYERS, WIDTH, STEPS = 16, 2000, 2
 CPU = torch.device("cpu")
 PARTS = ("parameters", "gradients", "optimizer")
+BY_HAND = ("ddp", "fully_shard", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 
 
 def model() -> nn.Module:
@@ -57,6 +60,11 @@ def formula(side: str, workers: int) -> dict[str, float]:
         "zero=1": {"parameters": whole, "gradients": whole, "optimizer": 2 * part},
         "zero=2": {"parameters": part + whole, "gradients": part + 3 * layer, "optimizer": 2 * part},
         "zero=3": {"parameters": part + layer, "gradients": part + 3 * layer, "optimizer": 2 * part},
+        "zero=3 offload=cpu": {
+            "parameters": 2 * part + layer,
+            "gradients": part + 3 * layer,
+            "optimizer": 2 * part,
+        },
     }[side]
 
 
@@ -118,12 +126,32 @@ def by_hand(side: str, out: Path) -> None:
     dist.destroy_process_group()
 
 
+def by_deepspeed(stage: int, out: Path) -> None:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    before = peak_memory(CPU)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    net = model()
+    update = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=update, config=config)
+    for _ in range(STEPS):
+        engine.backward(engine(torch.randn(1, WIDTH)).square().mean())
+        engine.step()
+    (out / f"{dist.get_rank()}.json").write_text(json.dumps({"process": peak_memory(CPU) - before}))
+    dist.destroy_process_group()
+
+
 def measure(side: str, workers: int) -> dict[str, float]:
     """The most of all workers."""
     with tempfile.TemporaryDirectory() as folder:
         script = [str(Path(__file__).resolve()), "--worker", side, folder]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if side in ("ddp", "fully_shard"):
+        if side in BY_HAND:
             launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(workers)]
         else:
             launcher = ["-m", "paceline.cli", "run", "--quiet", "--workers", str(workers), "--max-restarts", "0"]
@@ -142,21 +170,23 @@ def measure(side: str, workers: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--deepspeed", action="store_true", help="ZeRO of DeepSpeed too, if it is installed")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
     print(f"MB a worker, {options.workers} workers (beside the formula)")
-    for side in ("data", "zero=1", "zero=2", "zero=3", "ddp", "fully_shard"):
+    peers = [side for side in BY_HAND if options.deepspeed or not side.startswith("deepspeed")]
+    for side in ("data", "zero=1", "zero=2", "zero=3", "zero=3 offload=cpu", *peers):
         found = measure(side, options.workers)
         results[side] = dict(found)
-        texts = [f"{name} {found[name] / 1e6:.0f}" for name in (*PARTS, "process")]
-        if side not in ("ddp", "fully_shard"):
+        texts = [f"{name} {found[name] / 1e6:.0f}" for name in (*PARTS, "process") if name in found]
+        if side not in BY_HAND:
             wanted = formula(side, options.workers)
             ratios = {name: found[name] / wanted[name] for name in PARTS}
             ratios["process"] = found["process"] / sum(wanted.values())
             results[side]["to formula"] = ratios
             texts = [f"{text} ({ratio:.2f})" for text, ratio in zip(texts, ratios.values(), strict=True)]
-        print(f"  {side:12} {', '.join(texts)}", flush=True)
+        print(f"  {side:18} {', '.join(texts)}", flush=True)
     if options.record:
         record(options.record, workers=options.workers, results=results)
 
@@ -164,7 +194,9 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         side, folder = sys.argv[2:]
-        if side in ("ddp", "fully_shard"):
+        if side.startswith("deepspeed"):
+            by_deepspeed(int(side[-1]), Path(folder))
+        elif side in BY_HAND:
             by_hand(side, Path(folder))
         else:
             ours("" if side == "data" else f"shard={os.environ['PACELINE_WORLD_SIZE']} {side}", Path(folder))

@@ -33,6 +33,8 @@ TEAMS = {
     "2 workers, shard=2 zero=2": ["--workers", "2"],
     "3 unequal, shard=3 zero=3": ["--workers", "3", "--shares", "3,0,2"],
     "4 workers, shard=2 zero=3": ["--workers", "4"],
+    "2 workers, shard=2 zero=1 offload=cpu": ["--workers", "2"],
+    "4 workers, shard=2 zero=3 offload=cpu": ["--workers", "4"],
     "4 unequal, shard=2 zero=3 exact": ["--workers", "4", "--shares", "1,0,2,1"],
 }
 
@@ -50,6 +52,8 @@ SLOW = [
     "4 workers, shard=2 zero=1",
     "2 workers, shard=2 zero=2",
     "4 workers, shard=2 zero=3",
+    "2 workers, shard=2 zero=1 offload=cpu",
+    "4 workers, shard=2 zero=3 offload=cpu",
 ]
 PARAMS = [pytest.param(team, marks=pytest.mark.slow) if team in SLOW else team for team in TEAMS]
 

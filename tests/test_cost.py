@@ -48,6 +48,7 @@ if t.main:
         (4, "data=2 shard=2 zero=2"),
         (4, "data=2 shard=2 zero=3"),
         *[pytest.param(4, f"shard=4 zero={zero}", marks=pytest.mark.slow) for zero in (1, 2, 3)],
+        *[pytest.param(2, f"shard=2 zero={zero} offload=cpu", marks=pytest.mark.slow) for zero in (1, 2, 3)],
     ],
 )
 def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, tmp_path: Path) -> None:

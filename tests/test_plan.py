@@ -209,7 +209,8 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
     assert refusal(text) == message
 
 
-BUILT = "use only what is: data=N, shard=N, zero=1|2|3, micro=N, precision=bf16|fp16, recompute=blocks, compile, exact"
+BUILT = "use only what is: data=N, shard=N, zero=1|2|3, offload=cpu, micro=N, precision=bf16|fp16, "
+BUILT += "recompute=blocks, compile, exact"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,6 @@ BUILT = "use only what is: data=N, shard=N, zero=1|2|3, micro=N, precision=bf16|
     [
         ("local=2 every=50", "local=2 every=50 are"),
         ("server=1 staleness=0 exact", "server=1 staleness=0 are"),
-        ("shard=4 offload=cpu", "offload=cpu is"),
         ("tensor=2 pipeline=2 context=2", "tensor=2 pipeline=2 context=2 are"),
         ("codec=topk:0.01", "codec=topk:0.01 is"),
         ("auto", "auto is"),
@@ -292,7 +292,8 @@ def test_the_help_has_one_line_per_word() -> None:
     assert [line.split("=")[0].split()[0] for line in lines] == [row.name for row in fields(Plan)]
     assert lines[0] == "data=N               N replicas, gradients all-reduced every step"
     assert lines[7].endswith("parameters, gradients and optimizer state in N shards")
-    assert lines[9] == "offload=cpu          shards wait in the memory of the host (not built yet)"
+    assert lines[9].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
+    assert lines[10] == "tensor=N             the model cut N times inside its layers (not built yet)"
     assert lines[18] == "compile              torch.compile"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from paceline.comm.places import Places
 from paceline.comm.staging import Staging
 from paceline.step import exact_sum
 from paceline.strategies.blocks import blocks_of
+from paceline.strategies.offload import Hosted
 from paceline.world import World
 
 PLANS = {
@@ -278,3 +280,23 @@ def test_the_journal_tells_what_a_worker_holds(tmp_path: Path) -> None:
         (told,) = journal(folder / "out", "memory")
         assert [told[name] for name in ("parameters", "gradients", "optimizer")] == pytest.approx(bytes_, rel=0.02)
         assert told["process"] > sum(bytes_)
+
+
+def test_rows_in_the_hosts_memory_follow_what_a_script_does_to_them() -> None:
+    """As plain training, with a weight that is changed by hand between two steps."""
+    found = []
+    for hosted in (False, True):
+        torch.manual_seed(0)
+        rows = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
+        there = Hosted(rows) if hosted else None
+        optimizer = torch.optim.AdamW(rows if there is None else there.copies, lr=0.1)
+        for step in range(4):
+            for number, row in enumerate(rows):
+                row.grad = None if (step, number) == (2, 1) else torch.full_like(row, step + 1.0)
+            with nullcontext() if there is None else there.update():
+                optimizer.step()
+            if step == 1:
+                with torch.no_grad():
+                    rows[0].clamp_(-0.5, 0.5)
+        found.append([row.detach().clone() for row in rows])
+    assert all(torch.equal(plain, kept) for plain, kept in zip(*found, strict=True))

@@ -52,7 +52,9 @@ class Plan:
     zero: int | None = _word(
         "1|2|3", "sharded: 1 optimizer state, 2 and gradients, 3 and parameters", of="shard", built=True
     )
-    offload: str | None = _word("cpu", "shards wait in the memory of the host", of="shard")
+    offload: str | None = _word(
+        "cpu", "the optimizer's state and rows wait in the host's memory, which updates them", of="shard", built=True
+    )
     tensor: int | None = _word("N", "the model cut N times inside its layers", axis=True)
     pipeline: int | None = _word("N", "the model cut in N stages", axis=True)
     schedule: str | None = _word("1f1b", "the order of micro-batches through the stages", of="pipeline")

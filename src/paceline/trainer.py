@@ -123,6 +123,7 @@ class Trainer:
         precision = self.plan.precision
         form = forward or default_forward
         kept = {"named": named, "beside": run.models, "exact": self.plan.exact, **built}
+        kept["offload"] = self.plan.offload is not None
         job = Job(self.model, form, loss, self._device, seed, clip_norm, precision, **kept)
         self._job = job
         if places > 1:  # a newcomer has no rows before it has a place
@@ -136,7 +137,7 @@ class Trainer:
         if self.plan.exact and self.plan.shard:
             refuse_fused(optimizers)
         self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
-        for name in fused(optimizers, self._device, self.plan.exact):
+        for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
         self._stepper = Stepper(run, self._number, job, self._top, self.plan, self._streams, merging)

@@ -23,6 +23,7 @@ from paceline.comm.places import ALONE, Places
 from paceline.comm.staging import Staging
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import Agreed, Part, exact_sum, stream_seed
+from paceline.strategies.offload import Hosted
 from paceline.strategies.pieces import MicroBatch, Piece, join, merged
 from paceline.strategies.state import held, in_rows, load_optimizer, optimizer_state, own_rows, same_number
 from paceline.strategies.streams import Streams
@@ -49,7 +50,8 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 class Job:
     """What is trained, in the user's own objects, and where: the model is already on `device`.
 
-    `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows.
+    `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows;
+    with `offload` copies of these in the memory of the host.
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class Job:
     clip_norm: float | None = None
     precision: str | None = None
     exact: bool = False
+    offload: bool = False
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[LRScheduler] = field(default_factory=list)
     named: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -202,6 +205,10 @@ class Single(Strategy):
         self.job, self.places = job, places
         self.params = list(job.named.values())
         job.own = job.own or {name: places.cut(param) for name, param in job.named.items()}
+        self.rows = list(job.own.values())
+        self.hosted = Hosted(self.rows) if job.offload else None
+        if self.hosted is not None:
+            job.own = dict(zip(job.own, self.hosted.copies, strict=True))
         self.own = list(job.own.values())
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
         self.names = {id(param): name for name, param in [*self.frozen.items(), *job.own.items()]}
@@ -212,10 +219,10 @@ class Single(Strategy):
         self.buckets: Buckets | None = None
         self.landing: Buckets | Staging | None = None  # takes gradients as autograd makes them
         if staged is not None:
-            self.buckets = kind(self.own, hooks=False)
+            self.buckets = kind(self.rows, hooks=False)
             self.landing = staged(self.buckets)
         elif allocate is not None:
-            self.landing = self.buckets = kind(self.params, places=places, own=self.own)
+            self.landing = self.buckets = kind(self.params, places=places, own=self.rows)
 
     def _look_around(self) -> None:
         """Takes the other trainers' models into view, as many as there are by now: a loss may run one of them."""
@@ -461,9 +468,10 @@ class Single(Strategy):
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         for number in agreed.unused:
-            self.own[number].grad = None
-        for optimizer in self.job.optimizers:
-            optimizer.step()
+            self.rows[number].grad = None
+        with self.hosted.update() if self.hosted is not None else nullcontext():
+            for optimizer in self.job.optimizers:
+                optimizer.step()
         if self.buckets is not None:
             self.buckets.applied()
         for scheduler in self.job.schedulers:
@@ -485,7 +493,7 @@ class Single(Strategy):
     def memory(self) -> dict[str, int]:
         kept = [tensor for one in self.job.optimizers for state in one.state.values() for tensor in state.values()]
         grads = held(self.sums()) if self.landing is None else self.landing.memory()
-        weights = [*self.job.model.parameters(), *self.job.model.buffers()]
+        weights = [*self.job.model.parameters(), *self.job.model.buffers(), *self.own]
         return {"parameters": held(weights), "gradients": grads, "optimizer": held(kept)}
 
     def state(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     places = plan.shard or 1
     if places == 1:
         return data.cost(facts, workers)
-    return shard.cost(facts, plan.zero or 3, places, workers // places, forwards)
+    return shard.cost(facts, plan.zero or 3, places, workers // places, forwards, plan.offload is not None)
 
 
 def facts_of(job: Job) -> Facts:

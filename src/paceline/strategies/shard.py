@@ -18,13 +18,16 @@ from paceline.strategies.cost import Cost, Facts
 from paceline.strategies.pieces import MicroBatch
 
 
-def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int) -> Cost:
-    """Of a replica of so many places, whose workers make so many forwards in a step each."""
+def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int, offload: bool = False) -> Cost:
+    """Of a replica of so many places, whose workers make so many forwards in a step each. With `offload` the copies in
+    the host's memory count as well.
+    """
     whole, own = facts.bytes(), facts.bytes(places)
+    beside = facts.beside + (own if offload else 0)
     outer = own if replicas > 1 else 0
     optimizer = int(facts.state * own)
     if zero == 1:
-        return Cost(whole + facts.beside, whole, optimizer, {"gradients": own + outer, "weights": own})
+        return Cost(whole + beside, whole, optimizer, {"gradients": own + outer, "weights": own})
     staged = Staging.bytes(facts.shapes, facts.each, [*facts.blocks, facts.rest], places)
     rest, blocks = facts.bytes(places, facts.rest), facts.bytes(places) - facts.bytes(places, facts.rest)
     if zero == 2:
@@ -33,7 +36,7 @@ def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int) -> 
         largest = max((facts.bytes(numbers=block) for block in facts.blocks), default=0)
         gathered, sent = facts.bytes(numbers=facts.rest) + largest, 2 * blocks + rest
     sums = {"gradients": forwards * own + outer, "all_gather": forwards * sent}
-    return Cost(own + gathered + facts.beside, own + staged, optimizer, sums)
+    return Cost(own + gathered + beside, own + staged, optimizer, sums)
 
 
 class Shard(Strategy):
