@@ -13,6 +13,7 @@ from checkpoints import find_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import exported, train_basics
+from safetensors.torch import load_file
 from torch import nn
 
 from paceline.comm.buckets import Buckets
@@ -34,10 +35,17 @@ PLANS = {
     "shard=2 zero=2": (2, "shard=2 zero=2"),
     "shard=3": (3, "shard=3"),
     "data=2 shard=2": (4, "data=2 shard=2"),
+    "shard=2 offload=cpu": (2, "shard=2 offload=cpu"),
 }
 BODY = (
     "from pathlib import Path\n"
-    "def model(): return nn.Sequential(nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 2))\n"
+    "class Heat(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.by = nn.Parameter(torch.tensor(1.5))\n"
+    "    def forward(self, x):\n"
+    "        return x / self.by\n"
+    "def model(): return nn.Sequential(nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 2), Heat())\n"
     "t = paceline.Trainer(\n"
     "    model, cross_entropy, lambda params: torch.optim.AdamW(params, lr=0.01), global_batch=24, clip_norm=0.05,\n"
     "    forward=lambda model, batch: model(batch[0].float()))\n"
@@ -110,7 +118,7 @@ def test_the_exact_squares_do_not_depend_on_who_has_which_rows(data: st.DataObje
         buckets = ExactBuckets(whole, places=places, own=own)
         buckets.largest = [float(grad.abs().max()) for grad in grads]
         for param, grad in zip(own, grads, strict=True):
-            param.grad = places.of(grad, places.me).clone()
+            param.grad = places.of(grad, places.me).view(param.shape).clone()
         return buckets.squares(micro_batches=8)
 
     alone = squares(Places(1, 0))
@@ -177,11 +185,6 @@ def test_blocks_are_what_repeats() -> None:
 
 
 REFUSED = {
-    "no dimensions": (
-        ["--max-restarts", "0"],
-        "plan='shard=2', optimizer=lambda p: torch.optim.SGD(p, lr=1), model=Scaled",
-        "UsageError: parameter scale has no dimensions and cannot be cut in rows; make its shape (1,), or say zero=1",
-    ),
     "fused": (
         ["--max-restarts", "0"],
         "plan='shard=2 exact', optimizer=lambda p: torch.optim.SGD(p, lr=1, fused=True), model=net",
@@ -216,10 +219,6 @@ def test_parameters_that_are_not_gathered_are_told(tmp_path: Path) -> None:
 def test_what_cannot_be_sharded_is_refused(case: str, tmp_path: Path) -> None:
     options, trainer, said = REFUSED[case]
     body = (
-        "class Scaled(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.scale, self.inner = nn.Parameter(torch.tensor(1.0)), nn.Linear(10, 2)\n"
         "def other_group():\n"
         "    store = torch.distributed.HashStore()\n"
         "    torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
@@ -232,7 +231,7 @@ def test_what_cannot_be_sharded_is_refused(case: str, tmp_path: Path) -> None:
 def test_the_blocks_are_told(tmp_path: Path) -> None:
     body = BODY.replace("count=10", "count=1")
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "shard=2")
-    said = "parameters are gathered in 2 blocks: 0 to 2 (Linear)"
+    said = "parameters are gathered in 3 blocks: 0 to 2 (Linear), and the rest"
     assert said in " ".join(done.stderr.split())
     assert said in [entry.get("what") for entry in journal(tmp_path / "out", "decision")]
 
@@ -300,3 +299,46 @@ def test_rows_in_the_hosts_memory_follow_what_a_script_does_to_them() -> None:
                     rows[0].clamp_(-0.5, 0.5)
         found.append([row.detach().clone() for row in rows])
     assert all(torch.equal(plain, kept) for plain, kept in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan"),
+    [
+        (2, "shard=2"),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(3, "shard=3 zero=2"), (4, "shard=2"), (2, "zero=1")]
+        ],
+    ],
+)
+def test_parameters_without_dimensions(workers: int, plan: str, tmp_path: Path) -> None:
+    """One in a block, one in the rest, one that gets no gradient."""
+    body = (
+        "class Scaled(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.scale, self.inner = nn.Parameter(torch.tensor(1.5)), nn.Linear(10, 10)\n"
+        "    def forward(self, x):\n"
+        "        return x + self.scale * self.inner(x).relu()\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.blocks = nn.Sequential(Scaled(), Scaled())\n"
+        "        self.head, self.heat = nn.Linear(10, 2), nn.Parameter(torch.tensor(0.7))\n"
+        "        self.unused = nn.Parameter(torch.tensor(3.0))\n"
+        "    def forward(self, x):\n"
+        "        return self.head(self.blocks(x)) / self.heat\n"
+        "optimizer = lambda p: torch.optim.AdamW(p, lr=0.01)\n"
+        "t = paceline.Trainer(lambda: Model().double(), cross_entropy, optimizer, global_batch=24, clip_norm=1.0)\n"
+        "for r in t.steps(data, count=6): pass\n"
+        "t.export('out.safetensors')\n"
+    )
+    plan = f"shard=2 {plan}" if "shard" not in plan else plan
+    one, several = (
+        exported(tmp_path / "one", body, 1, "exact"),
+        exported(tmp_path / "more", body, workers, f"exact {plan}"),
+    )
+    assert one.read_bytes() == several.read_bytes()
+    trained = load_file(one)
+    assert trained["heat"] != 0.7
+    assert trained["unused"] == 3

@@ -37,9 +37,8 @@ class Places:
         return elements if self.count == 1 else -(-elements // _LINE) * _LINE
 
     def of(self, whole: torch.Tensor, place: int) -> torch.Tensor:
-        """The rows of a place, in the memory of the whole."""
-        if whole.dim() == 0:
-            return whole if place == 0 else whole.new_empty(0)
+        """The rows of a place, in the memory of the whole. A tensor without dimensions has one."""
+        whole = whole if whole.dim() else whole.view(1)
         rows = self.rows(len(whole), place)
         return whole[rows.start : rows.stop]
 
@@ -62,6 +61,6 @@ class Rows:
     def take(self, rows: range | None) -> torch.Tensor:
         """Some of them, numbered as in the whole; all of a tensor without dimensions."""
         if rows is None:
-            return self.tensor
+            return self.tensor.view(self.shape)
         start = self.places.rows(self.shape[0], self.places.me).start if self.shape else 0
         return self.tensor[rows.start - start : rows.stop - start]

@@ -518,7 +518,7 @@ class Single(Strategy):
         same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
         same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
-            mine = saved if self.places.count == 1 else own_rows(saved, self.job.named, self.places)
+            mine = saved if self.places.count == 1 else own_rows(saved, optimizer, self.job.named, self.places)
             load_optimizer(optimizer, mine, self.names)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(dict(saved))

@@ -37,12 +37,13 @@ class FullyShard(Strategy):
     torch's fully_shard gathers the parameters of a block before it is used and frees them after backward, with
     `reshard` also after forward. Gradients do not go its way, which divides them and knows no exact sums: they leave by
     `Staging`, which hears of them from autograd.
+
+    Parameters without dimensions, which it does not take, stay whole everywhere. The first place updates them.
     """
 
     def __init__(self, job: Job, replica: Group, reshard: bool, share: Share | None = None) -> None:
         self.job, self.replica = job, replica
         self.places = Places(replica.size, replica.rank)
-        _refuse(job.model)
         self.blocks = blocks_of(job.model)
         shapes = [param.shape for param in job.named.values()]
         groups = by_block(list(job.named), list(self.blocks))
@@ -51,7 +52,8 @@ class FullyShard(Strategy):
         job.rest = self._rest
         job.forward, job.loss = _explained(job.forward), _explained(job.loss)
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
-        job.own = {name: nn.Parameter(_local(param)) for name, param in job.named.items()}
+        job.own = {name: nn.Parameter(self._rows(param)) for name, param in job.named.items()}
+        self._scalars = [param for param in job.named.values() if param.dim() == 0]
         numbers = {name: number for number, name in enumerate(job.named)}
         blocks = [[numbers[name] for name in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names]
         self.inner = Single(job, None, self.places, partial(self._staged, shapes, blocks))
@@ -74,9 +76,10 @@ class FullyShard(Strategy):
         # Torch warns of views that are changed in place, which only matters where parameters are freed after forward.
         own = re.escape(f"FSDP2-wrapped module (FSDP{type(job.model).__name__}) returned a view")
         warnings.filterwarnings("ignore", own)
+        scalars = {param for param in job.model.parameters() if param.dim() == 0}
         for block in self.blocks.values():
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False)
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=scalars)
+        fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False, ignored_params=scalars)
         if job.blueprint is not None:
             job.model.to_empty(device=job.device)
             _put(besides, job.device)
@@ -89,9 +92,12 @@ class FullyShard(Strategy):
             whole = blueprint.value(named[name])
             if share is not None:
                 share([whole])
-            _local(param).copy_(self.places.of(whole, self.places.me))
+            _local(param).copy_(self.places.of(whole, self.places.me) if param.dim() else whole)
         if share is not None:
             share(list(self.job.model.buffers()))
+
+    def _rows(self, param: torch.Tensor) -> torch.Tensor:
+        return _local(param) if isinstance(param, DTensor) else self.places.of(param.detach(), self.places.me)
 
     def _staged(self, shapes: list[torch.Size], blocks: list[list[int]], home: Buckets) -> Staging:
         self.staging = Staging(home, shapes, blocks, self.replica)
@@ -130,6 +136,12 @@ class FullyShard(Strategy):
         assert isinstance(self.job.model, FSDPModule)
         self.job.model.reset_iter_state()
 
+    def gather_weights(self) -> None:
+        if self._scalars:
+            self.replica.enter("the weights after an update", check=False, kind="weights")
+        for scalar in self._scalars:
+            self.replica.broadcast(scalar.detach().view(1))
+
     def squares(self, orders: Orders, known: float | None = None) -> torch.Tensor:
         return self.replica.sum(self.inner.squares(orders, known))
 
@@ -161,13 +173,6 @@ class FullyShard(Strategy):
         self._rest()
 
 
-def _refuse(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if param.dim() == 0:
-            what = f"parameter {name} has no dimensions and cannot be cut in rows"
-            raise UsageError(what, "make its shape (1,), or say zero=1")
-
-
 def _explained(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def explained(one: Any, other: Any) -> Any:
         cause = None
@@ -197,5 +202,4 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
-    assert isinstance(param, DTensor)
-    return param.to_local().detach()
+    return (param.to_local() if isinstance(param, DTensor) else param).detach()

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from paceline.comm.places import Places, Rows
 from paceline.errors import UsageError
 
+_SIDE = 8  # elements: of the parameter that an optimizer is tried with
+
 
 def same_number(what: str, saved: int, now: int) -> None:
     if saved != now:
@@ -34,19 +36,22 @@ def kept_for_each(optimizers: Sequence[Optimizer]) -> float:
     """
     kept = total = 0.0
     for one in optimizers:
-        probe, bytes_ = nn.Parameter(torch.zeros(8, 8)), sum(p.nbytes for g in one.param_groups for p in g["params"])
-        probe.grad = torch.zeros_like(probe)
-        each = 2.0
-        try:
-            made = type(one)([probe], **one.defaults)
-            made.step()
-        except (TypeError, ValueError, RuntimeError):  # it wants something else besides
-            pass
-        else:
-            values = (value for value in made.state[probe].values() if isinstance(value, torch.Tensor))
-            each = sum(value.nbytes for value in values if value.dim()) / probe.nbytes
+        bytes_, found = sum(p.nbytes for g in one.param_groups for p in g["params"]), _tried(one)
+        each = 2.0 if found is None else sum(value.numel() for value in found.values() if value.dim()) / _SIDE**2
         kept, total = kept + each * bytes_, total + bytes_
     return kept / total if total else 0.0
+
+
+def _tried(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
+    """The tensors that another optimizer of the kind keeps for a small parameter; None where it cannot be made."""
+    probe = nn.Parameter(torch.zeros(_SIDE, _SIDE))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        made = type(optimizer)([probe], **optimizer.defaults)
+        made.step()
+    except (TypeError, ValueError, RuntimeError):  # it wants something else besides
+        return None
+    return {key: value for key, value in made.state[probe].items() if isinstance(value, torch.Tensor)}
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -79,14 +84,21 @@ def in_rows(
             kept[key] = Rows(value, at, tuple(whole[name].shape))
 
 
-def own_rows(packed: Mapping[str, Any], whole: Mapping[str, Any], at: Places) -> dict[str, Any]:
+def own_rows(packed: Mapping[str, Any], optimizer: Optimizer, whole: Mapping[str, Any], at: Places) -> dict[str, Any]:
     """The same with the own rows of whole tensors."""
+    single = any(param.dim() == 0 for param in whole.values())
+    found = _tried(optimizer) if single else None
+    # For a parameter without dimensions a count of steps looks like what is kept for its element.
+    others = {"step"} if found is None else {key for key, value in found.items() if value.dim() == 0}
 
-    def cut(name: str, value: Any) -> Any:
+    def cut(name: str, key: str, value: Any) -> Any:
         is_whole = isinstance(value, torch.Tensor) and value.shape == whole[name].shape
+        is_whole &= whole[name].dim() > 0 or key not in others
         return at.of(value, at.me) if is_whole else value
 
-    state = {name: {key: cut(name, value) for key, value in kept.items()} for name, kept in packed["state"].items()}
+    state = {
+        name: {key: cut(name, key, value) for key, value in kept.items()} for name, kept in packed["state"].items()
+    }
     return {**packed, "state": state}
 
 
