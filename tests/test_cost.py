@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,15 @@ def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, tmp_path: Path
     assert lines == pytest.approx(sent, rel=0.03)
 
 
+class Odd(torch.optim.SGD):
+    """One that cannot be made anew from what it tells of itself, and draws."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        torch.rand(1)
+        assert len(self.param_groups[0]["params"]) == 2
+
+
 @pytest.mark.parametrize(
     ("make", "each"),
     [
@@ -70,11 +80,15 @@ def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, tmp_path: Path
         (lambda params: [torch.optim.SGD(params, lr=0.1)], 0.0),
         (lambda params: [torch.optim.SGD(params, lr=0.1, momentum=0.9)], 1.0),
         (lambda params: [torch.optim.AdamW(params[:1]), torch.optim.SGD(params[1:], lr=0.1)], 2.0 * 3 / 4),
+        (lambda params: [Odd(params, lr=0.1)], 2.0),
     ],
 )
 def test_what_optimizers_keep(make, each: float) -> None:
     params = [nn.Parameter(torch.zeros(30)), nn.Parameter(torch.zeros(10))]
-    assert kept_for_each(make(params)) == each
+    optimizers = make(params)
+    before = torch.get_rng_state()
+    assert kept_for_each(optimizers) == each
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 FACTS = Facts([(1000, 1000)] * 12 + [(7,), (), (3, 5)], [4] * 15, 0, [[n] for n in range(12)], [12, 13, 14], 2.0)

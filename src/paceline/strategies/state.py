@@ -13,6 +13,8 @@ from paceline.comm.places import Places, Rows
 from paceline.errors import UsageError
 
 _SIDE = 8  # elements: of the parameter that an optimizer is tried with
+# What one raises that was not made to be tried.
+_THEIRS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
 def same_number(what: str, saved: int, now: int) -> None:
@@ -47,9 +49,10 @@ def _tried(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
     probe = nn.Parameter(torch.zeros(_SIDE, _SIDE))
     probe.grad = torch.zeros_like(probe)
     try:
-        made = type(optimizer)([probe], **optimizer.defaults)
-        made.step()
-    except (TypeError, ValueError, RuntimeError):  # it wants something else besides
+        with torch.random.fork_rng(devices=[]):  # it may draw
+            made = type(optimizer)([probe], **optimizer.defaults)
+            made.step()
+    except _THEIRS:  # it wants something else besides
         return None
     return {key: value for key, value in made.state[probe].items() if isinstance(value, torch.Tensor)}
 

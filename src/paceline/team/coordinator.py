@@ -30,11 +30,11 @@ STOPPED = 75  # EX_TEMPFAIL: exit code of who left, or stopped politely; the sam
 @dataclass(frozen=True)
 class Said:
     """What an agent says of a worker. `life` counts the processes that were started for it; all else is of the present
-    one. It is `waiting` to be admitted; `at` is where it takes the state beforehand (host, port, secret), `current`
-    says that it has, or that nobody sends it. `formed` is the last generation that it entered, `alone` the one in which
-    it misses others; `failed` what it said of its exception, `final` one that another worker would raise as well; it
-    has been `stopped` for `since` seconds; `status` is its exit code and `why` how it ended, in words; `declined`: it
-    cannot be started again.
+    one. A model lives on a `replica` of so many workers. It is `waiting` to be admitted; `at` is where it takes the
+    state beforehand (host, port, secret), `current` says that it has, or that nobody sends it. `formed` is the last
+    generation that it entered, `alone` the one in which it misses others; `failed` what it said of its exception,
+    `final` one that another worker would raise as well; it has been `stopped` for `since` seconds; `status` is its exit
+    code and `why` how it ended, in words; `declined`: it cannot be started again.
     """
 
     life: int = 0
@@ -450,9 +450,9 @@ class Coordinator:
         order = self.roster.lose(lost)
         self.record("lost", workers=lost, why=why, step=self.step, **({"mates": mates} if mates else {}))
         if order is not None:
-            with_it = f", and {ranks(mates)} of the same replica starts anew" if len(mates) == 1 else ""
-            with_it = f", and {ranks(mates)} of the same replica start anew" if len(mates) > 1 else with_it
-            self._say(f"{ranks(lost)} {why}{with_it}: {self._how_on(order.members)}{then}")
+            start = "starts" if len(mates) == 1 else "start"
+            too = f", and {ranks(mates)} of the same replica {start} anew" if mates else ""
+            self._say(f"{ranks(lost)} {why}{too}: {self._how_on(order.members)}{then}")
         elif new:
             before = "before it was back" if len(lost) == 1 else "before they were back"
             self._say(f"{ranks(lost)} {why} {before}{then}; see {self.logs[self.seats[lost[0]].agent]}")
