@@ -186,13 +186,11 @@ def test_blocks_are_what_repeats() -> None:
 
 REFUSED = {
     "fused": (
-        ["--max-restarts", "0"],
         "plan='shard=2 exact', optimizer=lambda p: torch.optim.SGD(p, lr=1, fused=True), model=net",
         "UsageError: SGD runs fused and would round the rows of a shard other than in the whole; "
         "leave fused out, or exact",
     ),
     "torch.distributed": (
-        ["--max-restarts", "0"],
         "plan='shard=2', optimizer=lambda p: (torch.optim.SGD(p, lr=1)), model=(other_group() or net)",
         "UsageError: the script has initialised torch.distributed, whose default group the plan needs; "
         "leave init_process_group out, or say zero=1",
@@ -217,14 +215,14 @@ def test_parameters_that_are_not_gathered_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_sharded_is_refused(case: str, tmp_path: Path) -> None:
-    options, trainer, said = REFUSED[case]
+    trainer, said = REFUSED[case]
     body = (
         "def other_group():\n"
         "    store = torch.distributed.HashStore()\n"
         "    torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
         f"t = paceline.Trainer(loss=cross_entropy, global_batch=24, {trainer})\n"
     )
-    done = train_basics(tmp_path, body, 2, *options, code=2)
+    done = train_basics(tmp_path, body, 2, "--max-restarts", "0", code=2)
     assert said in " ".join(done.stderr.split()), done.stderr
 
 
@@ -307,7 +305,7 @@ def test_rows_in_the_hosts_memory_follow_what_a_script_does_to_them() -> None:
         (2, "shard=2"),
         *[
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(3, "shard=3 zero=2"), (4, "shard=2"), (2, "zero=1")]
+            for case in [(3, "shard=3 zero=2"), (4, "shard=2"), (2, "shard=2 zero=1")]
         ],
     ],
 )
@@ -333,7 +331,6 @@ def test_parameters_without_dimensions(workers: int, plan: str, tmp_path: Path) 
         "for r in t.steps(data, count=6): pass\n"
         "t.export('out.safetensors')\n"
     )
-    plan = f"shard=2 {plan}" if "shard" not in plan else plan
     one, several = (
         exported(tmp_path / "one", body, 1, "exact"),
         exported(tmp_path / "more", body, workers, f"exact {plan}"),

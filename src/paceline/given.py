@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 import re
 import resource
 from collections.abc import Callable, Iterable, Sequence
@@ -55,11 +54,6 @@ def private_memory() -> int:
     """Bytes that belong to this process alone, on CPU."""
     found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1]) << 10 if found else 0
-
-
-def whole_memory() -> int:
-    """Bytes of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def settle_arithmetic(capabilities: Sequence[str], device: torch.device) -> None:

@@ -111,9 +111,14 @@ class Plan:
         return self.exact or self.precision == "fp16" or self.together > 1
 
     @property
+    def places(self) -> int:
+        """How many workers hold one model together."""
+        return self.shard or 1
+
+    @property
     def together(self) -> int:
         """How many workers gather a model's parameters from one another, and therefore run it equally often."""
-        return self.shard or 1 if self.zero in (2, 3) else 1
+        return self.places if self.zero in (2, 3) else 1
 
     def in_shards(self, workers: int) -> Iterator[Plan]:
         """The plans over `workers` that are like this one and keep a model in more or fewer pieces: those that cost the

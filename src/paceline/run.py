@@ -26,11 +26,11 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
-from paceline.given import private_memory, whole_memory
+from paceline.given import private_memory
 from paceline.observe.account import process_began
 from paceline.observe.figures import duration, plural, size_of
 from paceline.observe.journal import Journal
-from paceline.observe.memory import advice
+from paceline.observe.memory import advice, whole_memory
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.phases import Phase, State

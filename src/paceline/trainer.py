@@ -105,7 +105,7 @@ class Trainer:
         self.plan = Plan.parse(said).validate(run.team.world.size)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
-        places = self.plan.shard or 1
+        places = self.plan.places
         if run.team.operations.elastic and run.members and places != self._group.places:
             raise PlanError(
                 f"this trainer has shard={places} and those before it shard={self._group.places}, and a worker that is "
@@ -122,8 +122,8 @@ class Trainer:
             raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
         precision = self.plan.precision
         form = forward or default_forward
-        kept = {"named": named, "beside": run.models, "exact": self.plan.exact, **built}
-        kept["offload"] = self.plan.offload is not None
+        said_so = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
+        kept = {"named": named, "beside": run.models, **said_so, **built}
         job = Job(self.model, form, loss, self._device, seed, clip_norm, precision, **kept)
         self._job = job
         if places > 1:  # a newcomer has no rows before it has a place

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.observe.memory import whole_memory
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _DEAD = "ZX"  # states in proc(5): ended and not yet reaped, and gone
 
@@ -100,7 +102,7 @@ class MemoryKills:
         in another.
         """
         mine = MemoryKills(os.getpid())._files == self._files
-        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+        limits = [whole_memory()]
         for folder in {above for file in self._files for above in file.parents if "cgroup" in above.parts}:
             for name in ("memory.limit_in_bytes", "memory.max"):
                 with suppress(OSError, ValueError):  # "max"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from paceline.observe.figures import size_of
 
 FULL = 0.9  # of the room that a plan may take, besides what forward and backward keep
 _PARTS = ("the parameters", "the gradients", "the optimizer's state")
+
+
+def whole_memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def advice(plans: Sequence[tuple[str, Sequence[int]]], besides: int, room: int) -> tuple[str, str]:

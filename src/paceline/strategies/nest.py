@@ -19,10 +19,10 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     """What a plan costs each of so many workers, if they make so many forwards in a step. The memory of activations,
     of exact sums and of what they need is not in it.
     """
-    places = plan.shard or 1
-    if places == 1:
+    if plan.places == 1:
         return data.cost(facts, workers)
-    return shard.cost(facts, plan.zero or 3, places, workers // places, forwards, plan.offload is not None)
+    replicas = workers // plan.places
+    return shard.cost(facts, plan.zero or 3, plan.places, replicas, forwards, plan.offload is not None)
 
 
 def facts_of(job: Job) -> Facts:
@@ -46,7 +46,7 @@ def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False)
     """
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
-    places = plan.shard or 1
+    places = plan.places
     if plan.recompute:
         job.decisions.append(recompute(job.model))
     if plan.compile:

@@ -332,23 +332,20 @@ class Operations:
                 "no worker is left that holds the state of the training", "run the same command again"
             ) from None
         replica, place = divmod(group.rank, places)
+        last: Any = None
         if found.forward or found.sources:
             first = next(rank for rank, row in enumerate(said) if row[0] == found.step)
             last = unpack(group.broadcast_bytes(pack(self._last) if group.rank == first else None, first))
-            if (replica, place) in found.forward:
-                assert operation is not None
-                self._end(operation, last[0])
-            elif operation is not None:
-                self._void(operation)
-            if self.holder is not None and replica not in found.sources:
-                self.holder.gather_weights()
+        if (replica, place) in found.forward:
+            assert operation is not None
+            self._end(operation, last[0])
+        elif operation is not None:
+            self._void(operation)
+        if self.holder is not None and replica not in found.sources:
+            self.holder.gather_weights()
+        if found.sources:
             with self.account.of("hand-over"):
                 self._hand_over(found.sources, places, last)
-        else:
-            if operation is not None:
-                self._void(operation)
-            if self.holder is not None:
-                self.holder.gather_weights()
 
     def _hand_over(self, sources: Mapping[int, int], places: int, last: Any) -> None:
         """Between workers of equal place, from the replicas that have the state to those that are to take it over."""
