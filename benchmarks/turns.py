@@ -44,15 +44,17 @@ def take(address: str, side: str, rank: int, stepping: Iterator[float]) -> None:
     stepping.close()  # type: ignore[attr-defined]
 
 
-def launch(script: Sequence[str], environment: Mapping[str, str], pins: Sequence[Sequence[int]] = ()) -> Processes:
+def launch(
+    script: Sequence[str], environment: Mapping[str, str], pins: Sequence[Sequence[int]] = (), workers: int = WORKERS
+) -> Processes:
     """A Python process for each worker, with what torch's env:// reads, on the cores of `pins` where there are any."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS)}
+    common = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(workers)}
     common["LOCAL_WORLD_SIZE"] = common["WORLD_SIZE"]
     started = []
-    for rank in range(WORKERS):
+    for rank in range(workers):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         started.append(subprocess.Popen([sys.executable, *script], env={**common, **own}))
         if pins and pins[rank]:
@@ -69,7 +71,9 @@ def _next(server: socket.socket, processes: Processes) -> Connection:
             sys.exit("a worker ended before its first turn")
 
 
-def give(sides: Sequence[str], start: Callable[[str, str], Processes], rounds: int, steps: int) -> Taken:
+def give(
+    sides: Sequence[str], start: Callable[[str, str], Processes], rounds: int, steps: int, workers: int = WORKERS
+) -> Taken:
     """Each round lets each side take `steps` steps, one after the other, in an order that rotates.
 
     `start` gets a side and the address where its workers `take` their turns. A first round of WARM_UP steps does not
@@ -80,16 +84,16 @@ def give(sides: Sequence[str], start: Callable[[str, str], Processes], rounds: i
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
         address = str(Path(folder) / "turns")
         server.bind(address)
-        server.listen(WORKERS * len(sides))
+        server.listen(workers * len(sides))
         server.settimeout(1)
         try:
             for side in sides:
                 processes += start(side, address)
-            for _ in range(WORKERS * len(sides)):
+            for _ in range(workers * len(sides)):
                 turns = _next(server, processes)
                 side, rank = turns.recv()
                 teams[side][rank] = turns
-            taken.losses = {side: [[] for _ in range(WORKERS)] for side in sides}
+            taken.losses = {side: [[] for _ in range(workers)] for side in sides}
             for number in range(-1, rounds):
                 for place in range(len(sides)):
                     side = sides[(place + number) % len(sides)]
