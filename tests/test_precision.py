@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from agents import journal
+from alone import trainer
+from cases import rows as case_rows
 from launching import exported, train_basics
 from oracle import apart
 from safetensors.torch import load_file
@@ -122,6 +124,36 @@ def test_recomputed_blocks_have_the_same_bytes(words: str, tmp_path: Path) -> No
     body = BODY.replace("nn.ReLU(), nn.Linear(24, 2)", "nn.Dropout(0.3), nn.Linear(24, 2)")
     kept, again = (exported(tmp_path / plan, body, 2, plan) for plan in ("exact", f"exact {words}"))
     assert kept.read_bytes() == again.read_bytes()
+
+
+class Remembering(nn.Module):
+    """A block whose output depends on a buffer that each forward changes, and with statistics of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norms = (
+            nn.Linear(10, 10),
+            nn.ModuleList([nn.BatchNorm1d(10), nn.BatchNorm1d(10, momentum=None)]),
+        )
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen *= 0.9
+        return self.norms[1](torch.tanh(self.norms[0](self.linear(x)) * self.seen)) * self.seen
+
+
+def test_what_is_recomputed_finds_the_buffers_as_they_were_and_moves_them_once() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(Remembering(), Remembering(), nn.Linear(10, 4)).double()
+
+    found = []
+    for plan in ("", "recompute=blocks"):
+        mine = trainer(make, plan=plan)
+        for _ in mine.steps(case_rows(1, 64, 10), epochs=3):
+            pass
+        found.append(mine.model.state_dict())
+    assert {name for name in found[0] if not torch.equal(found[0][name], found[1][name])} == set()
+    assert found[0]["0.norms.0.num_batches_tracked"] == 3 * 4 * 8  # of three epochs, their steps and micro-batches
 
 
 def test_a_model_without_blocks_is_not_recomputed(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,15 +62,47 @@ def gathered(blocks: Mapping[str, nn.Module], rest: bool) -> tuple[str, str]:
 
 def recompute(model: nn.Module) -> tuple[str, str]:
     """Lets the activations of each block be computed again in its backward (Chen et al., "Training Deep Nets with
-    Sublinear Memory Cost", 2016), with the same random draws. Returns what was decided, and why; UsageError without
-    blocks.
+    Sublinear Memory Cost", 2016), with the same random draws and buffers. Returns what was decided, and why; UsageError
+    without blocks.
     """
     blocks = blocks_of(model)
     if not blocks:
         raise UsageError("no part of the model repeats, so there are no blocks to recompute", "leave recompute out")
     for block in blocks.values():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(_recomputed, block, block.forward)
     return f"activations are recomputed in {len(blocks)} blocks: {told(blocks)}", _WHY
+
+
+def _recomputed(block: nn.Module, forward: Any, *given: Any, **named: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        named["context_fn"] = partial(_same_buffers, block)
+    return checkpoint(forward, *given, use_reentrant=False, **named)
+
+
+def _same_buffers(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around a forward and around its recomputation, which finds the buffers as the forward did and changes copies of
+    them: BatchNorm's statistics move once. A compiled one is recomputed by its graph, without its side effects.
+    """
+    found: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    @contextmanager
+    def first() -> Iterator[None]:
+        named = [(module, name, buffer) for module in block.modules() for name, buffer in module._buffers.items()]
+        found.extend((module, name, buffer.clone()) for module, name, buffer in named if buffer is not None)
+        yield
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        kept = [(module, name, module._buffers[name]) for module, name, _ in found]
+        for module, name, buffer in found:
+            module._buffers[name] = buffer.clone()
+        try:
+            yield
+        finally:  # torch leaves a recomputation by an exception as soon as it has what it needs
+            for module, name, now in kept:
+                module._buffers[name] = now
+
+    return first(), again()
 
 
 def compiled(model: nn.Module, by_block: bool, exact: bool) -> tuple[str, str]:
