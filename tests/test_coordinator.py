@@ -21,7 +21,8 @@ TAKES = ("127.0.0.1", 2, "secret")
 
 @dataclass
 class Play:
-    """Agents with their workers, which do at once what they are told, and a coordinator that may be started again.
+    """Agents with their workers, which do at once what they are told, though one after another where they leave, and a
+    coordinator that may be started again.
 
     `journal` is what the coordinator wrote: its generations are all that a new one knows.
     """
@@ -33,6 +34,7 @@ class Play:
     journal: list[dict[str, Any]] = field(default_factory=list)
     heard: dict[int, int] = field(default_factory=dict)  # by worker: the last generation that it was told
     raised: int = 0
+    replicas: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by worker and life
 
     def __post_init__(self) -> None:
         self.coordinator = self.start()
@@ -50,8 +52,9 @@ class Play:
 
     def start(self) -> Coordinator:
         generations = [entry for entry in self.journal if entry["event"] == "generation"]
-        known = generations[-1] if generations else {"workers": self.hosts["a"], "number": 0}
-        made = Coordinator(100, 1, self.record, Roster(tuple(known["workers"]), known["number"]))
+        *before, known = [{"workers": self.hosts["a"], "number": 0}, *generations]
+        roster = Roster(tuple(known["workers"]), known["number"], before=tuple(before[-1]["workers"]) if before else ())
+        made = Coordinator(100, 1, self.record, roster)
         made.version = 1_000_000 * (1 + len(self.journal))
         return made
 
@@ -99,17 +102,23 @@ class Play:
         for number in orders["coming"]:
             self.change(number, current=True)
         generation = orders["generation"]
+        left = False
         for number, said in self.workers[agent].items():
             if generation is None or said.status is not None or said.stopped or said.failed is not None:
                 continue
             state = said.formed >= 0 or said.ready
-            if generation["number"] <= said.formed or (said.waiting and number not in generation["members"]):
+            waiting = said.waiting and said.formed < 0
+            if generation["number"] <= said.formed or (waiting and number not in generation["members"]):
                 continue
-            if number in generation["members"] and (state or said.waiting):
+            if number in generation["members"] and (state or waiting):
                 assert said.life == wanted_life(orders, number), "a process of before is told of a team it is not of"
                 self.workers[agent][number] = replace(said, formed=generation["number"])
-            elif state:
+                first = generation["members"].index(number) // self.places * self.places
+                replica = generation["members"][first : first + self.places]
+                assert self.replicas.setdefault((number, said.life), replica) == replica, "its mates are others"
+            elif state and not left:
                 self.workers[agent][number] = replace(said, status=75 if generation["planned"] else 76)
+                left = True
 
     @property
     def members(self) -> set[int]:
@@ -124,7 +133,7 @@ def events(places: int) -> st.SearchStrategy[list[tuple[str, Any]]]:
     numbers = st.sampled_from([number for numbers in HOSTS[places].values() for number in numbers])
     return st.lists(
         st.one_of(
-            st.tuples(st.sampled_from(["kill", "stop", "raise", "arrive"]), numbers),
+            st.tuples(st.sampled_from(["kill", "stop", "raise", "arrive", "leave"]), numbers),
             st.tuples(st.sampled_from(["silent", "back"]), st.sampled_from(["b", "c"])),
             st.tuples(st.sampled_from(["again", "wait", "moment"]), st.none()),
         ),
@@ -144,6 +153,10 @@ def happen(play: Play, what: str, who: Any) -> None:
         for workers in play.workers.values():
             if who in workers and workers[who].newcomer and workers[who].formed < 0:
                 play.change(who, waiting=True, at=TAKES if play.places == 1 else None, replica=play.places)
+    elif what == "leave":
+        for workers in play.workers.values():
+            if who in workers and (workers[who].ready or workers[who].formed >= 0):
+                play.change(who, leaves=True)
     elif what == "silent" and who not in play.silent:
         play.silent.add(who)
         play.coordinator.lost_agent(who, "it is silent")
@@ -163,9 +176,19 @@ SILENT_WHILE_RECOVERING: list[tuple[str, Any]] = [
     *[("silent", "b"), ("again", None), ("back", "b"), ("silent", "b")],
 ]
 
+BACK_AFTER_THE_COORDINATOR: list[tuple[str, Any]] = [
+    *[("arrive", 2), ("wait", None), ("arrive", 4)],
+    *[("silent", "b"), ("wait", None), ("again", None)],
+]
+ALL_TOLD_ONE_AFTER_ANOTHER: list[tuple[str, Any]] = [("leave", 0), ("moment", None), ("moment", None), ("leave", 3)]
+TOLD_BEFORE_THE_COORDINATOR: list[tuple[str, Any]] = [("leave", 0), ("moment", None), ("moment", None), ("again", None)]
+
 
 @settings(max_examples=400, deadline=None)
 @example((1, SILENT_WHILE_RECOVERING))
+@example((1, BACK_AFTER_THE_COORDINATOR))
+@example((2, ALL_TOLD_ONE_AFTER_ANOTHER))
+@example((2, TOLD_BEFORE_THE_COORDINATOR))
 @given(st.sampled_from([1, 2]).flatmap(lambda places: st.tuples(st.just(places), events(places))))
 def test_whatever_happens_one_team_is_left_with_all_that_live(case: tuple[int, list[tuple[str, Any]]]) -> None:
     play = Play(case[0])
@@ -183,14 +206,16 @@ def test_whatever_happens_one_team_is_left_with_all_that_live(case: tuple[int, l
             for number in workers:
                 happen(play, "arrive", number)
                 play.change(number, stopped=False)  # where nobody could go on without it
-    if play.coordinator.failing or play.coordinator.over:
-        return  # all that had the state were lost at once
-    living = {n for workers in play.workers.values() for n, said in workers.items() if said.status is None}
-    assert play.members == living == {number for numbers in play.hosts.values() for number in numbers}
-    assert play.coordinator.roster.entered == living
-    for workers in play.workers.values():
-        for said in workers.values():
-            assert said.formed == play.coordinator.roster.number or play.coordinator.roster.number == 0
+    if play.coordinator.failing or play.coordinator.over or play.coordinator.stop:
+        return  # all that had the state were lost at once, or told to leave
+    everybody = {n: said for workers in play.workers.values() for n, said in workers.items()}
+    living = {n for n, said in everybody.items() if said.status is None}
+    assert everybody.keys() - living == {n for n, said in everybody.items() if said.leaves and said.status == 75}
+    assert play.members <= living
+    assert len(living - play.members) < play.places, "a replica is not let in"
+    assert play.coordinator.roster.entered == play.members
+    for number in play.members:
+        assert everybody[number].formed == play.coordinator.roster.number or play.coordinator.roster.number == 0
 
 
 def admitted() -> Play:
@@ -210,6 +235,18 @@ def test_a_coordinator_that_is_started_again_changes_nothing() -> None:
     after = play.coordinator.roster
     assert (after.members, after.number, after.established) == (before.members, before.number, before.established)
     assert not play.coordinator.failing
+
+
+def test_who_left_as_told_is_not_brought_back_by_a_coordinator_that_is_started_again() -> None:
+    play = admitted()
+    happen(play, "leave", 1)
+    play.settle()
+    happen(play, "kill", 4)
+    play.settle()
+    play.again()
+    play.settle()
+    assert play.members == {0, 2, 3}
+    assert (play.workers["a"][1].life, play.workers["a"][1].status) == (0, 75)
 
 
 def test_what_died_while_no_coordinator_was_there_is_lost() -> None:
@@ -268,3 +305,11 @@ def test_who_misses_others_does_not_wait_for_the_end_of_a_step() -> None:
     assert play.coordinator.order == Announcement(1, (0, 1, 2), planned=True)
     play.coordinator.tick(play.now + ALONE)
     assert play.coordinator.order == Announcement(2, (0, 1), planned=False)
+
+
+def test_a_replica_leaves_one_by_one_and_takes_no_other_along() -> None:
+    play = Play(places=2)
+    happen(play, "leave", 1)
+    play.settle(5.0)
+    assert [entry["workers"] for entry in play.journal if entry["event"] == "generation"] == [[2, 3]]
+    assert [n for n, said in play.workers["a"].items() if said.status is not None] == [1], "its mate is back"

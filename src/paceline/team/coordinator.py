@@ -131,7 +131,9 @@ class Coordinator:
     def report(self, agent: str, workers: Mapping[int, Said], step: int, now: float) -> None:
         """The state of an agent's workers."""
         self.step = max(self.step, step)
-        self.roster.places = max([self.roster.places, *(said.replica for said in workers.values())])
+        places = max([1, *(said.replica for said in workers.values())])
+        if places > self.roster.places:
+            self.roster.in_replicas(places)
         self.gone.discard(agent)
         changed = []
         for number, said in workers.items():
@@ -157,12 +159,14 @@ class Coordinator:
         if changed:
             self._let_in()
             self._announce(self.roster.plan())
+            if self.roster.leaving:  # who was to stay may be gone
+                self._asked = min(self._asked, now + TOGETHER)
             self.version += self.over
 
     def heard_of(self, number: int, members: Iterable[int]) -> None:
         """An agent comes back, and knows of this generation."""
         if self.recovering < math.inf and number > self.roster.number:
-            self.roster = Roster(tuple(members), number, places=self.roster.places)
+            self.roster = Roster(tuple(members), number, before=self.roster.members, places=self.roster.places)
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0) -> None:
         """An agent is silent, or gone, for so many seconds, with all its workers."""
@@ -310,8 +314,7 @@ class Coordinator:
                 self._say(f"{ranks([number])} has joined: {plural(len(roster.members), 'worker')}")
         if said.leaves and not before.leaves:
             roster.leaves(number)
-            all_of_them = roster.going >= roster.established
-            self._asked = min(self._asked, now + (0.0 if all_of_them else TOGETHER))
+            self._asked = min(self._asked, now + (0.0 if self._all_go else TOGETHER))
         if said.alone > before.alone:
             self._again = min(self._again, now + ALONE)
         if said.ended and not before.ended:
@@ -388,11 +391,16 @@ class Coordinator:
         self.version += coming != self.coming
         self.coming = coming
 
+    @property
+    def _all_go(self) -> bool:
+        """Whether nobody would stay, of those that are of the team once its present generation is entered."""
+        return self.roster.going.issuperset(self.roster.members)
+
     def _let_go(self) -> None:
         self._asked = math.inf
         if any(seat.said.ended for seat in self.seats.values()):
             return  # all of them are about to
-        if self.roster.going >= self.roster.established:
+        if self._all_go:
             self.stop_all()
         else:
             self._announce(self.roster.plan())
@@ -447,6 +455,7 @@ class Coordinator:
         mates = [mate for mate in self.roster.mates(lost) if mate in self.seats]
         for number in (*lost, *mates):
             self.seats[number].out = True
+        self._left -= {*lost, *mates}
         order = self.roster.lose(lost)
         self.record("lost", workers=lost, why=why, step=self.step, **({"mates": mates} if mates else {}))
         if order is not None:
@@ -471,7 +480,7 @@ class Coordinator:
         """A generation: it is in the journal before anybody hears of it. The loss it follows was not known so long."""
         if order is None:
             return
-        self._left |= self.roster.going - set(order.members)
+        self._left = (self._left | self.roster.going) - set(order.members)
         self.record("generation", number=order.number, workers=list(order.members), planned=order.planned)
         self.order, self._detection = order, detection
         if not order.planned:  # one that is comes after a step, which who misses others does not end
@@ -510,7 +519,12 @@ class Coordinator:
                 roster.leaves(number)
             if said.ended:
                 roster.end(number)
-        roster.before = tuple(sorted(roster.established))
+        roster.before = tuple(number for number in roster.before if number in roster.established)
+        self._left = {*roster.before} & roster.going - {*roster.members}
+        for number in sorted(roster.established - {*roster.members} - self._left):
+            if self.seats[number].alive:  # the team went on without it
+                roster.end(number)
+                self._restart(number)
         missing = [number for number in roster.members if number not in here]
         for number in missing:
             seat = self.seats.setdefault(number, Seat(agent="", life=UNKNOWN))

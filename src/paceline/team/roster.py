@@ -36,6 +36,21 @@ class Roster:
     leaving: set[int] = field(default_factory=set)
     before: tuple[int, ...] = ()  # the members of the last generation that all had entered
     places: int = 1
+    replicas: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by worker: the one it is of, itself included
+
+    def __post_init__(self) -> None:
+        self.in_replicas(self.places)
+
+    def in_replicas(self, places: int) -> None:
+        """So many workers hold a model together, which is not known before they say so."""
+        self.places = places
+        self._group(self.before)
+        self._group(self.members)
+
+    def _group(self, team: tuple[int, ...]) -> None:
+        for first in range(0, len(team), self.places):
+            replica = team[first : first + self.places]
+            self.replicas |= dict.fromkeys(replica, replica)
 
     @property
     def begun(self) -> bool:
@@ -66,13 +81,9 @@ class Roster:
 
     def mates(self, workers: Collection[int]) -> list[int]:
         """The others of their replicas."""
-        found = [mate for team in (self.members, self.before) for mate in self._replicas(team, workers)]
-        return [mate for mate in dict.fromkeys(found) if mate not in workers]
-
-    def _replicas(self, team: tuple[int, ...], workers: Collection[int]) -> list[int]:
-        """Those of a team who are of a replica that one of these is of."""
-        replicas = [team[first : first + self.places] for first in range(0, len(team), self.places)]
-        return [mate for replica in replicas if any(worker in workers for worker in replica) for mate in replica]
+        here = {*self.members, *self.before}
+        found = dict.fromkeys(mate for worker in workers for mate in self.replicas.get(worker, ()))
+        return [mate for mate in found if mate in here and mate not in workers]
 
     @property
     def going(self) -> set[int]:
@@ -82,15 +93,16 @@ class Roster:
     def survivors(self, lost: Collection[int]) -> tuple[int, ...]:
         """The members that would remain."""
         everybody = (*self.members, *(worker for worker in self.before if worker not in self.members))
-        without = [worker for worker in everybody if worker in lost or worker not in self.established]
-        gone = {*lost, *self._replicas(everybody, without)}
-        return tuple(worker for worker in everybody if worker not in gone)
+        there = {worker for worker in everybody if worker in self.established and worker not in lost}
+        return tuple(worker for worker in everybody if there.issuperset(self.replicas[worker]))
 
     def lose(self, lost: Collection[int]) -> Announcement | None:
         """These and their mates are gone. The next generation, if one of them was a member and somebody is left."""
         concerns = any(worker in (*self.members, *self.before) for worker in lost)
         left = self.survivors(lost)
         lost = [*lost, *self.mates(lost)]
+        for worker in lost:
+            self.replicas.pop(worker, None)
         for some in (self.established, self.entered, self.leaving):
             some -= set(lost)
         self.waiting = [worker for worker in self.waiting if worker not in lost]
@@ -107,6 +119,7 @@ class Roster:
         """A worker has done its part to the end."""
         self.members = tuple(member for member in self.members if member != worker)
         self.before = tuple(member for member in self.before if member != worker)
+        self.replicas.pop(worker, None)
         for some in (self.established, self.entered, self.leaving):
             some.discard(worker)
 
@@ -114,7 +127,8 @@ class Roster:
         """The generation that admits whoever waits and lets go whoever leaves, if it is time for one."""
         new = [worker for worker in self.waiting if worker not in self.members]
         new = sorted(new[: len(new) - len(new) % self.places]) if self.places > 1 else new
-        stay = [worker for worker in self.members if worker not in self.going]
+        whole = (worker for worker in self.members if {*self.members}.issuperset(self.replicas[worker]))
+        stay = [worker for worker in whole if worker not in self.going]
         if not stay or not self.begun or self.entered != set(self.members) or (not new and stay == [*self.members]):
             return None
         return self._announce((*stay, *new), planned=True)
@@ -129,4 +143,5 @@ class Roster:
         if self.entered == set(self.members):
             self.before = self.members
         self.members, self.entered = members, set()
+        self._group(members)
         return Announcement(self.number, members, planned)

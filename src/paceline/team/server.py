@@ -364,17 +364,17 @@ async def serve(listener: socket.socket, service: Service) -> None:
     await asyncio.gather(service.watch(), service.take_over())
 
 
-def last_generation(folder: Path, since: int, before: tuple[int, list[int]]) -> Roster:
-    """Who the team was when the journal's last generation was written, after byte `since`; else that of `before`."""
+def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> Roster:
+    """Who the team was when the journal's last generation was written, after byte `since`, and before that: `first`."""
+    known = [first]
     with (folder / NAME).open("rb") as file:
         file.seek(since)
-        lines = [line for line in file if b'"generation"' in line and line.endswith(b"\n")]
-    for line in reversed(lines):
-        event = json.loads(line)
-        if event.get("event") == "generation":
-            return Roster(tuple(event["workers"]), event["number"])
-    number, members = before
-    return Roster(tuple(members), number)
+        for line in file:
+            if b'"generation"' in line and line.endswith(b"\n"):
+                event = json.loads(line)
+                known += [(event["number"], event["workers"])] * (event.get("event") == "generation")
+    number, members = known[-1]
+    return Roster(tuple(members), number, before=tuple(known[-2][1]) if len(known) > 1 else ())
 
 
 def main(listener: int, given: Mapping[str, Any]) -> None:
