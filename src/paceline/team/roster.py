@@ -127,8 +127,7 @@ class Roster:
         """The generation that admits whoever waits and lets go whoever leaves, if it is time for one."""
         new = [worker for worker in self.waiting if worker not in self.members]
         new = sorted(new[: len(new) - len(new) % self.places]) if self.places > 1 else new
-        whole = (worker for worker in self.members if {*self.members}.issuperset(self.replicas[worker]))
-        stay = [worker for worker in whole if worker not in self.going]
+        stay = [worker for worker in self.survivors(self.leaving) if worker in self.members]
         if not stay or not self.begun or self.entered != set(self.members) or (not new and stay == [*self.members]):
             return None
         return self._announce((*stay, *new), planned=True)
