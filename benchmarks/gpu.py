@@ -92,13 +92,11 @@ def start(arguments: list[str], folder: Path, side: str, address: str) -> Proces
     return [subprocess.Popen([sys.executable, *command, *script])]
 
 
-def utilisation(sizes: argparse.Namespace, seconds: float) -> dict[str, object]:
-    """Of the median step."""
-    parameters = sum(param.numel() for param in model(sizes).parameters())
+def utilisation(sizes: argparse.Namespace, parameters: int, name: str, seconds: float) -> dict[str, object]:
+    """Of a step of so many seconds on the device of that name."""
     operations = 6 * parameters + 12 * sizes.layers * sizes.width * sizes.length
     tokens = sizes.batch * sizes.length / seconds
     found: dict[str, object] = {"tokens a second": tokens, "operations a second": tokens * operations}
-    name = "the CPU" if sizes.cpu else torch.cuda.get_device_name()
     for peak in (peak for known, peak in PEAKS.items() if known in name):
         found["utilisation"] = tokens * operations / peak
     share = f", {found['utilisation']:.1%} of what {name} can do" if "utilisation" in found else ""
@@ -128,17 +126,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         begin = partial(start, sys.argv[1:], Path(folder))
         taken = give(("plain", "trainer"), begin, options.rounds, EACH, workers=1)
-    plain, mine = (torch.tensor(taken.losses[side], dtype=torch.float64) for side in ("plain", "trainer"))
-    apart = float(((plain - mine).abs() / plain).max())
-    found: dict[str, object] = {"seconds": taken.seconds, "losses apart": apart}
-    medians(f"{sum(p.numel() for p in model(options).parameters()) / 1e6:.0f} M parameters", taken.seconds)
+    parameters = sum(param.numel() for param in model(options).parameters())
+    device = "the CPU" if options.cpu else torch.cuda.get_device_name()
+    found: dict[str, object] = {"seconds": taken.seconds, "losses apart": taken.apart()}
+    medians(f"{parameters / 1e6:.0f} M parameters", taken.seconds)
     found |= compare(taken.seconds, "plain", "trainer")  # tokens a second, trainer's beside plain's
     for side, seconds in taken.seconds.items():
-        found[side] = utilisation(options, statistics.median(seconds))
-    print(f"  losses {apart:.1e} apart at most")
-    assert apart <= AGREE, "both sides must give the same training"
+        found[side] = utilisation(options, parameters, device, statistics.median(seconds))
+    print(f"  losses {taken.apart():.1e} apart at most")
+    assert taken.apart() <= AGREE, "both sides must give the same training"
     if options.record:
-        device = "the CPU" if options.cpu else torch.cuda.get_device_name()
         record(options.record, device=device, results=found)
 
 

@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
-from turns import WARM_UP, WORKERS, Processes, Taken, compare, give, launch, medians, record, take
+from turns import WARM_UP, WORKERS, Processes, compare, give, launch, medians, record, take
 
 import paceline
 from paceline.comm.autoload import register
@@ -109,12 +109,6 @@ def start(model: str, level: int, steps: int, folder: Path, side: str, address: 
     return launch(script, environment | variables, pins)
 
 
-def apart(taken: Taken) -> float:
-    """The largest relative difference of two sides' losses in a step, the mean over the workers."""
-    means = torch.tensor([taken.losses[side] for side in taken.losses], dtype=torch.float64).mean(1)
-    return float(((means - means[0]).abs() / means[0].abs()).max())
-
-
 def measure(model: str, level: int, rounds: int) -> dict[str, object]:
     sides = ("trainer", "data") if level == 1 else ("trainer", "paceline", "gloo")
     each = JOBS[model].steps
@@ -127,9 +121,9 @@ def measure(model: str, level: int, rounds: int) -> dict[str, object]:
         found |= compare(taken.seconds, "trainer", other)
     if level > 1:
         found |= compare(taken.seconds, "paceline", "gloo")
-    found["losses apart"] = apart(taken)
-    print(f"  losses {found['losses apart']:.1e} apart at most")
-    assert apart(taken) <= AGREE, "all sides must give the same training"
+    found["losses apart"] = taken.apart()
+    print(f"  losses {taken.apart():.1e} apart at most")
+    assert taken.apart() <= AGREE, "all sides must give the same training"
     return found
 
 

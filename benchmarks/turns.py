@@ -32,6 +32,13 @@ class Taken:
     seconds: dict[str, list[float]] = field(default_factory=dict)  # by side: a step's in each round, slower worker
     losses: dict[str, list[list[float]]] = field(default_factory=dict)  # by side and rank: of every step
 
+    def apart(self) -> float:
+        """The largest relative difference of two sides' losses in a step, the mean over the workers."""
+        first, *others = (
+            [statistics.fmean(step) for step in zip(*ranks, strict=True)] for ranks in self.losses.values()
+        )
+        return max(abs(mine - its) / abs(its) for other in others for mine, its in zip(other, first, strict=True))
+
 
 def take(address: str, side: str, rank: int, stepping: Iterator[float]) -> None:
     """What a worker does: it takes its steps whenever it is told to."""

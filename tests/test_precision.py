@@ -131,10 +131,8 @@ class Remembering(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norms = (
-            nn.Linear(10, 10),
-            nn.ModuleList([nn.BatchNorm1d(10), nn.BatchNorm1d(10, momentum=None)]),
-        )
+        self.linear = nn.Linear(10, 10)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(10), nn.BatchNorm1d(10, momentum=None)])
         self.register_buffer("seen", torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -366,15 +366,15 @@ async def serve(listener: socket.socket, service: Service) -> None:
 
 def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> Roster:
     """Who the team was when the journal's last generation was written, after byte `since`, and before that: `first`."""
-    known = [first]
+    before: list[int] = []
+    number, members = first
     with (folder / NAME).open("rb") as file:
         file.seek(since)
         for line in file:
-            if b'"generation"' in line and line.endswith(b"\n"):
-                event = json.loads(line)
-                known += [(event["number"], event["workers"])] * (event.get("event") == "generation")
-    number, members = known[-1]
-    return Roster(tuple(members), number, before=tuple(known[-2][1]) if len(known) > 1 else ())
+            event = json.loads(line) if b'"generation"' in line and line.endswith(b"\n") else {}
+            if event.get("event") == "generation":
+                before, number, members = members, event["number"], event["workers"]
+    return Roster(tuple(members), number, before=tuple(before))
 
 
 def main(listener: int, given: Mapping[str, Any]) -> None:
