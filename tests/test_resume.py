@@ -17,6 +17,8 @@ from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
 from safetensors.torch import load_file
 
+from paceline.observe.journal import read_journal
+
 SCRIPT = SCRIPTS / "resuming.py"
 MOMENTS = ("forward", "backward", "update", "body")
 SEEDED = random.Random(812)
@@ -182,6 +184,25 @@ def test_epochs_go_on_from_loop_to_loop(tmp_path):
         (tmp_path / "train.py").write_text(text + f"t.export('{name}.safetensors')\n")
         paceline("run", "--run-dir", name, *steps, "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
     assert apart(load_file(tmp_path / "loops.safetensors"), load_file(tmp_path / "once.safetensors")) <= 1e-12
+
+
+def test_a_loop_that_was_left_is_not_gone_on_with_after_another(tmp_path):
+    """Where nothing followed it, the same command goes on with it."""
+    (tmp_path / "train.py").write_text(
+        "import sys\nfrom basics import *\nt = make(plan='exact')\n"
+        "for report in t.steps(data, epochs=9):\n    if report.step == int(sys.argv[1]):\n        break\n"
+        "if sys.argv[1] == '3':\n    list(t.steps(data, count=5))\n"
+        "t.export('weights.safetensors')\nprint(t.steps_done)\n"
+    )
+    found = []
+    for name, steps, leave in (("a", (), 3), ("b", ("--steps", "5"), 3), ("b", (), 3), ("c", (), 2), ("c", (), 3)):
+        arguments = ("run", "--run-dir", name, *steps, "train.py", str(leave))
+        done = paceline(*arguments, cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+        found.append((done.stdout, (tmp_path / "weights.safetensors").read_bytes()))
+    assert [said for said, _ in found] == ["8\n", "", "8\n", "2\n", "8\n"]
+    assert found[0][1] == found[2][1] == found[4][1]
+    (end,) = [event["event"] for event in read_journal(tmp_path / "a") if event["event"] in ("stopped", "finished")]
+    assert end == "finished"
 
 
 def test_an_iterable_dataset_says_that_it_is_read_again(tmp_path):

@@ -380,3 +380,35 @@ def test_a_newcomer_makes_the_trainers_that_the_others_made_while_they_trained(t
     assert weights[0] == weights[1]
     formed = [event["workers"] for event in read_journal(tmp_path / "out-3") if event["event"] == "formed"]
     assert formed == [[0, 2], [0, 2, 1]]
+
+
+@pytest.mark.parametrize(
+    ("count", "ending", "formed"),
+    [
+        (6, "", [[0, 2]]),
+        pytest.param(9, "    if report.step == 6:\n        trainer.stop()\n", [[0, 2]], marks=pytest.mark.slow),
+        pytest.param(6, "list(trainer.steps(data, count=3))\n", [[0, 2], [0, 2, 1]], marks=pytest.mark.slow),
+        (9, "    if report.step == 6:\n        break\nlist(trainer.steps(data, count=3))\n", [[0, 2], [0, 2, 1]]),
+    ],
+    ids=["its end", "stopped", "another loop follows", "left, and another loop follows"],
+)
+def test_who_comes_with_the_last_step_of_a_loop_is_not_of_it(count, ending, formed, tmp_path):
+    """A generation that admits it is planned before that step. It passes over the loop, and so over the checkpoint that
+    the others end it with.
+    """
+    body = (
+        "import os, time\n"
+        "trainer = make(plan='exact')\n"
+        f"for report in trainer.steps(data, count={count}):\n"
+        "    trainer.save()\n"
+        "    while report.step == 5 and os.environ['PACELINE_CHAOS'] and not paceline.join().operations.newcomers:\n"
+        "        time.sleep(0.01)\n"
+        f"{ending}"
+        "trainer.export('weights.safetensors')\n"
+    )
+    weights = []
+    for workers, chaos in ((1, ""), (3, "kill:1@4.forward")):
+        train_basics(tmp_path, body, workers, "--run-dir", f"out-{workers}", chaos=chaos)
+        weights.append((tmp_path / "weights.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    assert [event["workers"] for event in read_journal(tmp_path / "out-3") if event["event"] == "formed"] == formed

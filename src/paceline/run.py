@@ -85,6 +85,7 @@ class Run:
         self.notice: int | None = None
         self.loops: list[Phase] = []  # those being gone through, the first to begin first
         self.calls: Counter[int] = Counter()  # of steps(), by trainer: the numbers of their phases
+        self._left_loops: list[Phase] = []  # by `break`, before their end
         self._round: set[int] = set()  # trainers that made a step() outside of loops, each once
         self._save_due = 0
         self._stop_due = self._enter_due = False
@@ -336,12 +337,17 @@ class Run:
 
     @contextmanager
     def loop(self, phase: Phase) -> Iterator[None]:
-        """The time of a loop. Without an agent, Ctrl-C stops it cleanly."""
+        """The time of a loop. Without an agent, Ctrl-C stops it cleanly. One that is left by `break` and followed by
+        more training is over: nobody who resumes goes back to it.
+        """
         handles = self._may_handle and self.team.world.launcher != "paceline" and not self.loops
         self.loops.append(phase)
         before = signal.signal(signal.SIGINT, self._interrupted) if handles else None
         try:
             yield
+        except GeneratorExit:
+            self._left_loops.append(phase)
+            raise
         finally:
             self.loops = [other for other in self.loops if other is not phase]
             if handles:
@@ -380,6 +386,8 @@ class Run:
             load_user_streams(saved[min(self.team.rank, len(saved) - 1)])
         for member in self.members:
             member.state.begin()
+        while self._left_loops:
+            self._left_loops.pop().complete = True
         if not self.loops:
             if loop or not self._round or trainer in self._round:
                 self._round.clear()
@@ -394,8 +402,10 @@ class Run:
         self._enter_due |= agreed.enter > 0
         self.saving.agreed(agreed)
 
-    def between(self) -> None:
-        """When the outermost loop asks for the next step: what was agreed, after its body did its part."""
+    def between(self, ends: bool = False) -> None:
+        """When the outermost loop asks for the next step: what was agreed, after its body did its part. Where the loop
+        `ends`, newcomers wait for the next one: they would pass over this one, with what is left to do together.
+        """
         save, self._save_due = self._save_due, 0
         self.saving.turn()
         self._tell_saved()
@@ -407,7 +417,7 @@ class Run:
             self.save()
         elif save:
             self.saving.begin(self._subject(), mirror=True)
-        while self._enter_due or self.team.operations.hold:
+        while not ends and (self._enter_due or self.team.operations.hold):
             self._enter_due = False
             try:
                 self.team.operations.enter_next()

@@ -290,7 +290,7 @@ class Trainer:
                     run.decide(self._number, "rows are loaded ahead of need by a process of their own", why)
                 yield report
                 if run.outermost(phase):
-                    run.between()
+                    run.between(ends=self._stopped or phase.done == phase.total)
                 if self._stopped:
                     break
             outermost = run.outermost(phase)

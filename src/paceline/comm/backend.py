@@ -72,12 +72,7 @@ class ProcessGroup(dist.ProcessGroup):
     """One group of workers, over a `channel`. What torch calls, it calls on this."""
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        channel: Channel | None = None,
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, channel: Channel | None = None
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size

@@ -38,12 +38,7 @@ class Channel:
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        given_up: Callable[[], bool] = lambda: False,
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, given_up: Callable[[], bool] = lambda: False
     ) -> None:
         self.rank, self.size = rank, size
         self.timeout = timeout.total_seconds()
