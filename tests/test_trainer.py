@@ -275,6 +275,72 @@ def test_an_optimizer_of_the_users_own_may_do_without_a_closure():
     same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16)))
 
 
+class Signs(torch.optim.Optimizer):
+    """An optimizer of the user's own that knows nothing of torch's options."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad.sign(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("made", [Signs, torch.optim.Adafactor, torch.optim.NAdam])
+def test_optimizers_without_torchs_usual_options(made):
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        return made([param for _, param in params], lr=0.01)
+
+    mine = trainer(optimizer=optimizer)
+    list(mine.steps(rows(1, 45, 10)))
+    same(mine, by_hand(built(mlp), optimizer).train(grid(rows(1, 45, 10), 16)))
+
+
+class Late(nn.Module):
+    """Uses a part of itself when it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = mlp(), mlp(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.second(x) if self.both else self.first(x)
+
+
+def test_momentum_of_a_parameter_whose_first_gradient_comes_late():
+    mine, plain = trainer(Late), by_hand(built(Late))
+    steps = grid(rows(1, 60, 10), 16, epochs=2)
+    for report, step in zip(mine.steps(rows(1, 60, 10), epochs=2), steps, strict=True):
+        plain.step(step)
+        mine.model.both = plain.model.both = report.step >= 2
+    same(mine, plain)
+
+
+def convolutions() -> nn.Module:
+    layers = nn.Unflatten(1, (1, 2, 5)), nn.Conv2d(1, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 4, (2, 3)), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(12, 4)).double().to(memory_format=torch.channels_last)
+
+
+def test_parameters_that_are_not_contiguous(run):
+    """Torch's fused kernels would take them, and the gradients, for contiguous."""
+
+    def optimizer(params: Any, **more: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([param for _, param in params], lr=0.01, **more)
+
+    mine = trainer(convolutions, optimizer=optimizer)
+    list(mine.steps(rows(1, 60, 10), epochs=2))
+    same(mine, by_hand(built(convolutions), optimizer).train(grid(rows(1, 60, 10), 16, epochs=2)))
+    assert "AdamW runs fused" not in decisions(run)
+    with pytest.raises(UsageError) as caught:
+        trainer(convolutions, optimizer=partial(optimizer, fused=True))
+    assert str(caught.value) == (
+        "AdamW runs fused, and would take parameters for contiguous that are not; leave fused out, or give the model "
+        "contiguous parameters"
+    )
+
+
 def test_parameters_may_be_frozen_and_thawed(run):
     mine, plain = trainer(), by_hand(built(mlp))
     steps = grid(rows(12, 50, 10), 16, epochs=3)

@@ -120,12 +120,17 @@ def fused(optimizers: list[Optimizer], device: torch.device, exact: bool) -> lis
     changed = []
     for one in optimizers:
         groups = one.param_groups
-        open_ = all(group.get("fused", 0) is None and not group.get("foreach") for group in groups)
+        if type(one) not in known or device.type not in ("cpu", "cuda"):
+            continue
         params = [param for group in groups for param in group["params"]]
-        simple = all(torch.is_floating_point(param) for param in params) and not any(
-            g["differentiable"] for g in groups
-        )
-        if type(one) in known and open_ and simple and device.type in ("cpu", "cuda"):
+        even = all(param.is_contiguous() for param in params)
+        if not even and any(group["fused"] for group in groups):
+            what = f"{type(one).__name__} runs fused, and would take parameters for contiguous that are not"
+            raise UsageError(what, "leave fused out, or give the model contiguous parameters")
+        # A fused SGD fails where some parameters have momentum already and others get their first gradient.
+        against = ("foreach", "differentiable", "momentum")
+        open_ = all(group["fused"] is None and not any(map(group.get, against)) for group in groups)
+        if open_ and even and all(map(torch.is_floating_point, params)):
             for group in groups:
                 group["fused"] = True
             changed.append(type(one).__name__)

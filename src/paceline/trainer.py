@@ -46,6 +46,7 @@ from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
 from paceline.strategies.pieces import MicroBatch, cut, rows_of
 from paceline.strategies.scaling import LossScale
+from paceline.strategies.state import refuse_mixing
 from paceline.strategies.streams import Streams
 from paceline.team.operations import Simple
 
@@ -134,6 +135,8 @@ class Trainer:
             run.decide(self._number, what, why)
             run.say(what)
         optimizers = optimizers_of(optimizer(list(job.own.items())))
+        if places > 1:
+            refuse_mixing(optimizers)
         if self.plan.exact and self.plan.shard:
             refuse_fused(optimizers)
         self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])

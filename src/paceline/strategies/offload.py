@@ -36,4 +36,4 @@ class Hosted:
 
 
 def _like(row: Parameter) -> torch.Tensor:
-    return torch.empty(row.shape, dtype=row.dtype, pin_memory=row.is_cuda)
+    return torch.empty(row.shape, dtype=row.dtype, pin_memory=row.is_cuda).copy_(row.detach())

@@ -57,6 +57,26 @@ def _tried(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
     return {key: value for key, value in made.state[probe].items() if isinstance(value, torch.Tensor)}
 
 
+def refuse_mixing(optimizers: Sequence[Optimizer]) -> None:
+    """For parameters in rows: refuses optimizers whose update of a row depends on others, as tried on a small one."""
+    for one in optimizers:
+        whole = torch.linspace(-1.0, 1.0, _SIDE**2, dtype=torch.float64).view(_SIDE, _SIDE)
+        tries = []
+        for rows in (_SIDE, _SIDE // 2):
+            params = [nn.Parameter(part.clone()) for part in whole.split(rows)]
+            for param in params:
+                param.grad = param.detach().sin()
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    type(one)(params, **one.defaults).step()
+            except _THEIRS:
+                break
+            tries.append(torch.cat([param.detach() for param in params]))
+        if len(tries) == 2 and not torch.allclose(tries[0], tries[1], rtol=1e-9, atol=0.0):
+            what = f"{type(one).__name__} looks at a parameter as a whole, and the plan keeps rows of it on each worker"
+            raise UsageError(what, "take one that treats each element by itself, as AdamW, or a plan without shard")
+
+
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """The groups, and what is kept for each parameter; `names` are those of the tensors it holds, by identity."""
     groups = [
