@@ -128,13 +128,14 @@ def main() -> None:
         taken = give(("plain", "trainer"), begin, options.rounds, EACH, workers=1)
     parameters = sum(param.numel() for param in model(options).parameters())
     device = "the CPU" if options.cpu else torch.cuda.get_device_name()
-    found: dict[str, object] = {"seconds": taken.seconds, "losses apart": taken.apart()}
+    apart = taken.apart()
+    found: dict[str, object] = {"seconds": taken.seconds, "losses apart": apart}
     medians(f"{parameters / 1e6:.0f} M parameters", taken.seconds)
     found |= compare(taken.seconds, "plain", "trainer")  # tokens a second, trainer's beside plain's
     for side, seconds in taken.seconds.items():
         found[side] = utilisation(options, parameters, device, statistics.median(seconds))
-    print(f"  losses {taken.apart():.1e} apart at most")
-    assert taken.apart() <= AGREE, "both sides must give the same training"
+    print(f"  losses {apart:.1e} apart at most")
+    assert apart <= AGREE, "both sides must give the same training"
     if options.record:
         record(options.record, device=device, results=found)
 

@@ -121,9 +121,9 @@ def measure(model: str, level: int, rounds: int) -> dict[str, object]:
         found |= compare(taken.seconds, "trainer", other)
     if level > 1:
         found |= compare(taken.seconds, "paceline", "gloo")
-    found["losses apart"] = taken.apart()
-    print(f"  losses {taken.apart():.1e} apart at most")
-    assert taken.apart() <= AGREE, "all sides must give the same training"
+    found["losses apart"] = apart = taken.apart()
+    print(f"  losses {apart:.1e} apart at most")
+    assert apart <= AGREE, "all sides must give the same training"
     return found
 
 

@@ -360,6 +360,16 @@ def test_what_a_killed_loader_had_in_shared_memory_is_removed(tmp_path):
     assert [name for name in left if Path("/dev/shm", name).exists()] == []
 
 
+def formed_beside_one_worker(folder: Path, body: str, chaos: str) -> list[object]:
+    """The generations of three workers with a fault, whose weights must be those of one worker."""
+    weights = []
+    for workers, faults in ((1, ""), (3, chaos)):
+        train_basics(folder, body, workers, "--run-dir", f"out-{workers}", chaos=faults)
+        weights.append((folder / "weights.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    return [event["workers"] for event in read_journal(folder / "out-3") if event["event"] == "formed"]
+
+
 @pytest.mark.slow
 def test_a_newcomer_makes_the_trainers_that_the_others_made_while_they_trained(tmp_path):
     body = (
@@ -369,17 +379,11 @@ def test_a_newcomer_makes_the_trainers_that_the_others_made_while_they_trained(t
         "for report in second.steps(data, count=200 if os.environ['PACELINE_CHAOS'] else 30):\n"
         "    time.sleep(0.1 * bool(os.environ['PACELINE_CHAOS']))\n"
         "    if report.step == 30:\n"
-        "        second.export('second.safetensors')\n"
+        "        second.export('weights.safetensors')\n"
         "    if report.step > 30 and paceline.join().size == 3:\n"
         "        second.stop()\n"
     )
-    weights = []
-    for workers, chaos in ((1, ""), (3, "kill:1@10.forward")):
-        train_basics(tmp_path, body, workers, "--run-dir", f"out-{workers}", chaos=chaos)
-        weights.append((tmp_path / "second.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-    formed = [event["workers"] for event in read_journal(tmp_path / "out-3") if event["event"] == "formed"]
-    assert formed == [[0, 2], [0, 2, 1]]
+    assert formed_beside_one_worker(tmp_path, body, "kill:1@10.forward") == [[0, 2], [0, 2, 1]]
 
 
 @pytest.mark.parametrize(
@@ -406,9 +410,4 @@ def test_who_comes_with_the_last_step_of_a_loop_is_not_of_it(count, ending, form
         f"{ending}"
         "trainer.export('weights.safetensors')\n"
     )
-    weights = []
-    for workers, chaos in ((1, ""), (3, "kill:1@4.forward")):
-        train_basics(tmp_path, body, workers, "--run-dir", f"out-{workers}", chaos=chaos)
-        weights.append((tmp_path / "weights.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-    assert [event["workers"] for event in read_journal(tmp_path / "out-3") if event["event"] == "formed"] == formed
+    assert formed_beside_one_worker(tmp_path, body, "kill:1@4.forward") == formed

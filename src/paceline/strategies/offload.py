@@ -16,7 +16,7 @@ class Hosted:
 
     def __init__(self, rows: Sequence[Parameter]) -> None:
         self.rows = rows
-        self.copies = [Parameter(_like(row)) for row in rows]
+        self.copies = [Parameter(_copy(row)) for row in rows]
         self._seen = [-1] * len(rows)
 
     @contextmanager
@@ -35,5 +35,5 @@ class Hosted:
             self._seen[place] = row._version
 
 
-def _like(row: Parameter) -> torch.Tensor:
+def _copy(row: Parameter) -> torch.Tensor:
     return torch.empty(row.shape, dtype=row.dtype, pin_memory=row.is_cuda).copy_(row.detach())

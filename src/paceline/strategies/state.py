@@ -38,40 +38,44 @@ def kept_for_each(optimizers: Sequence[Optimizer]) -> float:
     """
     kept = total = 0.0
     for one in optimizers:
-        bytes_, found = sum(p.nbytes for g in one.param_groups for p in g["params"]), _tried(one)
+        bytes_, found = sum(p.nbytes for g in one.param_groups for p in g["params"]), _kept(one)
         each = 2.0 if found is None else sum(value.numel() for value in found.values() if value.dim()) / _SIDE**2
         kept, total = kept + each * bytes_, total + bytes_
     return kept / total if total else 0.0
 
 
-def _tried(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
+def _kept(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
     """The tensors that another optimizer of the kind keeps for a small parameter; None where it cannot be made."""
     probe = nn.Parameter(torch.zeros(_SIDE, _SIDE))
     probe.grad = torch.zeros_like(probe)
-    try:
-        with torch.random.fork_rng(devices=[]):  # it may draw
-            made = type(optimizer)([probe], **optimizer.defaults)
-            made.step()
-    except _THEIRS:  # it wants something else besides
+    made = _tried(optimizer, [probe])
+    if made is None:
         return None
     return {key: value for key, value in made.state[probe].items() if isinstance(value, torch.Tensor)}
 
 
+def _tried(optimizer: Optimizer, params: list[nn.Parameter]) -> Optimizer | None:
+    """Another optimizer of the kind, after a step of these small parameters; None where it cannot be made."""
+    try:
+        with torch.random.fork_rng(devices=[]):  # it may draw
+            made = type(optimizer)(params, **optimizer.defaults)
+            made.step()
+    except _THEIRS:  # it wants something else besides
+        return None
+    return made
+
+
 def refuse_mixing(optimizers: Sequence[Optimizer]) -> None:
     """For parameters in rows: refuses optimizers whose update of a row depends on others, as tried on a small one."""
+    whole = torch.linspace(-1.0, 1.0, _SIDE**2, dtype=torch.float64).view(_SIDE, _SIDE)
     for one in optimizers:
-        whole = torch.linspace(-1.0, 1.0, _SIDE**2, dtype=torch.float64).view(_SIDE, _SIDE)
         tries = []
         for rows in (_SIDE, _SIDE // 2):
             params = [nn.Parameter(part.clone()) for part in whole.split(rows)]
             for param in params:
                 param.grad = param.detach().sin()
-            try:
-                with torch.random.fork_rng(devices=[]):
-                    type(one)(params, **one.defaults).step()
-            except _THEIRS:
-                break
-            tries.append(torch.cat([param.detach() for param in params]))
+            if _tried(one, params) is not None:
+                tries.append(torch.cat([param.detach() for param in params]))
         if len(tries) == 2 and not torch.allclose(tries[0], tries[1], rtol=1e-9, atol=0.0):
             what = f"{type(one).__name__} looks at a parameter as a whole, and the plan keeps rows of it on each worker"
             raise UsageError(what, "take one that treats each element by itself, as AdamW, or a plan without shard")
@@ -110,7 +114,7 @@ def in_rows(
 def own_rows(packed: Mapping[str, Any], optimizer: Optimizer, whole: Mapping[str, Any], at: Places) -> dict[str, Any]:
     """The same with the own rows of whole tensors."""
     single = any(param.dim() == 0 for param in whole.values())
-    found = _tried(optimizer) if single else None
+    found = _kept(optimizer) if single else None
     # For a parameter without dimensions a count of steps looks like what is kept for its element.
     others = {"step"} if found is None else {key for key, value in found.items() if value.dim() == 0}
 
