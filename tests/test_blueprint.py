@@ -33,6 +33,7 @@ class Everything(nn.Module):
         self.rates = [rate.item() for rate in torch.linspace(0, 1, 5)]
         self.blocks = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 4, 512, batch_first=True), 2)
         self.plain = torch.eye(200)
+        self.kept = {"pair": (torch.eye(300), 7), "small": [torch.ones(2)]}
         self.apply(self.begin)
 
     @staticmethod
@@ -61,12 +62,37 @@ def test_values_and_draws_are_those_of_the_plain_construction() -> None:
         assert torch.equal(blueprint.value(param), plain.get_parameter(name)), name
         assert torch.equal(torch.get_rng_state(), drawn), "asking for a value draws nothing"
     rest = {name: value for _, name, value in blueprint.rest(model)}
+    kept = rest.pop("kept")
+    assert torch.equal(kept["pair"][0], torch.eye(300))
+    assert (kept["pair"][1], kept["small"][0].tolist()) == (7, [1.0, 1.0])
     assert rest.keys() == {"frequencies", "mask", "plain"}
     assert all(torch.equal(value, getattr(plain, name)) for name, value in rest.items())
     assert model.rates == plain.rates
     strip(model)
     assert model.head.weight is model.tokens.weight
     assert all(param.is_meta for param in model.parameters())
+
+
+def test_generators_and_a_default_dtype_of_the_function() -> None:
+    """Both are something else by the time that a value is asked for."""
+
+    def make() -> nn.Module:
+        outside = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        generator = torch.Generator().manual_seed(3)
+        made = nn.ParameterList([torch.rand(200, 200, generator=generator) for _ in range(3)])
+        nn.init.normal_(made[1], generator=generator)
+        torch.set_default_dtype(outside)
+        return made
+
+    plain = make()
+    before = torch.get_default_dtype(), torch.get_rng_state()
+    model, blueprint = build(make)
+    for param, wanted in reversed(list(zip(model, plain, strict=True))):
+        assert torch.equal(blueprint.value(param), wanted)
+        assert wanted.dtype == torch.float64
+    assert torch.get_default_dtype() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 def test_what_has_no_value_yet_cannot_be_asked_for_its_shape() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline import sample_index, stream_seed
+from paceline.strategies.blocks import compiled, recompute
 from paceline.strategies.scaling import FIRST, GROWTH, LossScale
 
 LOUD = 500.0  # what the loss is multiplied by: its gradients overflow fp16 at the first scale
@@ -170,6 +172,22 @@ def test_compiled_models_train_alike_and_keep_their_keys(words: str, tmp_path: P
         found.append(load_file(weights))
         assert ("compiled" in (weights.parent / "out" / "journal.jsonl").read_text()) == ("compile" in plan)
     assert apart(found[1], found[0]) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(recomputed: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if recomputed:
+        recompute(model)
+    compiled(model, by_block=recomputed, exact=True)
+    x = torch.randn(3, 4)
+    before, other = model(x), copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].weight.zero_()
+        other[0].bias.fill_(1.0)
+    assert torch.allclose(other(x), F.linear(torch.ones(3, 4), model[1].weight, model[1].bias))
+    assert torch.equal(model(x), before)
 
 
 @pytest.mark.slow

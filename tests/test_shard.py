@@ -130,6 +130,22 @@ def test_the_exact_squares_do_not_depend_on_who_has_which_rows(data: st.DataObje
     assert exact_sum(alone.tolist()) == pytest.approx(true, rel=1e-12)
 
 
+def test_blocks_of_one_shape_and_two_dtypes_travel_in_their_own() -> None:
+    """0.1 is another number in each."""
+    own = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    staging = Staging(Buckets(own, hooks=False), [param.shape for param in own], [[0], [1]], Group(World()))
+    staging.rehouse()
+    staging.begin(lambda bucket: None)
+    staging.open(last=True)
+    for number, param in enumerate(own):
+        whole = nn.Parameter(torch.zeros_like(param))
+        whole.grad = torch.full_like(param, 0.1)
+        staging.land(number, whole)
+    staging.close()
+    staging.flush()
+    assert [param.grad.tolist() for param in own] == [torch.full_like(param, 0.1).tolist() for param in own]
+
+
 @given(st.data())
 def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> None:
     """Whatever comes, in any order or not at all, the sums are those of all micro-batches that are not blank."""
@@ -148,9 +164,16 @@ def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> 
     expected, used = [torch.zeros(size) for size in sizes], set()
     staging.begin(lambda bucket: handed.append(bucket.index), micro_batches=4)
     for place, blank in enumerate(backwards):
+        called = [block for block in blocks if data.draw(st.booleans()) for _ in range(data.draw(st.integers(1, 2)))]
+        for block in called:
+            staging.call(block[0])
         staging.open(last=place + 1 == len(backwards), blank=blank)
         order = data.draw(st.permutations(range(len(sizes))))
-        for number in order[: data.draw(st.integers(0, len(sizes)))]:
+        landing = order[: data.draw(st.integers(0, len(sizes)))]
+        for turn, number in enumerate(landing):
+            for block in [block for block in called if not set(block) & set(landing[turn:])]:
+                called.remove(block)
+                staging.leave(block[0])
             param = nn.Parameter(torch.zeros(sizes[number]))
             param.grad = torch.full((sizes[number],), float(number + place + 1))
             if blank:
@@ -184,6 +207,10 @@ def test_blocks_are_what_repeats() -> None:
     model.tied = model.layers[1].inner[0]
     assert list(blocks_of(model)) == ["layers.0", "layers.2"]
     assert blocks_of(nn.Linear(2, 2)) == {}
+    lists = nn.ModuleList(
+        [nn.ModuleList([Layer(), nn.LayerNorm(2)]), nn.ModuleDict({"a": Layer(), "b": nn.ModuleList()})]
+    )
+    assert list(blocks_of(nn.ModuleDict({"stages": lists}))) == ["stages.0.0", "stages.1.a"]
 
 
 REFUSED = {
@@ -299,7 +326,7 @@ def test_the_journal_tells_what_a_worker_holds(tmp_path: Path) -> None:
 
 
 def test_rows_in_the_hosts_memory_follow_what_a_script_does_to_them() -> None:
-    """As plain training, with a weight that is changed by hand between two steps."""
+    """As plain training, with weights that are changed by hand between two steps."""
     found = []
     for hosted in (False, True):
         torch.manual_seed(0)
@@ -315,6 +342,8 @@ def test_rows_in_the_hosts_memory_follow_what_a_script_does_to_them() -> None:
             if step == 1:
                 with torch.no_grad():
                     rows[0].clamp_(-0.5, 0.5)
+            if step == 2:
+                rows[1].data.clamp_(-0.5, 0.5)
         found.append([row.detach().clone() for row in rows])
     assert all(torch.equal(plain, kept) for plain, kept in zip(*found, strict=True))
 
@@ -330,7 +359,7 @@ def test_rows_in_the_hosts_memory_follow_what_a_script_does_to_them() -> None:
     ],
 )
 def test_parameters_without_dimensions(workers: int, plan: str, tmp_path: Path) -> None:
-    """One in a block, one in the rest, one that gets no gradient."""
+    """One in a block, one in the rest that is used under two names, one that gets no gradient."""
     body = (
         "class Scaled(nn.Module):\n"
         "    def __init__(self):\n"
@@ -343,9 +372,10 @@ def test_parameters_without_dimensions(workers: int, plan: str, tmp_path: Path) 
         "        super().__init__()\n"
         "        self.blocks = nn.Sequential(Scaled(), Scaled())\n"
         "        self.head, self.heat = nn.Linear(10, 2), nn.Parameter(torch.tensor(0.7))\n"
-        "        self.unused = nn.Parameter(torch.tensor(3.0))\n"
+        "        self.unused, self.tied = nn.Parameter(torch.tensor(3.0)), nn.Module()\n"
+        "        self.tied.heat = self.heat\n"
         "    def forward(self, x):\n"
-        "        return self.head(self.blocks(x)) / self.heat\n"
+        "        return self.head(self.blocks(x)) / self.heat + self.tied.heat * x[:, :2]\n"
         "optimizer = lambda p: torch.optim.AdamW(p, lr=0.01)\n"
         "t = paceline.Trainer(lambda: Model().double(), cross_entropy, optimizer, global_batch=24, clip_norm=1.0)\n"
         "for r in t.steps(data, count=6): pass\n"

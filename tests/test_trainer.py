@@ -333,12 +333,13 @@ def test_parameters_that_are_not_contiguous(run):
     list(mine.steps(rows(1, 60, 10), epochs=2))
     same(mine, by_hand(built(convolutions), optimizer).train(grid(rows(1, 60, 10), 16, epochs=2)))
     assert "AdamW runs fused" not in decisions(run)
-    with pytest.raises(UsageError) as caught:
-        trainer(convolutions, optimizer=partial(optimizer, fused=True))
-    assert str(caught.value) == (
-        "AdamW runs fused, and would take parameters for contiguous that are not; leave fused out, or give the model "
-        "contiguous parameters"
-    )
+    for plan in ("", "exact"):
+        with pytest.raises(UsageError) as caught:
+            trainer(convolutions, optimizer=partial(optimizer, fused=True), plan=plan)
+        assert str(caught.value) == (
+            "AdamW runs fused, and would take parameters for contiguous that are not; leave fused out, or give the "
+            "model contiguous parameters"
+        )
 
 
 def test_parameters_may_be_frozen_and_thawed(run):

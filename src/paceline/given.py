@@ -100,12 +100,18 @@ def optimizers_of(made: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     return optimizers
 
 
-def refuse_fused(optimizers: Sequence[Optimizer]) -> None:
-    """With `exact` and shards: why, see `fused`."""
+def refuse_fused(optimizers: Sequence[Optimizer], exact_shards: bool) -> None:
+    """Refuses a user's own `fused` where it would go wrong: with `exact` in shards (why, see `fused`), and anywhere
+    with parameters that are not contiguous.
+    """
     for one in optimizers:
-        if any(group.get("fused") for group in one.param_groups):
+        groups = [group for group in one.param_groups if group.get("fused")]
+        if exact_shards and groups:
             what = f"{type(one).__name__} runs fused and would round the rows of a shard other than in the whole"
             raise UsageError(what, "leave fused out, or exact")
+        if not all(param.is_contiguous() for group in groups for param in group["params"]):
+            what = f"{type(one).__name__} runs fused, and would take parameters for contiguous that are not"
+            raise UsageError(what, "leave fused out, or give the model contiguous parameters")
 
 
 def fused(optimizers: list[Optimizer], device: torch.device, exact: bool) -> list[str]:
@@ -124,9 +130,6 @@ def fused(optimizers: list[Optimizer], device: torch.device, exact: bool) -> lis
             continue
         params = [param for group in groups for param in group["params"]]
         even = all(param.is_contiguous() for param in params)
-        if not even and any(group["fused"] for group in groups):
-            what = f"{type(one).__name__} runs fused, and would take parameters for contiguous that are not"
-            raise UsageError(what, "leave fused out, or give the model contiguous parameters")
         # A fused SGD fails where some parameters have momentum already and others get their first gradient.
         against = ("foreach", "differentiable", "momentum")
         open_ = all(group["fused"] is None and not any(map(group.get, against)) for group in groups)

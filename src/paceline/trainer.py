@@ -137,8 +137,7 @@ class Trainer:
         optimizers = optimizers_of(optimizer(list(job.own.items())))
         if places > 1:
             refuse_mixing(optimizers)
-        if self.plan.exact and self.plan.shard:
-            refuse_fused(optimizers)
+        refuse_fused(optimizers, bool(self.plan.exact and self.plan.shard))
         self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")

@@ -214,6 +214,16 @@ class Group:
         if check:
             self._wait(self._group.barrier)
 
+    @contextlib.contextmanager
+    def lending(self, name: str, kind: str) -> Iterator[dist.ProcessGroup]:
+        """Gives the group that is lent to torch, and declares what is done over it meanwhile."""
+        channel = self._lent.channel
+        channel.declared = (name, call_site(), kind)
+        try:
+            yield self._lent
+        finally:
+            channel.declared = None
+
     def _start(self, collective: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
         """Starts a part of the entered collective."""
         self.channel.declared = self._declared

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -44,10 +45,22 @@ class Places:
 
     def cut(self, param: Parameter) -> Parameter:
         """The own rows of a parameter, which is itself where all are."""
-        return param if self.count == 1 else Parameter(self.of(param.detach(), self.me))
+        return param if self.count == 1 else marked(self.of(param.detach(), self.me), marks_of(param))
 
 
 ALONE = Places()
+
+
+def marks_of(param: Parameter) -> dict[str, Any]:
+    """The attributes that a script gave a parameter: optimizers' groups are made by such."""
+    bare = vars(Parameter(param.detach(), requires_grad=False))  # some kinds of tensors have attributes themselves
+    return {name: value for name, value in vars(param).items() if name not in bare}
+
+
+def marked(tensor: torch.Tensor, marks: Mapping[str, Any]) -> Parameter:
+    param = Parameter(tensor)
+    vars(param).update(marks)
+    return param
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,17 +45,21 @@ class _Pool:
 
 @dataclass
 class _Block:
-    """The numbers of the parameters whose gradients travel together; of its pool it is the one with this `turn`."""
+    """The numbers of the parameters whose gradients travel together; of its pool it is the one with this `turn`. It was
+    run in `calls` that the backward has yet to go through, or has `left`.
+    """
 
     members: list[int]
     pool: _Pool
     turn: int
     landed: set[int] = field(default_factory=set)
     stage: _Stage | None = None
+    calls: int = 0
+    left: bool = False
 
     @property
     def whole(self) -> bool:
-        return len(self.landed) == len(self.members)
+        return self.left or len(self.landed) == len(self.members)
 
     @property
     def place(self) -> _Stage:
@@ -66,20 +71,27 @@ class Staging:
     """Takes whole gradients of parameters of these `shapes` and adds up the own rows of each in the buckets `home`.
 
     `blocks` has every parameter's number once; they leave in this order, on all workers of `group`. What one needs
-    another that is laid out alike can use.
+    another that is laid out alike can use. `ended` is called when a backward has, before the rest leaves; what it
+    starts is waited for afterwards.
     """
 
     def __init__(
-        self, home: Buckets, shapes: Sequence[torch.Size], blocks: Sequence[Sequence[int]], group: Group
+        self,
+        home: Buckets,
+        shapes: Sequence[torch.Size],
+        blocks: Sequence[Sequence[int]],
+        group: Group,
+        ended: Callable[[], dist.Work | None] = lambda: None,
     ) -> None:
-        self.home, self.group = home, group
+        self.home, self.group, self._ended = home, group, ended
         home.elements = [shape.numel() for shape in shapes]
         self.places = Places(group.size, group.rank)
         self._shapes = shapes
-        self._pools: dict[tuple[torch.Size, ...], _Pool] = {}
+        self._pools: dict[tuple[Any, ...], _Pool] = {}
         self._blocks: list[_Block] = []
         for members in blocks:
-            pool = self._pools.setdefault(tuple(shapes[number] for number in members), _Pool([]))
+            kind = tuple((shapes[number], home.params[number].dtype) for number in members)
+            pool = self._pools.setdefault(kind, _Pool([]))
             self._blocks.append(_Block(list(members), pool, pool.blocks))
             pool.blocks += 1
         self._of = {  # of each parameter the block, and which of that block's it is
@@ -138,15 +150,32 @@ class Staging:
             self.home.put(number, grad, stage.wires[index], first=number not in stage.written)
             stage.written.add(number)
         block.landed.add(number)
-        while self._next < len(self._blocks) and self._blocks[self._next].whole:
-            self._send()
+        self._advance()
+
+    def call(self, number: int) -> None:
+        """The block of a parameter is run in a forward."""
+        self._blocks[self._of[number][0]].calls += 1
+
+    def leave(self, number: int) -> None:
+        """The backward has gone through such a call. A block that it leaves does not wait for what got no gradient
+        here, as experts that were not asked: workers wait for each other's blocks.
+        """
+        block = self._blocks[self._of[number][0]]
+        block.calls -= 1
+        if self._open and not block.calls:
+            block.left = True
+            self._advance()
 
     def close(self) -> None:
         """The backward has ended: what got no gradient in it goes as zeros."""
+        ended = self._ended()
         while self._next < len(self._blocks):
             self._send()
+        self.group.finish(ended)
         for pool in self._pools.values():
             pool.used, pool.gone = pool.used + pool.blocks, 0
+        for block in self._blocks:
+            block.calls, block.left = 0, False
         self._open = False
 
     def flush(self) -> set[int]:
@@ -163,7 +192,7 @@ class Staging:
         self._works.clear()
         for block in self._blocks:
             block.landed.clear()
-            block.stage = None
+            block.stage, block.calls, block.left = None, 0, False
         for pool in self._pools.values():
             pool.used, pool.gone = 0, 0
             for stage in pool.stages:
@@ -194,6 +223,10 @@ class Staging:
         shapes = [self._shapes[number] for number in members]
         stretches, wires = self.home.lay_out(shapes, self.places, allocate, like.dtype, like.device)
         return _Stage(stretches.view(-1), wires)
+
+    def _advance(self) -> None:
+        while self._next < len(self._blocks) and self._blocks[self._next].whole:
+            self._send()
 
     def _send(self) -> None:
         """The next block leaves."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -18,18 +19,27 @@ _WHY, _NONE = "children of one kind in a list or a sequence are blocks", "no par
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The parts of a model that repeat, by name: children of one kind in a list or a sequence, as a transformer's
-    layers are. One whose parameters are also used elsewhere is none.
+    layers are, also in lists of lists. One whose parameters are also used elsewhere is none.
     """
     found: dict[str, nn.Module] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if any(prefix.startswith(f"{name}.") or prefix == name for name in found):
             continue
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            children = {n: c for n, c in module.named_children() if next(c.parameters(), None) is not None}
+            children = {n: c for n, c in _children(module) if next(c.parameters(), None) is not None}
             kinds = [type(child) for child in children.values()]
             dot = f"{prefix}." if prefix else ""
             found |= {f"{dot}{n}": child for n, child in children.items() if kinds.count(type(child)) > 1}
     return {name: block for name, block in found.items() if not _shares(model, name, block)}
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What is in a list, and in lists in it, which are only names: they are never called."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from ((f"{name}.{inner}", module) for inner, module in _children(child))
+        else:
+            yield name, child
 
 
 def by_block(names: Iterable[str], blocks: Sequence[str]) -> list[list[str]]:
@@ -105,13 +115,27 @@ def _same_buffers(block: nn.Module) -> tuple[AbstractContextManager[None], Abstr
     return first(), again()
 
 
+class _Compiled:
+    """A forward that torch.compile makes kernels for; a copy of its module has its own."""
+
+    def __init__(self, plain: Callable[..., Any], dynamic: bool | None) -> None:
+        self.plain, self.dynamic = plain, dynamic
+        self.kernels = torch.compile(plain, dynamic=dynamic)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.kernels(*given, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:
+        return _Compiled(copy.deepcopy(self.plain, memo), self.dynamic)
+
+
 def compiled(model: nn.Module, by_block: bool, exact: bool) -> tuple[str, str]:
     """Lets torch.compile make kernels for the model, or `by_block` for each block; keys stay as they are. With `exact`
     for every shape its own: otherwise what a worker saw before would decide by which one it computes.
     """
     blocks = blocks_of(model) if by_block else {}
     for module in blocks.values() or [model]:  # what is inside of hooks, which gather parameters
-        module.forward = torch.compile(module.forward, dynamic=False if exact else None)
+        module.forward = _Compiled(module.forward, dynamic=False if exact else None)
     if not blocks:
         return "the model is compiled as a whole", _NONE if by_block else "its parameters are whole"
     return f"{len(blocks)} blocks are compiled: {told(blocks)}", "what gathers their parameters comes in between"

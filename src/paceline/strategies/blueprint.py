@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 SMALL = 1 << 14  # elements of a tensor that is made at once: scripts look into small ones
 # What a model's function may meet where a large tensor has no values, besides errors of its own.
 CANNOT = (RuntimeError, NotImplementedError, ValueError, TypeError)
 
 
-Held = tuple[dict[str, Any], str, torch.Tensor]  # a tensor of a module: where it belongs
+Held = tuple[dict[str, Any], str, Any]  # tensors of a module, maybe in lists: where they belong
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Place:
 
 @dataclass
 class _Deed:
-    """An operation that made or changed storages, and the generator's state if it drew."""
+    """An operation that made or changed storages, under which default dtype, and if it drew, a generator's state."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -48,6 +48,8 @@ class _Deed:
     makes: list[int | None]  # the storage of each tensor that it returned, None where that was there before
     writes: set[int]
     reads: set[int]
+    dtype: torch.dtype
+    generator: torch.Generator
     stream: torch.Tensor | None
 
 
@@ -98,12 +100,14 @@ class Blueprint(TorchDispatchMode):
         self._alive += [tensor.untyped_storage() for tensor in outs]
         args, options = tree_map_only(torch.Tensor, self._told, (args, options))
         reads = {leaf.storage for leaf in tree_iter((args, options)) if isinstance(leaf, _Place)}
-        stream = None
+        given = [leaf for leaf in tree_iter((args, options)) if isinstance(leaf, torch.Generator)]
+        generator, stream = (given or [torch.default_generator])[0], None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            stream = torch.default_generator.get_state()
+            stream = generator.get_state()
             func(*tree_map_only(_Place, _blank, args), **tree_map_only(_Place, _blank, options))  # it moves on
         writes = {self._key(tensor) for tensor in written} | fresh
-        self._deeds.append(_Deed(func, args, options, makes, writes, reads, stream))
+        dtype = torch.get_default_dtype()
+        self._deeds.append(_Deed(func, args, options, makes, writes, reads, dtype, generator, stream))
 
     @staticmethod
     def _key(tensor: torch.Tensor) -> int:
@@ -130,17 +134,20 @@ class Blueprint(TorchDispatchMode):
         def real(at: _Place) -> torch.Tensor:
             return torch.empty(0, dtype=at.dtype).set_(there[at.storage], at.offset, at.size, at.stride)
 
-        outside = torch.default_generator.get_state()
+        outside, streams = torch.get_default_dtype(), {d.generator: d.generator.get_state() for d in todo}
         with torch.no_grad():
             for deed in reversed(todo):
+                torch.set_default_dtype(deed.dtype)
                 if deed.stream is not None:
-                    torch.default_generator.set_state(deed.stream)
+                    deed.generator.set_state(deed.stream)
                 args, kwargs = tree_map_only(_Place, real, (deed.args, deed.kwargs))
                 outs = [leaf for leaf in tree_iter(deed.call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
                 there |= {
                     key: out.untyped_storage() for key, out in zip(deed.makes, outs, strict=True) if key is not None
                 }
-        torch.default_generator.set_state(outside)
+        torch.set_default_dtype(outside)
+        for generator, state in streams.items():
+            generator.set_state(state)
         return real(place)
 
     def rest(self, model: nn.Module) -> list[Held]:
@@ -149,8 +156,10 @@ class Blueprint(TorchDispatchMode):
         for module in model.modules():
             buffers = ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
             found += [(module._buffers, name, self.value(buffer)) for name, buffer in buffers]
-            held = [(name, value) for name, value in vars(module).items() if isinstance(value, FakeTensor)]
-            found += [(vars(module), name, self.value(value)) for name, value in held]
+            for name, value in vars(module).items():
+                if name not in ("_parameters", "_buffers") and any(map(_is_large, tree_iter(value))):
+                    whole = tree_map(lambda leaf: self.value(leaf) if _is_large(leaf) else leaf, value)
+                    found.append((vars(module), name, whole))
         return found
 
 
@@ -162,6 +171,10 @@ def strip(model: nn.Module) -> None:
             if param is not None:
                 like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
                 module._parameters[name] = bare.setdefault(id(param), nn.Parameter(like, param.requires_grad))
+
+
+def _is_large(leaf: Any) -> bool:
+    return isinstance(leaf, FakeTensor) and not isinstance(leaf, nn.Parameter)
 
 
 def build(function: Callable[[], Any]) -> tuple[Any, Blueprint]:

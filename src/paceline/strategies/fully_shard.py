@@ -6,21 +6,26 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from paceline.comm.buckets import Buckets
 from paceline.comm.group import Group
-from paceline.comm.places import Places, Rows
+from paceline.comm.places import Places, Rows, marked, marks_of
 from paceline.comm.staging import Staging
-from paceline.errors import UsageError
+from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
 from paceline.strategies.blocks import blocks_of, by_block, gathered
 from paceline.strategies.blueprint import Blueprint, Held, strip
@@ -28,6 +33,8 @@ from paceline.strategies.pieces import MicroBatch
 from paceline.strategies.state import held
 
 Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
+_OUTSIDE = "the forward or the loss uses parameters of the model that are in pieces"
+_WITHIN = "use them within model(...), where they are gathered, or say zero=1"
 
 
 class FullyShard(Strategy):
@@ -48,11 +55,16 @@ class FullyShard(Strategy):
         shapes = [param.shape for param in job.named.values()]
         groups = by_block(list(job.named), list(self.blocks))
         job.decisions.append(gathered(self.blocks, rest=bool(groups[-1])))
+        refuse_ungatherable(job.model, groups)
+        marks = {name: marks_of(param) for name, param in job.model.named_parameters()}
         self.mesh = self._shard(reshard, share)
+        self._gather_alike(reshard)
         job.rest = self._rest
-        job.forward, job.loss = _explained(job.forward), _explained(job.loss)
+        job.forward, job.loss = _explaining(job.forward), _explaining(job.loss)
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
-        job.own = {name: nn.Parameter(self._rows(param)) for name, param in job.named.items()}
+        job.own = {name: marked(self._rows(param), marks[name]) for name, param in job.named.items()}
+        for name, param in job.model.named_parameters():
+            vars(param).update(marks[name])
         self._scalars = [param for param in job.named.values() if param.dim() == 0]
         numbers = {name: number for number, name in enumerate(job.named)}
         blocks = [[numbers[name] for name in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names]
@@ -61,7 +73,8 @@ class FullyShard(Strategy):
         self._owners = [_owner(job.model, name) for name, _ in job.model.named_parameters()]
         self._gathered = self._weighed = 0  # bytes of whole parameters, at most, and how often that was looked for
         for module, names in zip([*self.blocks.values(), job.model], groups, strict=True):
-            module.register_forward_pre_hook(partial(self._look, [(numbers[n], *_owner(job.model, n)) for n in names]))
+            look = partial(self._look, [(numbers[n], *_owner(job.model, n)) for n in names])
+            module.register_forward_pre_hook(look, with_kwargs=True)
 
     def _shard(self, reshard: bool, share: Share | None) -> DeviceMesh:
         """Leaves each place its rows of every parameter."""
@@ -76,15 +89,51 @@ class FullyShard(Strategy):
         # Torch warns of views that are changed in place, which only matters where parameters are freed after forward.
         own = re.escape(f"FSDP2-wrapped module (FSDP{type(job.model).__name__}) returned a view")
         warnings.filterwarnings("ignore", own)
+        ties: dict[nn.Parameter, nn.Parameter | None] = {}
         scalars = {param for param in job.model.parameters() if param.dim() == 0}
         for block in self.blocks.values():
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=scalars)
         fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False, ignored_params=scalars)
         if job.blueprint is not None:
+            bare = [(m, name, param) for m in job.model.modules() for name, param in m._parameters.items()]
             job.model.to_empty(device=job.device)
+            for module, name, param in bare:
+                if param in scalars:  # each place of a tied one has got memory of its own
+                    module._parameters[name] = ties.setdefault(param, module._parameters[name])
             _put(besides, job.device)
             self._fill(job.blueprint, named, share)
         return mesh
+
+    def _gather_alike(self, reshard: bool) -> None:
+        """Workers whose micro-batches run different blocks gather all of them before a forward, or are told.
+
+        What is freed after forward is gathered as it is run: each block's name is compared, and at the end of a forward
+        and of a backward whether all have come as far.
+        """
+        model = self.job.model
+        for name, module in [*self.blocks.items(), ("the rest of the model", model)]:
+            assert isinstance(module, FSDPModule)
+            module.set_custom_all_gather(_Gather(self.replica, f"the gathering of {name}"))
+            type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+        self._compares = reshard and bool(self.blocks)
+        if self._compares:
+            model.register_forward_hook(lambda *_: self.replica.finish(self._meet("the end of a forward")))
+        if not reshard:
+            model.register_forward_pre_hook(lambda *_: self._gather_all())
+
+    def _gather_all(self) -> None:
+        for block in self.blocks.values():
+            assert isinstance(block, FSDPModule)
+            block.unshard()
+
+    def _meet(self, where: str) -> dist.Work:
+        options = dist.BarrierOptions()
+        options.asyncOp = True
+        with self.replica.lending(where, "all_gather") as group:
+            return group.barrier(options)
+
+    def _ended(self) -> dist.Work | None:
+        return self._meet("the end of a backward") if self._compares else None
 
     def _fill(self, blueprint: Blueprint, named: Mapping[str, nn.Parameter], share: Share | None) -> None:
         """One parameter after another is made, and its own rows are kept."""
@@ -100,17 +149,27 @@ class FullyShard(Strategy):
         return _local(param) if isinstance(param, DTensor) else self.places.of(param.detach(), self.places.me)
 
     def _staged(self, shapes: list[torch.Size], blocks: list[list[int]], home: Buckets) -> Staging:
-        self.staging = Staging(home, shapes, blocks, self.replica)
+        self.staging = Staging(home, shapes, blocks, self.replica, self._ended)
         return self.staging
 
-    def _look(self, places: Sequence[tuple[int, nn.Module, str]], module: nn.Module, given: Any) -> None:
-        """The whole parameters of a module are there: makes sure that their gradients are heard of."""
+    def _look(
+        self, places: Sequence[tuple[int, nn.Module, str]], module: nn.Module, given: Any, named: Mapping[str, Any]
+    ) -> None:
+        """The whole parameters of a module are there: makes sure that their gradients are heard of, and that a backward
+        has gone through it.
+        """
         self._weigh()
         for number, owner, name in places:
             param = owner._parameters[name]
-            if param is not None and self._hooked.get(number) is not param:
+            if param is not None and param.requires_grad and self._hooked.get(number) is not param:
                 self._hooked[number] = param
                 param.register_post_accumulate_grad_hook(partial(self._land, number))
+
+        inner = [t for t in tree_iter((given, named)) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        if places and inner and torch.is_grad_enabled():
+            number = places[0][0]
+            self.staging.call(number)
+            register_multi_grad_hook(inner, lambda _: self.staging.leave(number), mode="any")
 
     def _land(self, number: int, param: torch.Tensor) -> None:
         self._weigh()
@@ -126,7 +185,8 @@ class FullyShard(Strategy):
 
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
         self.replica.enter(f"step {orders.step + 1}", check=False, kind="gradients")
-        return self.inner.gradients(micro_batches, orders, ready)
+        with _explained():
+            return self.inner.gradients(micro_batches, orders, ready)
 
     def rehouse(self) -> None:
         self.staging.rehouse()
@@ -173,27 +233,88 @@ class FullyShard(Strategy):
         self._rest()
 
 
-def _explained(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def explained(one: Any, other: Any) -> Any:
-        cause = None
-        try:
-            found = call(one, other)
-            first = found[0] if isinstance(found, tuple) and found else found
-            if not isinstance(first, DTensor):
-                return found
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            cause = error
-        what = "the forward or the loss uses parameters of the model that are in pieces"
-        raise UsageError(what, "use them within model(...), where they are gathered, or say zero=1") from cause
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Says what torch's errors about parameters in pieces mean."""
+    try:
+        yield
+    except CollectiveMismatchError as error:
+        cure = "say zero=2, which gathers all before a forward, if not every micro-batch runs every layer"
+        raise CollectiveMismatchError(error.what, cure) from error
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            raise UsageError(_OUTSIDE, _WITHIN) from error
+        if "setStorage" in str(error) and "storage of size 0" in str(error):
+            what = "a backward needs parameters that another one has freed, as a gradient penalty's does"
+            raise UsageError(f"{what} (create_graph)", "say zero=1") from error
+        raise
 
-    return explained
+
+def _explaining(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def explaining(one: Any, other: Any) -> Any:
+        with _explained():
+            found = call(one, other)
+        first = found[0] if isinstance(found, tuple) and found else found
+        if isinstance(first, DTensor):
+            raise UsageError(_OUTSIDE, _WITHIN)
+        return found
+
+    return explaining
+
+
+def refuse_ungatherable(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Raises UsageError where gathering a block would lose something of a parameter."""
+    named = dict(model.named_parameters())
+    for name, param in named.items():
+        what = None
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            what = "has a hook, which would not be called"
+        elif not param.is_contiguous():
+            what = f"is not contiguous (strides {param.stride()}), which its rows would be"
+        if what is not None:
+            raise UsageError(f"{name} of the model {what}", "say zero=1")
+    for group in groups:
+        kinds = {named[name].dtype: name for name in group if named[name].dim()}
+        if len(kinds) > 1:
+            (one, first), (other, second) = list(kinds.items())[:2]
+            what = f"{first} is of {_short(one)} and {second}, which is gathered with it, of {_short(other)}"
+            raise UsageError(what, "say zero=1, or give them one dtype")
+    own = {id(param) for param in named.values()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_") and any(id(leaf) in own for leaf in tree_iter(value)):
+                what = f"{name} of {path or 'the model'} holds parameters besides, which would stay as they are now"
+                raise UsageError(what, "say zero=1, or hold them in an nn.ParameterList")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class _Gather(AllGather):
+    """Torch's own way, with a name."""
+
+    def __init__(self, replica: Group, name: str) -> None:
+        self.replica, self.name = replica, name
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        with self.replica.lending(self.name, "all_gather"):
+            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+            return work
+
+
+def _refuse_copy(module: nn.Module, memo: Any) -> Any:
+    raise UsageError(f"{type(module).__name__.removeprefix('FSDP')} is in pieces, which cannot be copied", "say zero=1")
 
 
 def _put(tensors: Iterable[Held], device: torch.device) -> None:
-    for holder, name, tensor in tensors:
-        holder[name] = tensor.to(device, copy=True)
+    for holder, name, nest in tensors:
+        holder[name] = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), nest)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

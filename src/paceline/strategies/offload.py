@@ -10,29 +10,29 @@ from contextlib import contextmanager
 import torch
 from torch.nn import Parameter
 
+from paceline.comm.places import marked, marks_of
+
 
 class Hosted:
     """Copies of `rows`, which are on a device, in the memory of its host. Optimizers hold the copies."""
 
     def __init__(self, rows: Sequence[Parameter]) -> None:
         self.rows = rows
-        self.copies = [Parameter(_copy(row)) for row in rows]
-        self._seen = [-1] * len(rows)
+        self.copies = [marked(_copy(row), marks_of(row)) for row in rows]
 
     @contextmanager
     def update(self) -> Iterator[None]:
         """What optimizers do meanwhile to the copies, with the rows' gradients, is done to the rows. What somebody else
-        has done to the rows since the last time, as a script that clips weights, is done to the copies before.
+        has done to the rows before, as a script that clips weights, is done to the copies first: by `param.data` that
+        leaves no trace in the row.
         """
-        for place, (row, copy) in enumerate(zip(self.rows, self.copies, strict=True)):
-            if row._version != self._seen[place]:
-                copy.detach().copy_(row.detach())
+        for row, copy in zip(self.rows, self.copies, strict=True):
+            copy.detach().copy_(row.detach())
             copy.grad = None if row.grad is None else row.grad.to(copy.device)
         yield
-        for place, (row, copy) in enumerate(zip(self.rows, self.copies, strict=True)):
+        for row, copy in zip(self.rows, self.copies, strict=True):
             row.detach().copy_(copy.detach())
             copy.grad = None
-            self._seen[place] = row._version
 
 
 def _copy(row: Parameter) -> torch.Tensor:

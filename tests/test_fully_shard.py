@@ -1,0 +1,193 @@
+"""Parameters that are gathered block by block: layers that not every micro-batch runs, attributes, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from launching import exported, train_basics
+from torch import nn
+
+from paceline.comm.places import Places, marks_of
+from paceline.errors import UsageError
+from paceline.strategies.blocks import blocks_of, by_block
+from paceline.strategies.blueprint import build
+from paceline.strategies.fully_shard import refuse_ungatherable
+from paceline.strategies.offload import Hosted
+
+# Micro-batches of 3 rows ask for different layers: which is told by the first row.
+BODY = (
+    "class Layer(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.a, self.b = nn.Linear(10, 10), nn.Linear(10, 10)\n"
+    "    def forward(self, x, both=True):\n"
+    "        return x + (self.a(x) + self.b(x) if both else self.a(x)).tanh()\n"
+    "class Model(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.layers, self.head = nn.ModuleList(Layer() for _ in range(8)), nn.Linear(10, 2)\n"
+    "    def forward(self, x):\n"
+    "        which = int(x[0, 0] * 1000)\n"
+    "        for number, layer in enumerate(self.layers):\n"
+    "            {run}\n"
+    "        return self.head(x)\n"
+    "t = paceline.Trainer(lambda: Model().double(), cross_entropy, lambda p: torch.optim.AdamW(p, lr=0.01),\n"
+    "    global_batch=24, clip_norm=1.0)\n"
+    "for r in t.steps(data, count=4): pass\n"
+    "t.export('out.safetensors')\n"
+)
+DROPPED = BODY.format(run="if (which >> number) & 1: x = layer(x)")
+PARTS = BODY.format(run="x = layer(x, both=(which >> number) & 1)")
+
+
+@pytest.mark.parametrize(
+    ("body", "workers", "plan"),
+    [
+        pytest.param(PARTS, 2, "shard=2 micro=3", id="parts of layers"),
+        pytest.param(PARTS, 3, "shard=3 recompute=blocks micro=3", id="recomputed", marks=pytest.mark.slow),
+        pytest.param(DROPPED, 2, "shard=2 zero=2 micro=3", id="layers", marks=pytest.mark.slow),
+        pytest.param(DROPPED, 4, "data=2 shard=2 zero=2 micro=3", id="in replicas", marks=pytest.mark.slow),
+        pytest.param(DROPPED, 3, "shard=3 zero=1 micro=3", id="zero=1", marks=pytest.mark.slow),
+    ],
+)
+def test_what_not_every_micro_batch_runs(body: str, workers: int, plan: str, tmp_path: Path) -> None:
+    one = exported(tmp_path / "one", body, 1, "exact micro=3")
+    several = exported(tmp_path / "several", body, workers, f"exact {plan}")
+    assert one.read_bytes() == several.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 5])
+def test_layers_that_are_gathered_differently_are_named(workers: int, tmp_path: Path) -> None:
+    done = train_basics(tmp_path, DROPPED, workers, "--max-restarts", "0", "--plan", f"shard={workers} micro=3", code=1)
+    said = " ".join(done.stderr.split())
+    assert "CollectiveMismatchError: workers do not meet: worker" in said, said
+    assert "the gathering of layers." in said
+    assert "; say zero=2, which gathers all before a forward, if not every micro-batch runs every layer" in said
+
+
+PENALTY = (
+    "def penalised(model, batch):\n"
+    "    x = batch[0].requires_grad_()\n"
+    "    output = model(x)\n"
+    "    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)\n"
+    "    return output + slope.square().sum()\n"
+    "t = make(model=lambda: nn.Sequential(*[nn.Linear(10, 10) for _ in range(3)], nn.Linear(10, 2)).double(),\n"
+    "    forward=penalised)\n"
+    "for r in t.steps(data, count=1): pass\n"
+)
+SAID = {
+    "gradient penalty": (
+        PENALTY,
+        "UsageError: a backward needs parameters that another one has freed, as a gradient penalty's does "
+        "(create_graph); say zero=1",
+    ),
+    "deepcopy": (
+        "import copy\nt = make()\ncopy.deepcopy(t.model)\n",
+        "UsageError: Sequential is in pieces, which cannot be copied; say zero=1",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("case", SAID)
+def test_what_parameters_in_pieces_cannot_do(case: str, zero: int, tmp_path: Path) -> None:
+    body, said = SAID[case]
+    done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", f"shard=2 zero={zero}", code=2)
+    assert said in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.slow
+def test_parameters_that_are_frozen_after_the_trainer_was_made(tmp_path: Path) -> None:
+    """Before the first step, and after some."""
+    body = (
+        "t = make(model=lambda: nn.Sequential(*[nn.Linear(10, 10) for _ in range(3)], nn.Linear(10, 2)).double())\n"
+        "t.model[1].requires_grad_(False)\n"
+        "for r in t.steps(data, count=5):\n"
+        "    if r.step == 2: t.model[0].weight.requires_grad_(False)\n"
+        "t.export('out.safetensors')\n"
+    )
+    one, two = (exported(tmp_path / str(n), body, n, f"exact shard={n}" if n > 1 else "exact") for n in (1, 2))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def a_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3))
+
+
+def hooked(model: nn.Module) -> None:
+    model[0].weight.register_hook(lambda grad: grad)
+
+
+def watched(model: nn.Module) -> None:
+    model[0].weight.register_post_accumulate_grad_hook(lambda param: None)
+
+
+def turned(model: nn.Module) -> None:
+    model[2] = nn.Linear(2, 3)
+    model[2].weight = nn.Parameter(torch.zeros(2, 3).t())
+
+
+def mixed(model: nn.Module) -> None:
+    model[1].bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+
+def kept(model: nn.Module) -> None:
+    model[1].pairs = {"first": [model[0].weight]}
+
+
+UNGATHERABLE = {
+    hooked: "0.weight of the model has a hook, which would not be called; say zero=1",
+    watched: "0.weight of the model has a hook, which would not be called; say zero=1",
+    turned: "2.weight of the model is not contiguous (strides (1, 3)), which its rows would be; say zero=1",
+    mixed: "1.weight is of float32 and 1.bias, which is gathered with it, of float64; "
+    "say zero=1, or give them one dtype",
+    kept: "pairs of 1 holds parameters besides, which would stay as they are now; say zero=1, or hold them in an "
+    "nn.ParameterList",
+}
+
+
+@pytest.mark.parametrize("change", UNGATHERABLE, ids=lambda change: change.__name__)
+def test_what_gathering_would_lose_is_refused(change) -> None:
+    model = a_model()
+    refuse_ungatherable(model, by_block(dict(model.named_parameters()), list(blocks_of(model))))
+    change(model)
+    with pytest.raises(UsageError) as refused:
+        refuse_ungatherable(model, by_block(dict(model.named_parameters()), list(blocks_of(model))))
+    assert str(refused.value) == UNGATHERABLE[change]
+
+
+def test_rows_have_the_attributes_of_their_parameters() -> None:
+    def make() -> nn.Module:
+        layer = nn.Linear(300, 300)
+        layer.weight.rate = 0.5
+        return layer
+
+    layer, (bare, _) = make(), build(make)
+    rows = Places(2, 0).cut(layer.weight)
+    assert all(vars(param) == {"rate": 0.5} for param in (rows, *Hosted([rows]).copies))
+    assert vars(Places(2, 0).cut(layer.bias)) == {}
+    assert marks_of(bare.weight) == {"rate": 0.5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["zero=1", "zero=2", "zero=3", "offload=cpu"])
+def test_groups_of_parameters_by_their_attributes(words: str, tmp_path: Path) -> None:
+    body = (
+        "def model():\n"
+        "    made = net()\n"
+        "    for name, param in made.named_parameters(): param.rate = 0.1 if 'bias' in name else 0.01\n"
+        "    return made\n"
+        "def optimizer(named):\n"
+        "    params = [param for _, param in named]\n"
+        "    return torch.optim.SGD([{'params': [p for p in params if p.rate == r], 'lr': r} for r in (0.1, 0.01)])\n"
+        "t = paceline.Trainer(model, cross_entropy, optimizer, global_batch=24)\n"
+        "assert [param.rate for param in t.model.parameters()] == [0.01, 0.1, 0.01, 0.1]\n"
+        "for r in t.steps(data, count=3): pass\n"
+        "t.export('out.safetensors')\n"
+    )
+    one, two = exported(tmp_path / "1", body, 1, "exact"), exported(tmp_path / "2", body, 2, f"exact shard=2 {words}")
+    assert one.read_bytes() == two.read_bytes()
