@@ -129,6 +129,7 @@ class Staging:
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
         self.home.begin(ready, micro_batches)
         self._used.clear()
+        self._forget_calls()  # of a script's own forwards
 
     def open(self, last: bool, blank: bool = False) -> None:
         """The next backward begins, the `last` of the step or not; what comes of a `blank` one counts nothing."""
@@ -174,8 +175,7 @@ class Staging:
         self.group.finish(ended)
         for pool in self._pools.values():
             pool.used, pool.gone = pool.used + pool.blocks, 0
-        for block in self._blocks:
-            block.calls, block.left = 0, False
+        self._forget_calls()
         self._open = False
 
     def flush(self) -> set[int]:
@@ -192,7 +192,8 @@ class Staging:
         self._works.clear()
         for block in self._blocks:
             block.landed.clear()
-            block.stage, block.calls, block.left = None, 0, False
+            block.stage = None
+        self._forget_calls()
         for pool in self._pools.values():
             pool.used, pool.gone = 0, 0
             for stage in pool.stages:
@@ -223,6 +224,10 @@ class Staging:
         shapes = [self._shapes[number] for number in members]
         stretches, wires = self.home.lay_out(shapes, self.places, allocate, like.dtype, like.device)
         return _Stage(stretches.view(-1), wires)
+
+    def _forget_calls(self) -> None:
+        for block in self._blocks:
+            block.calls, block.left = 0, False
 
     def _advance(self) -> None:
         while self._next < len(self._blocks) and self._blocks[self._next].whole:

@@ -9,7 +9,8 @@ torchdistx (https://pytorch.org/torchdistx).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,8 +135,7 @@ class Blueprint(TorchDispatchMode):
         def real(at: _Place) -> torch.Tensor:
             return torch.empty(0, dtype=at.dtype).set_(there[at.storage], at.offset, at.size, at.stride)
 
-        outside, streams = torch.get_default_dtype(), {d.generator: d.generator.get_state() for d in todo}
-        with torch.no_grad():
+        with torch.no_grad(), _aside(deed.generator for deed in todo):
             for deed in reversed(todo):
                 torch.set_default_dtype(deed.dtype)
                 if deed.stream is not None:
@@ -145,9 +145,6 @@ class Blueprint(TorchDispatchMode):
                 there |= {
                     key: out.untyped_storage() for key, out in zip(deed.makes, outs, strict=True) if key is not None
                 }
-        torch.set_default_dtype(outside)
-        for generator, state in streams.items():
-            generator.set_state(state)
         return real(place)
 
     def rest(self, model: nn.Module) -> list[Held]:
@@ -171,6 +168,18 @@ def strip(model: nn.Module) -> None:
             if param is not None:
                 like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
                 module._parameters[name] = bare.setdefault(id(param), nn.Parameter(like, param.requires_grad))
+
+
+@contextmanager
+def _aside(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Leaves these and the default dtype as they are found."""
+    dtype, states = torch.get_default_dtype(), {generator: generator.get_state() for generator in generators}
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        for generator, state in states.items():
+            generator.set_state(state)
 
 
 def _is_large(leaf: Any) -> bool:

@@ -34,6 +34,7 @@ from paceline.strategies.state import held
 
 Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
 _OUTSIDE = "the forward or the loss uses parameters of the model that are in pieces"
+_SAY_2 = "say zero=2, which gathers all before a forward, if not every micro-batch runs every layer"
 _WITHIN = "use them within model(...), where they are gathered, or say zero=1"
 
 
@@ -60,7 +61,7 @@ class FullyShard(Strategy):
         self.mesh = self._shard(reshard, share)
         self._gather_alike(reshard)
         job.rest = self._rest
-        job.forward, job.loss = _explaining(job.forward), _explaining(job.loss)
+        job.forward, job.loss = _explaining(job.forward, reshard), _explaining(job.loss, reshard)
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
         job.own = {name: marked(self._rows(param), marks[name]) for name, param in job.named.items()}
         for name, param in job.model.named_parameters():
@@ -185,7 +186,7 @@ class FullyShard(Strategy):
 
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
         self.replica.enter(f"step {orders.step + 1}", check=False, kind="gradients")
-        with _explained():
+        with _explained(self._compares):
             return self.inner.gradients(micro_batches, orders, ready)
 
     def rehouse(self) -> None:
@@ -234,13 +235,14 @@ class FullyShard(Strategy):
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Says what torch's errors about parameters in pieces mean."""
+def _explained(compares: bool) -> Iterator[None]:
+    """Says what errors about parameters in pieces mean."""
     try:
         yield
     except CollectiveMismatchError as error:
-        cure = "say zero=2, which gathers all before a forward, if not every micro-batch runs every layer"
-        raise CollectiveMismatchError(error.what, cure) from error
+        if not compares or error.cure == _SAY_2:
+            raise
+        raise CollectiveMismatchError(error.what, _SAY_2) from error
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             raise UsageError(_OUTSIDE, _WITHIN) from error
@@ -250,9 +252,9 @@ def _explained() -> Iterator[None]:
         raise
 
 
-def _explaining(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _explaining(call: Callable[[Any, Any], Any], compares: bool) -> Callable[[Any, Any], Any]:
     def explaining(one: Any, other: Any) -> Any:
-        with _explained():
+        with _explained(compares):
             found = call(one, other)
         first = found[0] if isinstance(found, tuple) and found else found
         if isinstance(first, DTensor):
