@@ -39,6 +39,7 @@ BODY = (
     "t.export('out.safetensors')\n"
 )
 DROPPED = BODY.format(run="if (which >> number) & 1: x = layer(x)")
+DETACHED = BODY.format(run="y = layer(x); x = layer(y.detach() if (which >> number) & 1 else y)")
 PARTS = BODY.format(run="x = layer(x, both=(which >> number) & 1)")
 
 
@@ -59,9 +60,9 @@ def test_what_not_every_micro_batch_runs(body: str, workers: int, plan: str, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 5])
-def test_layers_that_are_gathered_differently_are_named(workers: int, tmp_path: Path) -> None:
-    done = train_basics(tmp_path, DROPPED, workers, "--max-restarts", "0", "--plan", f"shard={workers} micro=3", code=1)
+@pytest.mark.parametrize(("body", "workers"), [(DROPPED, 2), (DROPPED, 5), (DETACHED, 2)], ids=["2", "5", "backward"])
+def test_layers_that_are_gathered_differently_are_named(body: str, workers: int, tmp_path: Path) -> None:
+    done = train_basics(tmp_path, body, workers, "--max-restarts", "0", "--plan", f"shard={workers} micro=3", code=1)
     said = " ".join(done.stderr.split())
     assert "CollectiveMismatchError: workers do not meet: worker" in said, said
     assert "the gathering of layers." in said

@@ -72,7 +72,8 @@ class Staging:
 
     `blocks` has every parameter's number once; they leave in this order, on all workers of `group`. What one needs
     another that is laid out alike can use. `ended` is called when a backward has, before the rest leaves; what it
-    starts is waited for afterwards.
+    starts is waited for afterwards. Unless it is `patient`, a backward never waits for others' gradients, who may wait
+    for it in a gather: for memory that is not free yet it takes other.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class Staging:
         blocks: Sequence[Sequence[int]],
         group: Group,
         ended: Callable[[], dist.Work | None] = lambda: None,
+        patient: bool = True,
     ) -> None:
-        self.home, self.group, self._ended = home, group, ended
+        self.home, self.group, self._ended, self._patient = home, group, ended, patient
         home.elements = [shape.numel() for shape in shapes]
         self.places = Places(group.size, group.rank)
         self._shapes = shapes
@@ -100,7 +102,7 @@ class Staging:
             for index, number in enumerate(block.members)
         }
         self._works: deque[tuple[dist.Work | None, _Block, _Stage, bool]] = deque()
-        self._open = self._last = self._blank = False
+        self._open = self._last = self._blank = self._waits = False
         self._next = 0
         self._used: set[int] = set()
 
@@ -134,6 +136,7 @@ class Staging:
     def open(self, last: bool, blank: bool = False) -> None:
         """The next backward begins, the `last` of the step or not; what comes of a `blank` one counts nothing."""
         self._open, self._last, self._blank, self._next = True, last, blank, 0
+        self._waits = self._patient
 
     def land(self, number: int, param: torch.Tensor) -> None:
         """Takes the gradient of a parameter, which autograd has just made."""
@@ -169,7 +172,7 @@ class Staging:
 
     def close(self) -> None:
         """The backward has ended: what got no gradient in it goes as zeros."""
-        ended = self._ended()
+        ended, self._waits = self._ended(), True
         while self._next < len(self._blocks):
             self._send()
         self.group.finish(ended)
@@ -210,7 +213,7 @@ class Staging:
     def _stage(self, block: _Block) -> _Stage:
         """Where the block's gradients of this micro-batch are written."""
         if block.stage is None:
-            while block.place.taken and any(stage is block.place for _, _, stage, _ in self._works):
+            while self._waits and block.place.taken and any(stage is block.place for _, _, stage, _ in self._works):
                 self._arrive()
             # Gradients may come before those of blocks that leave before: then their place is still another's.
             early = block.place.taken or block.turn - block.pool.gone >= len(block.pool.stages)
@@ -230,8 +233,19 @@ class Staging:
             block.calls, block.left = 0, False
 
     def _advance(self) -> None:
+        """Blocks that are whole leave, in order, as far as they can now."""
         while self._next < len(self._blocks) and self._blocks[self._next].whole:
+            self._take_in()
+            block = self._blocks[self._next]
+            free = block.stage is block.place or not block.place.taken
+            if not self._waits and not (free and len(self._works) <= UNDER_WAY):
+                return
             self._send()
+
+    def _take_in(self) -> None:
+        """What has arrived; if too many are under way, waits for more."""
+        while self._works and ((self._waits and len(self._works) > UNDER_WAY) or _over(self._works[0][0])):
+            self._arrive()
 
     def _send(self) -> None:
         """The next block leaves."""
@@ -251,8 +265,7 @@ class Staging:
         block.stage = None
         block.pool.gone += 1
         self._works.append((self.group.start_scatter(place.flat), block, place, self._last))
-        while self._works and (len(self._works) > UNDER_WAY or _over(self._works[0][0])):
-            self._arrive()
+        self._take_in()
 
     def _arrive(self) -> None:
         """The first of those under way is there: its memory is free."""

@@ -150,7 +150,7 @@ class FullyShard(Strategy):
         return _local(param) if isinstance(param, DTensor) else self.places.of(param.detach(), self.places.me)
 
     def _staged(self, shapes: list[torch.Size], blocks: list[list[int]], home: Buckets) -> Staging:
-        self.staging = Staging(home, shapes, blocks, self.replica, self._ended)
+        self.staging = Staging(home, shapes, blocks, self.replica, self._ended, patient=not self._compares)
         return self.staging
 
     def _look(
