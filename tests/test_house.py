@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # 13,800 until shares followed the speed of workers; 14,300 until there were token files, and weights went
 # anywhere and came from anywhere; 16,400 until checkpoints were written beside training; 16,900 until a model
 # could be larger than a worker.
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 19_200, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 19_300, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from paceline.comm.buckets import Allocate, Bucket, Buckets, Wires, in_two_parts, zeros
 from paceline.comm.group import Group
 from paceline.comm.places import Places
+from paceline.errors import UsageError
 
 UNDER_WAY = 2  # blocks, before the backward waits for them
 
@@ -102,7 +103,7 @@ class Staging:
             for index, number in enumerate(block.members)
         }
         self._works: deque[tuple[dist.Work | None, _Block, _Stage, bool]] = deque()
-        self._open = self._last = self._blank = self._waits = False
+        self._begun = self._open = self._last = self._blank = self._waits = False
         self._next = 0
         self._used: set[int] = set()
 
@@ -132,6 +133,7 @@ class Staging:
         self.home.begin(ready, micro_batches)
         self._used.clear()
         self._forget_calls()  # of a script's own forwards
+        self._begun = True
 
     def open(self, last: bool, blank: bool = False) -> None:
         """The next backward begins, the `last` of the step or not; what comes of a `blank` one counts nothing."""
@@ -142,7 +144,10 @@ class Staging:
         """Takes the gradient of a parameter, which autograd has just made."""
         assert param.grad is not None
         grad, param.grad = param.grad.detach(), None
-        if not self._open:  # a backward of the user's own
+        if not self._open and self._begun:
+            what = "a forward or loss runs backward() itself, whose gradients would not count"
+            raise UsageError(what, "say zero=1, or take what it needs by torch.autograd.grad")
+        if not self._open:  # a backward in the body of a loop
             return
         place, index = self._of[number]
         block = self._blocks[place]
@@ -165,8 +170,10 @@ class Staging:
         here, as experts that were not asked: workers wait for each other's blocks.
         """
         block = self._blocks[self._of[number][0]]
+        if not self._open:  # one in the forward: a later one may go through it again
+            return
         block.calls -= 1
-        if self._open and not block.calls:
+        if not block.calls:
             block.left = True
             self._advance()
 
@@ -187,6 +194,7 @@ class Staging:
         """
         while self._works:
             self._arrive()
+        self._begun = False
         self.home.flush()
         return set(range(len(self._shapes))) - self._used
 
@@ -197,6 +205,7 @@ class Staging:
             block.landed.clear()
             block.stage = None
         self._forget_calls()
+        self._begun = False
         for pool in self._pools.values():
             pool.used, pool.gone = 0, 0
             for stage in pool.stages:

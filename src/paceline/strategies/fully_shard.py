@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -33,9 +33,22 @@ from paceline.strategies.pieces import MicroBatch
 from paceline.strategies.state import held
 
 Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
+_Param = tuple[int, nn.Module, str]  # its number, and where it is
 _OUTSIDE = "the forward or the loss uses parameters of the model that are in pieces"
 _SAY_2 = "say zero=2, which gathers all before a forward, if not every micro-batch runs every layer"
 _WITHIN = "use them within model(...), where they are gathered, or say zero=1"
+_TORCHS = {  # what torch says, what it means, and what to do
+    "mixed torch.Tensor and DTensor|'FSDPCommContext' object has no attribute": (_OUTSIDE, _WITHIN),
+    "setStorage.*storage of size 0": (
+        "a backward needs parameters that were freed: a loss uses what is inside of a layer besides its output, or a "
+        "gradient of a gradient (create_graph)",
+        "say zero=2",
+    ),
+    "RegisterPostBackwardFunction.* modified inplace": (
+        "a layer changes its input in place, which is not possible where its parameters are gathered",
+        "let it make a new tensor (inplace=False), or say zero=1",
+    ),
+}
 
 
 class FullyShard(Strategy):
@@ -73,9 +86,9 @@ class FullyShard(Strategy):
         self._hooked: dict[int, nn.Parameter] = {}
         self._owners = [_owner(job.model, name) for name, _ in job.model.named_parameters()]
         self._gathered = self._weighed = 0  # bytes of whole parameters, at most, and how often that was looked for
-        for module, names in zip([*self.blocks.values(), job.model], groups, strict=True):
-            look = partial(self._look, [(numbers[n], *_owner(job.model, n)) for n in names])
-            module.register_forward_pre_hook(look, with_kwargs=True)
+        self._places = [[(numbers[n], *_owner(job.model, n)) for n in names] for names in groups]
+        for module, places in zip([*self.blocks.values(), job.model], self._places, strict=True):
+            module.register_forward_pre_hook(partial(self._look, places), with_kwargs=True)
 
     def _shard(self, reshard: bool, share: Share | None) -> DeviceMesh:
         """Leaves each place its rows of every parameter."""
@@ -116,7 +129,7 @@ class FullyShard(Strategy):
             assert isinstance(module, FSDPModule)
             module.set_custom_all_gather(_Gather(self.replica, f"the gathering of {name}"))
             type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
-        self._compares = reshard and bool(self.blocks)
+        self._reshard, self._compares = reshard, reshard and bool(self.blocks)
         if self._compares:
             model.register_forward_hook(lambda *_: self.replica.finish(self._meet("the end of a forward")))
         if not reshard:
@@ -126,6 +139,8 @@ class FullyShard(Strategy):
         for block in self.blocks.values():
             assert isinstance(block, FSDPModule)
             block.unshard()
+        for places in self._places:
+            self._hear(places)
 
     def _meet(self, where: str) -> dist.Work:
         options = dist.BarrierOptions()
@@ -153,24 +168,24 @@ class FullyShard(Strategy):
         self.staging = Staging(home, shapes, blocks, self.replica, self._ended, patient=not self._compares)
         return self.staging
 
-    def _look(
-        self, places: Sequence[tuple[int, nn.Module, str]], module: nn.Module, given: Any, named: Mapping[str, Any]
-    ) -> None:
-        """The whole parameters of a module are there: makes sure that their gradients are heard of, and that a backward
-        has gone through it.
-        """
+    def _look(self, places: Sequence[_Param], module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
+        """The whole parameters of a module are there, and a backward will go through it."""
         self._weigh()
+        self._hear(places)
+        if self._compares and places and torch.is_grad_enabled():
+            number = places[0][0]
+            self.staging.call(number)
+            inner = [t for t in tree_iter((given, named)) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+            if inner:  # else the backward cannot be seen to go through it
+                register_multi_grad_hook(inner, lambda _: self.staging.leave(number), mode="any")
+
+    def _hear(self, places: Sequence[_Param]) -> None:
+        """Makes sure that gradients of whole parameters are heard of."""
         for number, owner, name in places:
             param = owner._parameters[name]
             if param is not None and param.requires_grad and self._hooked.get(number) is not param:
                 self._hooked[number] = param
                 param.register_post_accumulate_grad_hook(partial(self._land, number))
-
-        inner = [t for t in tree_iter((given, named)) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-        if places and inner and torch.is_grad_enabled():
-            number = places[0][0]
-            self.staging.call(number)
-            register_multi_grad_hook(inner, lambda _: self.staging.leave(number), mode="any")
 
     def _land(self, number: int, param: torch.Tensor) -> None:
         self._weigh()
@@ -186,8 +201,16 @@ class FullyShard(Strategy):
 
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
         self.replica.enter(f"step {orders.step + 1}", check=False, kind="gradients")
-        with _explained(self._compares):
-            return self.inner.gradients(micro_batches, orders, ready)
+        model = self.job.model
+        assert isinstance(model, FSDPModule)
+        model.set_reshard_after_backward(self._reshard)  # or a second backward would gather again, here and not there
+        try:
+            with _explained(self._compares):
+                return self.inner.gradients(micro_batches, orders, ready)
+        finally:
+            model.set_reshard_after_backward(True)
+            if not self._reshard:
+                self._rest()
 
     def rehouse(self) -> None:
         self.staging.rehouse()
@@ -195,7 +218,8 @@ class FullyShard(Strategy):
     def _rest(self) -> None:
         """Whatever a forward or backward has left, or where it was cut off: only the own rows are there."""
         assert isinstance(self.job.model, FSDPModule)
-        self.job.model.reset_iter_state()
+        with suppress(AttributeError):  # of torch's before the model was called for the first time
+            self.job.model.reset_iter_state()
 
     def gather_weights(self) -> None:
         if self._scalars:
@@ -243,12 +267,10 @@ def _explained(compares: bool) -> Iterator[None]:
         if not compares or error.cure == _SAY_2:
             raise
         raise CollectiveMismatchError(error.what, _SAY_2) from error
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
-            raise UsageError(_OUTSIDE, _WITHIN) from error
-        if "setStorage" in str(error) and "storage of size 0" in str(error):
-            what = "a backward needs parameters that another one has freed, as a gradient penalty's does"
-            raise UsageError(f"{what} (create_graph)", "say zero=1") from error
+    except (RuntimeError, AttributeError) as error:
+        for said, (what, cure) in _TORCHS.items():
+            if re.search(said, str(error)):
+                raise UsageError(what, cure) from error
         raise
 
 

@@ -35,7 +35,8 @@ def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int, off
     else:
         largest = max((facts.bytes(numbers=block) for block in facts.blocks), default=0)
         gathered, sent = facts.bytes(numbers=facts.rest) + largest, 2 * blocks + rest
-    sums = {"gradients": forwards * own + outer, "all_gather": forwards * sent}
+    gathers = sent if zero == 2 else forwards * sent
+    sums = {"gradients": forwards * own + outer, "all_gather": gathers}
     return Cost(own + gathered + beside, own + staged, optimizer, sums)
 
 
