@@ -45,11 +45,11 @@ class Ranged(SimpleHTTPRequestHandler):
         with path.open("rb") as file:
             file.seek(start)
             data = file.read(stop - start)
+        self.served.append((self.path, len(data)))  # before the answer, after which the test looks
         self.send_response(206 if asked else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
-        self.served.append((self.path, len(data)))
 
     def log_message(self, *_: object) -> None: ...
 
