@@ -95,6 +95,31 @@ def test_generators_and_a_default_dtype_of_the_function() -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
+class Table:
+    def __init__(self) -> None:
+        self.values = torch.randn(300, 300)
+        self.me = self  # in a circle
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_kept_outside_of_modules_needs_the_whole_model(kept: bool) -> None:
+    def make() -> nn.Module:
+        model, table = nn.Linear(300, 300), Table()
+        model.lists = [[torch.randn(300, 300)]]
+        if kept:
+            model.table = table
+        return model
+
+    if kept:
+        with pytest.raises(
+            NotImplementedError, match=r"^large tensors are kept outside of its modules: in an object, "
+        ):
+            build(make)
+    else:
+        model, blueprint = build(make)
+        assert [name for _, name, _ in blueprint.rest(model)] == ["lists"]
+
+
 def test_what_has_no_value_yet_cannot_be_asked_for_its_shape() -> None:
     with pytest.raises(RuntimeError):
         build(lambda: nn.Linear(300, 300).weight.nonzero())

@@ -28,11 +28,12 @@ BODY = (
     "    def __init__(self):\n"
     "        super().__init__()\n"
     "        self.layers, self.head = nn.ModuleList(Layer() for _ in range(8)), nn.Linear(10, 2)\n"
+    "        self.empty = nn.Parameter(torch.zeros(0, 3))\n"
     "    def forward(self, x):\n"
     "        which = int(x[0, 0] * 1000)\n"
     "        for number, layer in enumerate(self.layers):\n"
     "            {run}\n"
-    "        return self.head(x)\n"
+    "        return self.head(x) + self.empty.sum()\n"
     "t = paceline.Trainer(lambda: Model().double(), cross_entropy, lambda p: torch.optim.AdamW(p, lr=0.01),\n"
     "    global_batch=24, clip_norm=1.0)\n"
     "for r in t.steps(data, count=4): pass\n"
@@ -40,7 +41,7 @@ BODY = (
 )
 DROPPED = BODY.format(run="if (which >> number) & 1: x = layer(x)")
 DETACHED = BODY.format(run="y = layer(x); x = layer(y.detach() if (which >> number) & 1 else y)")
-DEPTH = BODY.format(run="x = layer(layer(x)) if (which >> number) & 1 else layer(x)")
+DEPTH = BODY.format(run="x = x + layer(layer(x)) if (which >> number) & 1 else layer(x)")
 PARTS = BODY.format(run="x = layer(x, both=(which >> number) & 1)")
 
 
@@ -106,6 +107,10 @@ SAID = {
         "UsageError: a layer changes its input in place, which is not possible where its parameters are gathered; let "
         "it make a new tensor (inplace=False), or say zero=1",
     ),
+    "inference": (
+        "t = make()\nwith torch.inference_mode(): t.model(x)\n",
+        "UsageError: the model is first called under inference_mode(); begin with torch.no_grad()",
+    ),
     "deepcopy": (
         "import copy\nt = make()\ncopy.deepcopy(t.model)\n",
         "UsageError: Sequential is in pieces, which cannot be copied; say zero=1",
@@ -140,15 +145,47 @@ OUTSIDE = (
     "for r in t.steps(data, count=4): pass\n"
     "t.export('out.safetensors')\n"
 )
+PARTS_ALONE = OUTSIDE.replace(
+    "t = make(", "t = make(forward=lambda model, batch: model.head(model.layers[0](batch[0])), "
+)
 WITH_EXPORT = PENALTY.replace("count=1): pass\n", "count=4): pass\nt.export('out.safetensors')\n")
 
 
 @pytest.mark.parametrize(
-    "body", [OUTSIDE, pytest.param(WITH_EXPORT, marks=pytest.mark.slow)], ids=["outside", "penalty"]
+    "body",
+    [
+        pytest.param(OUTSIDE, id="outside"),
+        pytest.param(PARTS_ALONE, id="parts alone", marks=pytest.mark.slow),
+        pytest.param(WITH_EXPORT, id="penalty", marks=pytest.mark.slow),
+    ],
 )
 def test_under_level_2_parameters_are_whole_until_the_step_ends(body: str, tmp_path: Path) -> None:
-    """Used without calling a layer, more often than it is called, and by a second backward."""
+    """Used without calling a layer or the model, more often than it is called, and by a second backward."""
     one, two = exported(tmp_path / "1", body, 1, "exact"), exported(tmp_path / "2", body, 2, "exact shard=2 zero=2")
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("what", ["t.model(x[:3])", "t.model[1](x[:3])", "t.evaluate(data, metric)"])
+def test_calls_of_the_loops_own_before_and_between_steps(what: str, zero: int, tmp_path: Path) -> None:
+    """What is gathered for them is freed, so that a change of weights is one."""
+    body = (
+        "def metric(output, batch): return {'sum': (output.sum().item(), 1)}\n"
+        "t = make(model=lambda: nn.Sequential(*[nn.Linear(10, 10) for _ in range(3)], nn.Linear(10, 2)).double())\n"
+        "def call():\n"
+        f"    with torch.no_grad(): {what}\n"
+        "call()\n"
+        "for r in t.steps(data, count=4):\n"
+        "    call()\n"
+        "    with torch.no_grad():\n"
+        "        for param in t.model.parameters(): param.mul_(0.9)\n"
+        "t.export('out.safetensors')\n"
+    )
+    one, two = (
+        exported(tmp_path / "1", body, 1, "exact"),
+        exported(tmp_path / "2", body, 2, f"exact shard=2 zero={zero}"),
+    )
     assert one.read_bytes() == two.read_bytes()
 
 

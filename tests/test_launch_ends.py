@@ -13,6 +13,8 @@ import pytest
 from agents import AGAIN, SOURCE, Launcher, alive, family, journal, until
 from conftest import MemoryGroup, enter_group
 
+from paceline.launch.agent import TWICE
+
 # ---- failures
 
 
@@ -363,7 +365,9 @@ def test_a_polite_stop(launcher: Launcher, number: str, code: int) -> None:
     )
 
 
-def test_a_second_interrupt_stops_at_once(launcher: Launcher) -> None:
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
+def test_a_second_signal_stops_at_once(launcher: Launcher, number: str, code: int) -> None:
+    """A second SIGTERM that comes with the first is the same one: they are sent to a group and to its members."""
     process = launcher.start("""
         event("join")
         signal.signal(signal.SIGUSR2, lambda *_: mark("heard"))
@@ -372,11 +376,15 @@ def test_a_second_interrupt_stops_at_once(launcher: Launcher) -> None:
             time.sleep(1)
         """)
     launcher.wait_for("up")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.Signals[number])
     launcher.wait_for("heard")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.Signals[number])
+    if number == "SIGTERM":
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(TWICE)
+        process.send_signal(signal.SIGTERM)
     ended = launcher.end(process)
-    assert ended.code == 130
+    assert ended.code == code
     assert ended.stderr == f"{START}{STOPPING}stopped at once; no checkpoint was written\nstart again with: {AGAIN}\n"
 
 

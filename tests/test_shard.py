@@ -243,7 +243,7 @@ def test_parameters_that_are_not_gathered_are_told(tmp_path: Path) -> None:
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "shard=2", code=2)
     said = (
         "UsageError: the forward or the loss uses parameters of the model that are in pieces; "
-        "use them within model(...), where they are gathered, or say zero=1"
+        "use them within model(...), where they are gathered, or say zero=2"
     )
     assert said in " ".join(done.stderr.split()), done.stderr
 

@@ -28,14 +28,13 @@ def in_order(position: int, size: int, seed: int, epoch: int) -> int:
 
 
 @contextmanager
-def _resting(model: nn.Module, job: Job) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode for the time, module by module as it was afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        job.rest()
         for module in training:
             module.training = True
 
@@ -56,7 +55,7 @@ def evaluate(
     streams = Streams(job.device)
     rows, base = 0, 0
     sums: dict[int, dict[str, tuple[float, float]]] = {}
-    with torch.no_grad(), _resting(model, job), streams.lent():
+    with torch.no_grad(), job.keeping(), _evaluating(model), streams.lent():
         for _, count, micro_batches in feed:
             for micro_batch in micro_batches:
                 batch = to_device(micro_batch.batch, job.device)

@@ -73,7 +73,8 @@ class ExactBuckets(Buckets):
         return [2.0**unit, 2.0 ** (unit - self._spare - 1)]
 
     def put(self, number: int, grad: torch.Tensor, wires: Wires, first: bool) -> None:
-        self.maxima[number] = max(float(self.maxima[number]), float(torch.linalg.vector_norm(grad, math.inf)))
+        largest = torch.linalg.vector_norm(grad, math.inf) if grad.numel() else 0.0
+        self.maxima[number] = max(float(self.maxima[number]), float(largest))
         units = self._units(number)
         for levels, part in zip(wires, by_place(grad, wires), strict=True):
             for start in range(0, len(part), CHUNK):

@@ -32,6 +32,7 @@ from paceline.team.link import AWAY, Link
 # Seconds a failure waits for other failures, for the cause of a lost peer, for the end of what says it fails.
 OTHERS, CAUSE, EXIT = 1.0, 3.0, 10.0
 FAREWELL, PATIENCE = 5.0, 60.0  # seconds for the other hosts to end when the run is cut short, and else
+TWICE = 3.0  # seconds after which another SIGTERM is meant: job managers may send one to a group and its members
 LOOK = 0.5  # seconds between two looks at whether the coordinator is there
 GIVEN_UP = 6.0  # seconds without a coordinator, after which workers that all have ended are not waited for
 
@@ -59,6 +60,7 @@ class Agent:
         self._lease = Lease(store, own) if store else None
         self._held_back = False  # without the lease: our workers wait
         self._stop: int | None = None  # the signal that asked for a polite stop
+        self._stopping = math.inf  # when it came
         self._at_once = self._over = self._leaving = self._away = False
         self._deadline = math.inf  # of the wait after a failure
         self._lines = 0  # the version of the orders with the last line that was shown
@@ -163,7 +165,9 @@ class Agent:
             if number == signal.SIGCHLD:
                 self._workers.look_for_stops()
             elif self._stop is not None:
-                self._at_once |= number == signal.SIGINT
+                meant = number == self._stop == signal.SIGTERM and time.monotonic() - self._stopping > TWICE
+                if number == signal.SIGINT or meant:
+                    self._at_once, self._stop = True, number
             elif self._ending.first:
                 self._stop_all(number)
             else:
@@ -171,7 +175,7 @@ class Agent:
 
     def _stop_all(self, number: int) -> None:
         """The whole run is to stop."""
-        self._stop = number
+        self._stop, self._stopping = number, time.monotonic()
         self.say("stopping after this step and saving; press Ctrl-C again to stop at once", always=True)
         for worker in self._workers.all:
             if worker.alive:  # one that has not come to its trainer yet just ends
@@ -179,7 +183,7 @@ class Agent:
 
     def _leave(self, number: int) -> None:
         """The workers of this host are to leave the others."""
-        self._stop, self._leaving = number, True
+        self._stop, self._stopping, self._leaving = number, time.monotonic(), True
         self.say("leaving the run after this step; press Ctrl-C again to leave at once", always=True)
         for worker in self._workers.all:
             if worker.alive:

@@ -57,9 +57,10 @@ class Ending:
         mine = {worker.rank for worker in workers}
         self._events = ChainMap(*(w.events for w in sorted(workers, key=lambda w: not w.counts)))
         workers = [worker for worker in workers if worker.counts or worker in failures]
+        asked = INTERRUPTED if stop == signal.SIGINT else STOPPED
         if at_once:
             self._say(self._how_stopped(workers, "stopped at once"), always=True)
-            return INTERRUPTED
+            return asked
         if failures:
             return self._failed(workers, failures)
         elsewhere = [entry for entry in failing if entry[0] not in mine]
@@ -69,10 +70,10 @@ class Ending:
             return 1
         if left:
             self._say(f"left the run, which goes on\ncome back with: {self._command()}", always=True)
-            return INTERRUPTED if stop == signal.SIGINT else STOPPED
+            return asked
         if any(worker.status != 0 for worker in workers):
             self._say(self._how_stopped(workers, "stopped"), always=True)
-            return INTERRUPTED if stop == signal.SIGINT else STOPPED
+            return asked
         return self._finished(workers)
 
     def _finished(self, workers: Sequence[Worker]) -> int:

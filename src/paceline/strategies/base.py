@@ -69,7 +69,8 @@ class Job:
     own: dict[str, nn.Parameter] = field(default_factory=dict)
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
     blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet
-    rest: Callable[[], None] = lambda: None  # frees what forwards without a backward have gathered
+    # Where weights do not change meanwhile: what is gathered may be kept until the end.
+    keeping: Callable[[], AbstractContextManager[None]] = nullcontext
     decisions: list[tuple[str, str]] = field(default_factory=list)  # made by strategies: what, why
 
     def arithmetic(self) -> AbstractContextManager[Any]:

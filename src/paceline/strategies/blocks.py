@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
@@ -68,6 +69,24 @@ def gathered(blocks: Mapping[str, nn.Module], rest: bool) -> tuple[str, str]:
         return "all parameters are gathered at once", _NONE
     others = ", and the rest" if rest else ""
     return f"parameters are gathered in {len(blocks) + rest} blocks: {told(blocks)}{others}", _WHY
+
+
+def set_apart(model: nn.Module) -> None:
+    """Lets the gradient of what goes into a block, or into the model, be summed over its uses in there before those
+    outside are added: the order in which it is summed where fully_shard gathers the block's parameters.
+    """
+    for module in [*blocks_of(model).values(), model]:
+        module.register_forward_pre_hook(_set_apart, with_kwargs=True)
+
+
+def _set_apart(module: nn.Module, given: Any, named: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return None
+    leaves, form = tree_flatten((given, named))
+    for place in reversed(range(len(leaves))):  # what is made last comes first in the backward
+        if isinstance(leaves[place], torch.Tensor) and leaves[place].requires_grad:
+            leaves[place] = leaves[place].view_as(leaves[place])
+    return tree_unflatten(leaves, form)
 
 
 def recompute(model: nn.Module) -> tuple[str, str]:

@@ -8,7 +8,9 @@ torchdistx (https://pytorch.org/torchdistx).
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +66,7 @@ class Blueprint(TorchDispatchMode):
         self._deeds: list[_Deed] = []
         self._alive: list[torch.UntypedStorage] = []  # whose identity may not be another's later
         self._known: set[int] = set()
+        self._made: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -77,6 +80,7 @@ class Blueprint(TorchDispatchMode):
             return self.value(args[0]).item()
         with self._fake:
             found = func(*args, **options)
+        self._made += [weakref.ref(leaf) for leaf in tree_iter(found) if isinstance(leaf, torch.Tensor)]
         self._record(func, args, options, found)
         return found
 
@@ -147,6 +151,13 @@ class Blueprint(TorchDispatchMode):
                 }
         return real(place)
 
+    def outside(self, model: nn.Module) -> bool:
+        """Whether tensors without values are kept where `rest` does not find them."""
+        inside = {id(tensor) for tensor in model.parameters()}
+        for module in model.modules():
+            inside |= {id(leaf) for held in (vars(module), module._buffers) for leaf in tree_iter(held)}
+        return any(tensor is not None and id(tensor) not in inside for tensor in (made() for made in self._made))
+
     def rest(self, model: nn.Module) -> list[Held]:
         """Buffers, and large tensors that modules hold besides, for real: where they belong, and which."""
         found: list[Held] = []
@@ -188,11 +199,18 @@ def _is_large(leaf: Any) -> bool:
 
 def build(function: Callable[[], Any]) -> tuple[Any, Blueprint]:
     """What the function returns, without memory for large tensors. Raises whatever it raises, and one of `CANNOT` where
-    it looks into one of those.
+    it looks into one of those, or keeps one outside of the model's modules.
     """
     with warnings.catch_warnings(), Blueprint() as blueprint:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy, which then clones
-        return function(), blueprint
+        made = function()
+    if isinstance(made, nn.Module) and blueprint.outside(made):
+        gc.collect()  # what it has left in circles
+        if blueprint.outside(made):
+            raise NotImplementedError(
+                "large tensors are kept outside of its modules: in an object, a cache or a closure"
+            )
+    return made, blueprint
 
 
 def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,9 +36,9 @@ Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
 _Param = tuple[int, nn.Module, str]  # its number, and where it is
 _OUTSIDE = "the forward or the loss uses parameters of the model that are in pieces"
 _SAY_2 = "say zero=2, which gathers all before a forward, if not every micro-batch runs every layer"
-_WITHIN = "use them within model(...), where they are gathered, or say zero=1"
+_WITHIN = "use them within model(...), where they are gathered, or say zero=2"
 _TORCHS = {  # what torch says, what it means, and what to do
-    "mixed torch.Tensor and DTensor|'FSDPCommContext' object has no attribute": (_OUTSIDE, _WITHIN),
+    "mixed torch.Tensor and DTensor": (_OUTSIDE, _WITHIN),
     "setStorage.*storage of size 0": (
         "a backward needs parameters that were freed: a loss uses what is inside of a layer besides its output, or a "
         "gradient of a gradient (create_graph)",
@@ -73,8 +73,9 @@ class FullyShard(Strategy):
         marks = {name: marks_of(param) for name, param in job.model.named_parameters()}
         self.mesh = self._shard(reshard, share)
         self._gather_alike(reshard)
-        job.rest = self._rest
-        job.forward, job.loss = _explaining(job.forward, reshard), _explaining(job.loss, reshard)
+        job.keeping = self._keeping
+        self._forward = job.forward
+        job.forward, job.loss = _explaining(self._gathered_first, reshard), _explaining(job.loss, reshard)
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
         job.own = {name: marked(self._rows(param), marks[name]) for name, param in job.named.items()}
         for name, param in job.model.named_parameters():
@@ -89,6 +90,10 @@ class FullyShard(Strategy):
         self._places = [[(numbers[n], *_owner(job.model, n)) for n in names] for names in groups]
         for module, places in zip([*self.blocks.values(), job.model], self._places, strict=True):
             module.register_forward_pre_hook(partial(self._look, places), with_kwargs=True)
+            module.register_forward_hook(self._leave)
+        assert isinstance(job.model, FSDPModule)
+        self._torchs = job.model._get_fsdp_state()
+        self._torchs._lazy_init()  # else it would take what is called first for the whole model
 
     def _shard(self, reshard: bool, share: Share | None) -> DeviceMesh:
         """Leaves each place its rows of every parameter."""
@@ -130,15 +135,21 @@ class FullyShard(Strategy):
             module.set_custom_all_gather(_Gather(self.replica, f"the gathering of {name}"))
             type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
         self._reshard, self._compares = reshard, reshard and bool(self.blocks)
+        self._keeps = False
         if self._compares:
             model.register_forward_hook(lambda *_: self.replica.finish(self._meet("the end of a forward")))
         if not reshard:
             model.register_forward_pre_hook(lambda *_: self._gather_all())
 
+    def _gathered_first(self, model: nn.Module, batch: Any) -> Any:
+        if not self._reshard:  # also where it calls parts of the model and not the model itself
+            self._gather_all()
+        return self._forward(model, batch)
+
     def _gather_all(self) -> None:
-        for block in self.blocks.values():
-            assert isinstance(block, FSDPModule)
-            block.unshard()
+        for module in [*self.blocks.values(), self.job.model]:
+            assert isinstance(module, FSDPModule)
+            module.unshard()
         for places in self._places:
             self._hear(places)
 
@@ -179,11 +190,19 @@ class FullyShard(Strategy):
             if inner:  # else the backward cannot be seen to go through it
                 register_multi_grad_hook(inner, lambda _: self.staging.leave(number), mode="any")
 
+    def _leave(self, *_: Any) -> None:
+        """Weights may change after a call of the script's own, which has no backward."""
+        inside = self._keeps or self._torchs._state_ctx.iter_forward_root is not None
+        if not inside and not torch.is_grad_enabled():
+            self._rest()
+
     def _hear(self, places: Sequence[_Param]) -> None:
         """Makes sure that gradients of whole parameters are heard of."""
         for number, owner, name in places:
             param = owner._parameters[name]
             if param is not None and param.requires_grad and self._hooked.get(number) is not param:
+                if param.is_inference():
+                    raise UsageError("the model is first called under inference_mode()", "begin with torch.no_grad()")
                 self._hooked[number] = param
                 param.register_post_accumulate_grad_hook(partial(self._land, number))
 
@@ -205,21 +224,28 @@ class FullyShard(Strategy):
         assert isinstance(model, FSDPModule)
         model.set_reshard_after_backward(self._reshard)  # or a second backward would gather again, here and not there
         try:
-            with _explained(self._compares):
+            with self._keeping(), _explained(self._compares):
                 return self.inner.gradients(micro_batches, orders, ready)
         finally:
             model.set_reshard_after_backward(True)
-            if not self._reshard:
-                self._rest()
 
     def rehouse(self) -> None:
         self.staging.rehouse()
 
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        self._rest()
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
+            self._rest()
+
     def _rest(self) -> None:
         """Whatever a forward or backward has left, or where it was cut off: only the own rows are there."""
         assert isinstance(self.job.model, FSDPModule)
-        with suppress(AttributeError):  # of torch's before the model was called for the first time
-            self.job.model.reset_iter_state()
+        self.job.model.reset_iter_state()
 
     def gather_weights(self) -> None:
         if self._scalars:
@@ -267,7 +293,7 @@ def _explained(compares: bool) -> Iterator[None]:
         if not compares or error.cure == _SAY_2:
             raise
         raise CollectiveMismatchError(error.what, _SAY_2) from error
-    except (RuntimeError, AttributeError) as error:
+    except RuntimeError as error:
         for said, (what, cure) in _TORCHS.items():
             if re.search(said, str(error)):
                 raise UsageError(what, cure) from error

@@ -8,7 +8,7 @@ from paceline.comm.group import Group
 from paceline.plan import Plan
 from paceline.strategies import data, shard
 from paceline.strategies.base import Job, Single, Strategy
-from paceline.strategies.blocks import blocks_of, by_block, compiled, recompute
+from paceline.strategies.blocks import blocks_of, by_block, compiled, recompute, set_apart
 from paceline.strategies.cost import Cost, Facts
 from paceline.strategies.data import Data, share
 from paceline.strategies.shard import Shard
@@ -47,6 +47,8 @@ def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False)
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
     places = plan.places
+    if plan.exact:
+        set_apart(job.model)
     if plan.recompute:
         job.decisions.append(recompute(job.model))
     if plan.compile:
