@@ -70,6 +70,7 @@ def test_what_depends_on_the_worker_is_found(tmp_path):
     assert third > 1e-3
 
 
+@pytest.mark.slow
 def test_what_differs_from_run_to_run_is_found(tmp_path):
     body = (
         "noise = torch.rand(96, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(os.getpid()))\n"

@@ -208,7 +208,8 @@ def test_the_coordinator_is_killed(cluster: Callable[[int], Cluster], undisturbe
     assert len(here.agents[0].events("lost")) == bool(meanwhile)
 
 
-@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.slow), "cut"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "cut"])
 def test_another_host_takes_over(cluster: Callable[[int], Cluster], undisturbed: Path, how: str) -> None:
     """The first host is lost, or only cut off: then it goes on by itself until it hears of the other coordinator."""
     here = cluster(3)

@@ -156,6 +156,7 @@ def test_a_step_whose_gradient_outgrows_its_grid_is_redone(tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(tmp_path):
     """Stopped half way on three workers, continued on one: the grid goes on where it was."""
     script = tmp_path / "train.py"

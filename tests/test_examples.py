@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from launching import paceline
 from safetensors.torch import load_file
 
@@ -18,6 +19,7 @@ def test_digits_are_read(tmp_path):
     assert load_file(tmp_path / "digits.safetensors")
 
 
+@pytest.mark.slow
 def test_the_pole_stands(tmp_path):
     said = paceline("run", "--workers", "2", EXAMPLES / "cartpole.py", cwd=tmp_path).stdout
     (mean_return,) = re.findall(r"mean return is (\d+) of 500", said)
@@ -33,6 +35,7 @@ def test_the_gpt_learns(tmp_path):
     assert losses[-1] < 5
 
 
+@pytest.mark.slow
 def test_the_llama_learns_in_shards(tmp_path):
     options = ("--workers", "2", "--run-dir", "out", "--plan", "shard=2 recompute=blocks", "--steps", "30")
     done = paceline("run", *options, EXAMPLES / "llama.py", cwd=tmp_path, timeout=280)

@@ -98,6 +98,7 @@ def test_fp16_with_exact_has_the_bytes_of_one_worker(tmp_path: Path) -> None:
     assert all(one == found[0] for one in found)
 
 
+@pytest.mark.slow
 def test_the_scale_survives_a_resume(tmp_path: Path) -> None:
     train_basics(tmp_path, BODY, 1, "--plan", "precision=fp16 exact", "--steps", "5")
     told = scales(tmp_path)

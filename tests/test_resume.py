@@ -119,6 +119,7 @@ def test_another_grid_is_named_as_changed_mathematics(short, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_dataset_that_has_grown_is_used_as_far_as_before(short, tmp_path):
     whole = short("--run-dir", "whole")
     short("--run-dir", "out", "--steps", "4")

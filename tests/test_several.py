@@ -23,7 +23,9 @@ TEAMS = {
 }
 
 
-@pytest.fixture(scope="module", params=TEAMS)
+@pytest.fixture(
+    scope="module", params=["1 worker", pytest.param("2 workers", marks=pytest.mark.slow), "3 unequal workers"]
+)
 def gan(request, tmp_path_factory):
     """(weights, figures, decisions, number of workers)"""
     torch.set_num_threads(1)

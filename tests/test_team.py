@@ -180,6 +180,7 @@ def test_a_worker_that_is_told_to_leave_leaves_alone(undisturbed, tmp_path):
     assert "\nworker 1 left, as it was told: 2 workers go on\n" in ended.text
 
 
+@pytest.mark.slow
 def test_an_undisturbed_step_costs_no_message_for_those_that_may_be_lost(tmp_path):
     """A team that survives losses exchanges exactly what a fixed one does, which has no agent and no coordinator."""
     body = "for _ in make(plan='micro=2').steps(data, epochs=5):\n    pass\n"
@@ -196,6 +197,7 @@ def test_an_undisturbed_step_costs_no_message_for_those_that_may_be_lost(tmp_pat
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_who_is_lost_next_is_back_sooner(tmp_path):
     """After the first loss a process is kept in reserve; it runs the script as one that was started with it."""
     script = (SCRIPTS / "survivor.py").read_text().replace("for report in", "who = 'reserve'\nfor report in") + (
