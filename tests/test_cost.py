@@ -44,10 +44,9 @@ if t.main:
     ("workers", "plan"),
     [
         (4, "data=4"),
-        (4, "data=2 shard=2 zero=1"),
         (2, "shard=2 zero=1"),
-        (4, "data=2 shard=2 zero=2"),
         (4, "data=2 shard=2 zero=3"),
+        *[pytest.param(4, f"data=2 shard=2 zero={zero}", marks=pytest.mark.slow) for zero in (1, 2)],
         *[pytest.param(4, f"shard=4 zero={zero}", marks=pytest.mark.slow) for zero in (1, 2, 3)],
         *[pytest.param(2, f"shard=2 zero={zero} offload=cpu", marks=pytest.mark.slow) for zero in (1, 2, 3)],
     ],

@@ -108,6 +108,7 @@ def test_a_changed_script_and_another_number_of_workers_are_said(short, tmp_path
     assert "+# a new line\n" in changed.stderr
 
 
+@pytest.mark.slow
 def test_another_grid_is_named_as_changed_mathematics(short, tmp_path):
     short("--run-dir", "out", "--steps", "4")
     plain = short("--run-dir", "out", "--steps", "5")

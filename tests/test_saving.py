@@ -199,6 +199,7 @@ def test_a_writer_that_is_lost_is_told_and_the_next_save_begins_at_once(tmp_path
     assert 4 < steps[0] < 12
 
 
+@pytest.mark.slow
 def test_hosts_with_a_disk_each(tmp_path: Path) -> None:
     """Only those write who see the first worker's folder; who does not see the checkpoint gets it from one who does."""
     script = (

@@ -152,7 +152,8 @@ def test_a_run_keeps_them_behind_a_url_and_goes_on_from_there(s3: Proxy, tmp_pat
     assert all(torch.allclose(ours[name], alone[name], rtol=0, atol=1e-12) for name in alone)
 
 
-@pytest.mark.parametrize("trouble", ["500", pytest.param("gone", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["500", "gone"])
 def test_a_server_in_trouble_stops_no_training(s3: Proxy, tmp_path: Path, trouble: str) -> None:
     done = run_to_s3(tmp_path, trouble)
     assert s3.met > 0, "the trouble was met"

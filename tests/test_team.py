@@ -215,6 +215,7 @@ def test_who_is_lost_next_is_back_sooner(tmp_path):
     assert "__main__ reserve train.py True False\n" in (tmp_path / "out" / "logs" / "worker-2.log").read_text()
 
 
+@pytest.mark.slow
 def test_every_second_is_on_one_account(tmp_path):
     """What brings the training forward, and what losses cost, add up to the wall clock."""
     faults = "stop:1@5.reduced,kill:2@9.backward"

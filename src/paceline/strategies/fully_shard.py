@@ -106,8 +106,8 @@ class FullyShard(Strategy):
             _put(besides, job.device)
             strip(job.model)
         # Torch warns of views that are changed in place, which only matters where parameters are freed after forward.
-        own = re.escape(f"FSDP2-wrapped module (FSDP{type(job.model).__name__}) returned a view")
-        warnings.filterwarnings("ignore", own)
+        own = f"{type(job.model).__name__}) returned a view" if reshard else ""
+        warnings.filterwarnings("ignore", re.escape(f"FSDP2-wrapped module (FSDP{own}"))
         ties: dict[nn.Parameter, nn.Parameter | None] = {}
         scalars = {param for param in job.model.parameters() if param.dim() == 0}
         for block in self.blocks.values():
