@@ -54,6 +54,13 @@ def exported(folder: Path, body: str, workers: int, plan: str) -> Path:
     return folder / "out.safetensors"
 
 
+def equal_bytes(folder: Path, body: str, workers: int, plan: str, alone: str = "exact") -> None:
+    """A script of `train_basics` exports with `exact` what one worker does, in `several` and `one` of the folder."""
+    one = exported(folder / "one", body, 1, alone)
+    several = exported(folder / "several", body, workers, f"exact {plan}")
+    assert one.read_bytes() == several.read_bytes()
+
+
 def without_an_agent(*scripts: Path, cwd: Path | None = None, **env: str) -> list[tuple[int, str]]:
     """Workers started as torchrun starts them, one per script: the exit code of each, and what it said."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:

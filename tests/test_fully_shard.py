@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import exported, train_basics
+from launching import equal_bytes, train_basics
 from torch import nn
 
 from paceline.comm.places import Places, marks_of
@@ -58,9 +58,7 @@ PARTS = BODY.format(run="x = layer(x, both=(which >> number) & 1)")
     ],
 )
 def test_what_not_every_micro_batch_runs(body: str, workers: int, plan: str, tmp_path: Path) -> None:
-    one = exported(tmp_path / "one", body, 1, "exact micro=3")
-    several = exported(tmp_path / "several", body, workers, f"exact {plan}")
-    assert one.read_bytes() == several.read_bytes()
+    equal_bytes(tmp_path, body, workers, plan, alone="exact micro=3")
 
 
 @pytest.mark.slow
@@ -161,8 +159,7 @@ WITH_EXPORT = PENALTY.replace("count=1): pass\n", "count=4): pass\nt.export('out
 )
 def test_under_level_2_parameters_are_whole_until_the_step_ends(body: str, tmp_path: Path) -> None:
     """Used without calling a layer or the model, more often than it is called, and by a second backward."""
-    one, two = exported(tmp_path / "1", body, 1, "exact"), exported(tmp_path / "2", body, 2, "exact shard=2 zero=2")
-    assert one.read_bytes() == two.read_bytes()
+    equal_bytes(tmp_path, body, 2, "shard=2 zero=2")
 
 
 @pytest.mark.slow
@@ -182,11 +179,7 @@ def test_calls_of_the_loops_own_before_and_between_steps(what: str, zero: int, t
         "        for param in t.model.parameters(): param.mul_(0.9)\n"
         "t.export('out.safetensors')\n"
     )
-    one, two = (
-        exported(tmp_path / "1", body, 1, "exact"),
-        exported(tmp_path / "2", body, 2, f"exact shard=2 zero={zero}"),
-    )
-    assert one.read_bytes() == two.read_bytes()
+    equal_bytes(tmp_path, body, 2, f"shard=2 zero={zero}")
 
 
 @pytest.mark.slow
@@ -199,8 +192,7 @@ def test_parameters_that_are_frozen_after_the_trainer_was_made(tmp_path: Path) -
         "    if r.step == 2: t.model[0].weight.requires_grad_(False)\n"
         "t.export('out.safetensors')\n"
     )
-    one, two = (exported(tmp_path / str(n), body, n, f"exact shard={n}" if n > 1 else "exact") for n in (1, 2))
-    assert one.read_bytes() == two.read_bytes()
+    equal_bytes(tmp_path, body, 2, "shard=2")
 
 
 def a_model() -> nn.Module:
@@ -242,10 +234,11 @@ UNGATHERABLE = {
 @pytest.mark.parametrize("change", UNGATHERABLE, ids=lambda change: change.__name__)
 def test_what_gathering_would_lose_is_refused(change) -> None:
     model = a_model()
-    refuse_ungatherable(model, by_block(dict(model.named_parameters()), list(blocks_of(model))))
+    groups = by_block(dict(model.named_parameters()), list(blocks_of(model)))
+    refuse_ungatherable(model, groups)
     change(model)
     with pytest.raises(UsageError) as refused:
-        refuse_ungatherable(model, by_block(dict(model.named_parameters()), list(blocks_of(model))))
+        refuse_ungatherable(model, groups)
     assert str(refused.value) == UNGATHERABLE[change]
 
 
@@ -278,5 +271,4 @@ def test_groups_of_parameters_by_their_attributes(words: str, tmp_path: Path) ->
         "for r in t.steps(data, count=3): pass\n"
         "t.export('out.safetensors')\n"
     )
-    one, two = exported(tmp_path / "1", body, 1, "exact"), exported(tmp_path / "2", body, 2, f"exact shard=2 {words}")
-    assert one.read_bytes() == two.read_bytes()
+    equal_bytes(tmp_path, body, 2, f"shard=2 {words}")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from agents import journal
 from alone import trainer
 from cases import rows as case_rows
-from launching import exported, train_basics
+from launching import equal_bytes, exported, train_basics
 from oracle import apart
 from safetensors.torch import load_file
 from torch import nn
@@ -193,5 +193,4 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(recomputed: bo
 
 @pytest.mark.slow
 def test_a_compiled_model_with_exact_has_the_bytes_of_one_worker(tmp_path: Path) -> None:
-    one, three = (exported(tmp_path / str(workers), BODY, workers, "compile exact") for workers in (1, 3))
-    assert one.read_bytes() == three.read_bytes()
+    equal_bytes(tmp_path, BODY, 3, "compile", alone="compile exact")

@@ -324,10 +324,10 @@ def refuse_ungatherable(model: nn.Module, groups: Sequence[Sequence[str]]) -> No
         if what is not None:
             raise UsageError(f"{name} of the model {what}", "say zero=1")
     for group in groups:
-        kinds = {named[name].dtype: name for name in group if named[name].dim()}
+        kinds = {str(named[name].dtype).removeprefix("torch."): name for name in group if named[name].dim()}
         if len(kinds) > 1:
             (one, first), (other, second) = list(kinds.items())[:2]
-            what = f"{first} is of {_short(one)} and {second}, which is gathered with it, of {_short(other)}"
+            what = f"{first} is of {one} and {second}, which is gathered with it, of {other}"
             raise UsageError(what, "say zero=1, or give them one dtype")
     own = {id(param) for param in named.values()}
     for path, module in model.named_modules():
@@ -335,10 +335,6 @@ def refuse_ungatherable(model: nn.Module, groups: Sequence[Sequence[str]]) -> No
             if not name.startswith("_") and any(id(leaf) in own for leaf in tree_iter(value)):
                 what = f"{name} of {path or 'the model'} holds parameters besides, which would stay as they are now"
                 raise UsageError(what, "say zero=1, or hold them in an nn.ParameterList")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _Gather(AllGather):
