@@ -125,15 +125,15 @@ class Cluster:
             assert time.monotonic() < end, "\n".join(f"{a.folder.name}:\n{a.text}" for a in self.agents)
             time.sleep(0.1)
 
+    def has(self, count: int, agent: int = 0, step: int = 0) -> bool:
+        """Whether so many workers are of the team, and have done so many steps."""
+        said = self.status(agent)
+        states = [worker["state"] for worker in said.get("workers", {}).values()]
+        return states.count("member") == len(said.get("members", ())) == count and said.get("step", 0) >= step
+
     def members(self, count: int, agent: int = 0) -> None:
         """Waits until so many workers are of the team."""
-
-        def there() -> bool:
-            said = self.status(agent)
-            states = [worker["state"] for worker in said.get("workers", {}).values()]
-            return states.count("member") == len(said.get("members", ())) == count
-
-        self.until(there)
+        self.until(lambda: self.has(count, agent))
 
     def coordinators(self) -> list[int]:
         """Process ids of the coordinators of this cluster."""

@@ -268,7 +268,7 @@ def test_the_matrix_between_hosts(cluster: Callable[[int], Cluster], undisturbed
     waits = here.agents[0 if moment == "writing" else 1]
     fired = lambda: [entry["fault"] for entry in read_log(waits.folder)] == [fault]
     if moment == "forming":  # in a generation that admits somebody, or in one that a loss makes
-        here.until(lambda: fired() or len(here.status()["members"]) == 6)
+        here.until(lambda: fired() or here.has(6, step=45))
         if not fired():
             os.kill(worker_of(here.agents[0].folder), signal.SIGKILL)
     here.until(fired)
