@@ -137,7 +137,9 @@ BODY = (
 )
 
 
-@pytest.mark.parametrize("look", ["", "net[1].weight.data[net[1].weight.data.nonzero()[0]] = 3.0"])
+@pytest.mark.parametrize(
+    "look", [pytest.param("", marks=pytest.mark.slow), "net[1].weight.data[net[1].weight.data.nonzero()[0]] = 3.0"]
+)
 def test_a_model_begins_with_the_bits_of_one_worker(look: str, tmp_path: Path) -> None:
     body = BODY.format(look=look or "pass")
     equal_bytes(tmp_path, body, 2, "shard=2")

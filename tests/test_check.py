@@ -35,17 +35,15 @@ def test_a_plan_with_shards(tmp_path):
     assert said.endswith("verdict: the same training on 3 workers as on one\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [
-        pytest.param(  # contrastive
-            "F.cross_entropy(F.normalize(o, dim=1) @ F.normalize(o, dim=1).T, torch.arange(len(o)))",
-            marks=pytest.mark.slow,
-        ),
+        "F.cross_entropy(F.normalize(o, dim=1) @ F.normalize(o, dim=1).T, torch.arange(len(o)))",  # contrastive
         "(F.cross_entropy(o, b[1], reduction='none') * (b[0][:, 0] > 0)).sum() / (b[0][:, 0] > 0).sum().clamp(min=1)",
     ],
 )
-@pytest.mark.parametrize("layer", ["nn.Identity()", pytest.param("nn.Dropout(0.2)", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layer", ["nn.Identity()", "nn.Dropout(0.2)"])
 def test_a_loss_that_is_not_a_sum_over_rows(loss, layer, tmp_path):
     """A contrastive loss, and a mean over unequal counts; also behind dropout, where pieces are never merged."""
     model = f"lambda: nn.Sequential(nn.Linear(10, 16), {layer}, nn.Linear(16, 4)).double()"

@@ -43,6 +43,7 @@ def test_a_host_joins_a_run_and_leaves_it_again(cluster: Callable[[int], Cluster
     assert f"left the run, which goes on\ncome back with: {left}" in here.agents[1].text
 
 
+@pytest.mark.slow
 def test_a_host_is_cut_off_and_comes_back(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     """Two workers and four: those that cannot reach the coordinator wait, also where they are more."""
     here = cluster(2)

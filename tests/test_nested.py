@@ -50,7 +50,9 @@ def test_killed_and_resumed(where, undisturbed, tmp_path):
     assert apart(weights, undisturbed[0]) <= 1e-12
 
 
-@pytest.mark.parametrize("where", ["in a loop in a loop in a loop", "between the two that go in step"])
+@pytest.mark.parametrize(
+    "where", ["in a loop in a loop in a loop", pytest.param("between the two that go in step", marks=pytest.mark.slow)]
+)
 def test_asked_to_stop_it_stops_where_the_outermost_loop_asks_for_its_next_step(where, undisturbed, tmp_path):
     run(tmp_path, 2, code=75, STOP_AT=str(KILLS[where][0]))
     weights, log = run(tmp_path, KILLS[where][1])

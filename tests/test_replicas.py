@@ -172,12 +172,13 @@ LAST = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "option", "source"),
     [
         (3, ("--save-every", "5"), "the last checkpoint"),
-        pytest.param(1, ("--mirror", "3"), "what is in memory", marks=pytest.mark.slow),
-        pytest.param(3, ("--mirror", "3"), "what is in memory", marks=pytest.mark.slow),
+        (1, ("--mirror", "3"), "what is in memory"),
+        (3, ("--mirror", "3"), "what is in memory"),
     ],
 )
 def test_the_last_replica_starts_again_by_itself(zero, option, source, tmp_path):

@@ -70,12 +70,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-FAST = ("shard=2 zero=2", "data=2 shard=2")
-
-
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(plan, marks=[] if plan in FAST else pytest.mark.slow) for plan in PLANS if "shard" in plan],
+    [
+        pytest.param(plan, marks=[] if plan == "data=2 shard=2" else pytest.mark.slow)
+        for plan in PLANS
+        if "shard" in plan
+    ],
 )
 def test_exact_has_the_bytes_of_one_worker(plan: str, undisturbed: Path, tmp_path: Path) -> None:
     train(tmp_path, plan)
