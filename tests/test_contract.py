@@ -51,6 +51,7 @@ SLOW = [
     "2 workers, shard=2 zero=1",
     "3 unequal, shard=3 zero=1",
     "4 workers, shard=2 zero=1",
+    "4 unequal, shard=2 zero=1 exact",
     "2 workers, shard=2 zero=2",
     "4 workers, shard=2 zero=3",
     "2 workers, shard=2 zero=1 offload=cpu",

@@ -110,7 +110,7 @@ def outcome(folder: Path, team: list[str]) -> tuple[bytes, object]:
     return (folder / "out.safetensors").read_bytes(), json.loads((folder / "out.json").read_text())
 
 
-@pytest.mark.parametrize("teams", [[TEAMS[0], TEAMS[3], TEAMS[5]], pytest.param(TEAMS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("teams", [[TEAMS[0], TEAMS[5]], pytest.param(TEAMS, marks=pytest.mark.slow)])
 def test_weights_losses_norms_and_evaluations_have_the_same_bits(tmp_path, teams):
     outcomes = []
     for number, team in enumerate(teams):

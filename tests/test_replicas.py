@@ -93,7 +93,8 @@ def test_two_replicas_one_after_the_other(zero, undisturbed, tmp_path):  # noqa:
     same(ended, undisturbed[STEPS])
 
 
-@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_replica_comes_back_and_takes_part(zero, undisturbed, tmp_path):  # noqa: F811
     ended = train(tmp_path, 4, LONG, "kill:0@5.forward", 'journal.jsonl "formed" 2', plan=plan(zero))
     same(ended, undisturbed[LONG])

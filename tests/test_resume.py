@@ -188,6 +188,7 @@ def test_epochs_go_on_from_loop_to_loop(tmp_path):
     assert apart(load_file(tmp_path / "loops.safetensors"), load_file(tmp_path / "once.safetensors")) <= 1e-12
 
 
+@pytest.mark.slow
 def test_a_loop_that_was_left_is_not_gone_on_with_after_another(tmp_path):
     """Where nothing followed it, the same command goes on with it."""
     (tmp_path / "train.py").write_text(

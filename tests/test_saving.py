@@ -271,6 +271,7 @@ def test_how_many_stay(tmp_path: Path) -> None:
     assert done.stderr == "paceline: --keep 0 would leave no checkpoint; give 1 or more\n"
 
 
+@pytest.mark.slow
 def test_a_lone_workers_state_outlives_it_in_memory(tmp_path: Path) -> None:
     """Killed twice, it goes on from the copy that its agent has; nothing was written to the disk on the way."""
     body = WIDE + (
