@@ -26,17 +26,16 @@ TEAMS = {
     "3 unequal, one idle": ["--workers", "3", "--shares", "1,0,2"],
     "1 worker, exact": ["--workers", "1"],
     "3 workers, exact": ["--workers", "3"],
-    "2 workers, shard=2 zero=1": ["--workers", "2"],
     "3 unequal, shard=3 zero=1": ["--workers", "3", "--shares", "3,1,2"],
-    "4 workers, shard=2 zero=1": ["--workers", "4"],
-    "4 unequal, shard=2 zero=1 exact": ["--workers", "4", "--shares", "1,0,2,1"],
-    "2 workers, shard=2 zero=2": ["--workers", "2"],
+    "3 unequal, shard=3 zero=2": ["--workers", "3", "--shares", "3,1,2"],
     "3 unequal, shard=3 zero=3": ["--workers", "3", "--shares", "3,0,2"],
-    "4 workers, shard=2 zero=3": ["--workers", "4"],
+    "4 unequal, shard=2 zero=1 exact": ["--workers", "4", "--shares", "1,0,2,1"],
+    "4 unequal, shard=2 zero=3 exact": ["--workers", "4", "--shares", "1,0,2,1"],
     "2 workers, shard=2 zero=1 offload=cpu": ["--workers", "2"],
     "4 workers, shard=2 zero=3 offload=cpu": ["--workers", "4"],
-    "4 unequal, shard=2 zero=3 exact": ["--workers", "4", "--shares", "1,0,2,1"],
 }
+for count, shard in ((1, 1), (2, 2), (3, 3), (4, 4), (4, 2)):
+    TEAMS |= {f"{count} together, shard={shard} zero={zero}": ["--workers", str(count)] for zero in (1, 2, 3)}
 
 
 @cache
@@ -45,18 +44,9 @@ def oracle(name: str) -> Result:
     return train(CASES[name])
 
 
-# Each is much like one of the others.
-SLOW = [
-    "3 workers",
-    "2 workers, shard=2 zero=1",
-    "3 unequal, shard=3 zero=1",
-    "4 workers, shard=2 zero=1",
-    "4 unequal, shard=2 zero=1 exact",
-    "2 workers, shard=2 zero=2",
-    "4 workers, shard=2 zero=3",
-    "2 workers, shard=2 zero=1 offload=cpu",
-    "4 workers, shard=2 zero=3 offload=cpu",
-]
+# Of the teams in shards these differ most from the others.
+QUICK = {"3 unequal, shard=3 zero=3", "4 unequal, shard=2 zero=3 exact"}
+SLOW = {"3 workers"} | {team for team in TEAMS if "shard" in team} - QUICK
 PARAMS = [pytest.param(team, marks=pytest.mark.slow) if team in SLOW else team for team in TEAMS]
 
 

@@ -57,29 +57,34 @@ BODY = (
 )
 
 
-def train(folder: Path, plan: str, *options: str) -> None:
+EVERY = [(workers, shard, zero) for workers, shard in ((1, 1), (2, 2), (3, 3), (4, 4), (4, 2)) for zero in (1, 2, 3)]
+UNEQUAL = {2: "3,1", 3: "3,0,2", 4: "1,0,2,1"}
+TEAMS = [(workers, f"shard={shard} zero={zero}", "") for workers, shard, zero in EVERY]
+TEAMS += [(workers, words, UNEQUAL[workers]) for workers, words, _ in TEAMS if workers > 1]
+TEAMS += [(2, "shard=2 offload=cpu", ""), (4, "shard=2 zero=1 offload=cpu", UNEQUAL[4])]
+QUICK = (4, "shard=2 zero=3", UNEQUAL[4])
+
+
+def train(folder: Path, workers: int, words: str, *options: str) -> None:
     """Ten steps with `exact`, or as many as there are until the run that the options stop."""
-    workers, words = PLANS[plan]
     train_basics(folder, BODY, workers, "--max-restarts", "0", "--plan", f"exact {words}".strip(), *options)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    train(folder, "data")
+    train(folder, *PLANS["data"])
     return folder
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(plan, marks=[] if plan == "data=2 shard=2" else pytest.mark.slow)
-        for plan in PLANS
-        if "shard" in plan
-    ],
+    ("workers", "words", "shares"),
+    [pytest.param(*team, marks=[] if team == QUICK else pytest.mark.slow) for team in TEAMS],
 )
-def test_exact_has_the_bytes_of_one_worker(plan: str, undisturbed: Path, tmp_path: Path) -> None:
-    train(tmp_path, plan)
+def test_exact_has_the_bytes_of_one_worker(
+    workers: int, words: str, shares: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    train(tmp_path, workers, words, *(["--shares", shares] if shares else []))
     for name in ("out.safetensors", "losses"):
         assert (tmp_path / name).read_bytes() == (undisturbed / name).read_bytes()
 
@@ -88,9 +93,9 @@ def test_exact_has_the_bytes_of_one_worker(plan: str, undisturbed: Path, tmp_pat
 @pytest.mark.parametrize("then", PLANS)
 @pytest.mark.parametrize("first", PLANS)
 def test_what_any_plan_saved_any_plan_resumes(first: str, then: str, undisturbed: Path, tmp_path: Path) -> None:
-    train(tmp_path, first, "--steps", "5")
+    train(tmp_path, *PLANS[first], "--steps", "5")
     assert find_checkpoint(tmp_path / "out", print).step == 5
-    train(tmp_path, then)
+    train(tmp_path, *PLANS[then])
     assert (tmp_path / "out.safetensors").read_bytes() == (undisturbed / "out.safetensors").read_bytes()
 
 
