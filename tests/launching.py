@@ -12,6 +12,13 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
+# Every level of shards on one to four workers: how many there are, and the words of the plan.
+SHARDED = [
+    (workers, f"shard={shard} zero={zero}")
+    for workers, shard in ((1, 1), (2, 2), (3, 3), (4, 4), (4, 2))
+    for zero in (1, 2, 3)
+]
+
 
 def paceline(
     *arguments: str | Path,

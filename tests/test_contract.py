@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import CASES
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, SHARDED, paceline
 from oracle import Result, apart, train
 from safetensors.torch import load_file
 
@@ -33,9 +33,8 @@ TEAMS = {
     "4 unequal, shard=2 zero=3 exact": ["--workers", "4", "--shares", "1,0,2,1"],
     "2 workers, shard=2 zero=1 offload=cpu": ["--workers", "2"],
     "4 workers, shard=2 zero=3 offload=cpu": ["--workers", "4"],
+    **{f"{workers} together, {words}": ["--workers", str(workers)] for workers, words in SHARDED},
 }
-for count, shard in ((1, 1), (2, 2), (3, 3), (4, 4), (4, 2)):
-    TEAMS |= {f"{count} together, shard={shard} zero={zero}": ["--workers", str(count)] for zero in (1, 2, 3)}
 
 
 @cache

@@ -12,7 +12,7 @@ from agents import journal
 from checkpoints import find_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import equal_bytes, train_basics
+from launching import SHARDED, equal_bytes, train_basics
 from safetensors.torch import load_file
 from torch import nn
 
@@ -55,12 +55,8 @@ BODY = (
     "t.export('out.safetensors')\n"
     "if t.main: Path('losses').write_text(repr(losses))\n"
 )
-
-
-EVERY = [(workers, shard, zero) for workers, shard in ((1, 1), (2, 2), (3, 3), (4, 4), (4, 2)) for zero in (1, 2, 3)]
 UNEQUAL = {2: "3,1", 3: "3,0,2", 4: "1,0,2,1"}
-TEAMS = [(workers, f"shard={shard} zero={zero}", "") for workers, shard, zero in EVERY]
-TEAMS += [(workers, words, UNEQUAL[workers]) for workers, words, _ in TEAMS if workers > 1]
+TEAMS = [(*team, "") for team in SHARDED] + [(*team, UNEQUAL[team[0]]) for team in SHARDED if team[0] in UNEQUAL]
 TEAMS += [(2, "shard=2 offload=cpu", ""), (4, "shard=2 zero=1 offload=cpu", UNEQUAL[4])]
 QUICK = (4, "shard=2 zero=3", UNEQUAL[4])
 
