@@ -176,7 +176,7 @@ class OneHost:
     gloo = None
 
     def __init__(self, worker: Shared) -> None:
-        self.shared = worker
+        self.shared, self.rank = worker, worker.me
 
 
 @settings(max_examples=60, deadline=None)

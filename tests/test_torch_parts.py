@@ -14,6 +14,7 @@ import torch
 from launching import SCRIPTS
 from oracle import apart
 from safetensors.torch import load_file
+from warm import Process, environment
 
 # Both add two numbers in the one way there is; of three, gloo adds in another order.
 TOLERANCE = {2: 0.0, 3: 1e-12}
@@ -32,9 +33,9 @@ def run_workers(size: int, folder: Path, seconds: float = 150) -> None:
     logs = [folder / f"{rank}.log" for rank in range(size)]
     command = [sys.executable, str(SCRIPTS / "torch_parts.py")]
     workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        Process(
+            [*command, str(rank), str(size), folder],
+            environment(CUDA_VISIBLE_DEVICES=""),
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
         )

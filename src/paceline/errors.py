@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
+
+_LINE = 80
+_NOTE = "raised in "
+
 
 def a(noun: str) -> str:
     """``an int``, ``a float``: with its article."""
@@ -23,6 +29,12 @@ class PlanError(PacelineError):
 
 class UsageError(PacelineError):
     """The public interface was called with something that cannot work."""
+
+
+class UnsupportedError(UsageError, RuntimeError, ValueError):
+    """A collective that the backend cannot do. Nothing was sent, and the group goes on. Torch's own backends raise the
+    one or the other of the further bases.
+    """
 
 
 class LossError(PacelineError):
@@ -67,6 +79,31 @@ class OutOfMemoryError(PacelineError):
 
 class LaunchError(PacelineError):
     """The workers could not be started, or the script did not train."""
+
+
+def shown(text: str) -> str:
+    """What a user gave, quoted as a shell would need it; of what is longer than a line its beginning."""
+    return shlex.quote(text if len(text) <= _LINE else f"{text[:_LINE]}...")
+
+
+class Noting:
+    """Notes on an exception that passes what it was raised in, as ``micro-batch 4``; our own say that themselves."""
+
+    def __init__(self, what: Callable[[], str]) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, PacelineError):
+            error.add_note(_NOTE + self._what())
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """What `Noting` noted on it."""
+    notes = getattr(error, "__notes__", ())
+    return [note.removeprefix(_NOTE) for note in notes if isinstance(note, str) and note.startswith(_NOTE)]
 
 
 def first_line(error: Exception) -> str:

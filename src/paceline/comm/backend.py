@@ -1,7 +1,7 @@
 """`paceline`, a backend of torch.distributed: ``init_process_group("paceline")`` and all of torch's parts run over it.
 
 CPU tensors travel over our own channel, CUDA tensors over NCCL. Here c10d's calls are only taken apart: into flat
-tensors, and what to copy where at the end.
+tensors, and what to copy where at the end. What cannot be done is refused before anything is sent (tensors.py).
 """
 # Torch's stubs also offer its classes' older calling conventions, which none of its parts uses.
 # mypy: disable-error-code="override, assignment"
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,32 +20,36 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.channel import Channel
+from paceline.comm.collectives import UnevenError
 from paceline.comm.engine import Operation, Steps
 from paceline.comm.hosts import interface_of
 from paceline.comm.shared import Arena
-from paceline.errors import PeerLostError
+from paceline.comm.tensors import (
+    Asked,
+    Back,
+    Op,
+    Reduction,
+    Tensors,
+    asked,
+    asked_sparse,
+    bits,
+    flat,
+    numbers,
+    outside_inference,
+    reducing,
+    write,
+)
+from paceline.errors import PeerLostError, UnsupportedError
 from paceline.world import offer_nccl_interface
 
-Op: Any = dist.ReduceOp.RedOpType
-REDUCTIONS: dict[Any, Any] = {
-    Op.SUM: torch.add,
-    Op.AVG: torch.add,
-    Op.PRODUCT: torch.mul,
-    Op.MIN: torch.minimum,
-    Op.MAX: torch.maximum,
-    Op.BAND: torch.bitwise_and,
-    Op.BOR: torch.bitwise_or,
-    Op.BXOR: torch.bitwise_xor,
-}
-Tensors = Sequence[torch.Tensor]
-Back = list[tuple[torch.Tensor, torch.Tensor]]  # what to copy where at the end
+Ready = Callable[[], dist.Work]  # begins a collective that can be done
 _BYTE = torch.uint8
 
 
-def _collective(options: Any) -> Callable[[Callable[..., dist.Work]], Callable[..., dist.Work]]:
+def _collective(options: Any) -> Callable[[Callable[..., Ready]], Callable[..., dist.Work]]:
     """A collective whose last argument is of the class `options`. Where tensors are CUDA's, NCCL does it."""
 
-    def wrap(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    def wrap(method: Callable[..., Ready]) -> Callable[..., dist.Work]:
         arguments = method.__code__.co_argcount - 2
 
         @functools.wraps(method)
@@ -54,7 +58,8 @@ def _collective(options: Any) -> Callable[[Callable[..., dist.Work]], Callable[.
             opts = opts or (given[arguments] if len(given) > arguments else options())
             if any(_are_cuda(tensor) for tensor in tensors):
                 return getattr(self.nccl(), method.__name__)(*tensors, opts)  # type: ignore[no-any-return]
-            return method(self, *tensors, opts)
+            with outside_inference():
+                return method(self, *tensors, opts)()
 
         return call
 
@@ -85,56 +90,70 @@ class ProcessGroup(dist.ProcessGroup):
         self._nccl: Any = None
         self._barriers = 0
 
-    def _start(self, kind: str, like: torch.Tensor, detail: int, make: Any, opts: Any, outcome: Any) -> Operation:
-        operation = self.channel.start(kind, like.numel(), like.dtype, detail, make, opts.asyncOp)
-        operation.outcome = outcome
-        return operation
+    def _ready(
+        self, what: Asked, numel: int, detail: int, steps: Callable[[int], Steps], opts: Any, outcome: Any
+    ) -> Ready:
+        def start() -> dist.Work:
+            operation = self.channel.start(what.kind, numel, what.dtype, detail, steps, opts.asyncOp)
+            operation.outcome = outcome
+            return operation
+
+        return start
 
     # -- reductions ---------------------------------------------------------------------------------------------
 
     @_collective(c10d.AllreduceOptions)
-    def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+    def allreduce(self, tensors: Tensors, opts: Any) -> Ready:
         (tensor,) = tensors
         if tensor.is_sparse:
             return self._sparse_all_reduce(tensor, opts)
-        flat, back = _flat(_real(tensor))
-        return self._all_reduce(flat, back, opts, list(tensors))
+        what, reduction = reducing("all_reduce", tensors, opts.reduceOp.op, into=tensors)
+        return self._all_reduce(what, reduction, *flat(numbers(tensor)), opts, list(tensors))
 
     @_collective(c10d.AllreduceCoalescedOptions)
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> dist.Work:
-        targets = [_real(tensor).detach() for tensor in tensors]
-        flat = torch.cat([target.reshape(-1) for target in targets])
-        parts = flat.split([target.numel() for target in targets])
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Ready:
+        what, reduction = reducing("all_reduce", tensors, opts.reduceOp.op, into=tensors)
+        targets = [numbers(tensor) for tensor in tensors]
+        whole = torch.cat([target.reshape(-1) for target in targets])
+        parts = whole.split([target.numel() for target in targets])
         back = [(target, part.view(target.shape)) for target, part in zip(targets, parts, strict=True)]
-        return self._all_reduce(flat, back, opts, list(tensors))
+        return self._all_reduce(what, reduction, whole, back, opts, list(tensors))
 
     @_collective(c10d.ReduceOptions)
-    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        target = _real(tensors[0]).detach()
+    def reduce(self, tensors: Tensors, opts: Any) -> Ready:
+        what, reduction = reducing("reduce", tensors, opts.reduceOp.op, into=tensors)
+        target = numbers(tensors[0])
         whole = target.reshape(-1).clone()
         back = [(target, whole.view(target.shape))] if self._rank == opts.rootRank else []
-        return self._all_reduce(whole, back, opts, list(tensors), opts.rootRank + 1)
+        return self._all_reduce(what, reduction, whole, back, opts, list(tensors), opts.rootRank + 1)
 
-    def _all_reduce(self, flat: torch.Tensor, back: Back, opts: Any, outcome: Any, root: int = 0) -> dist.Work:
-        op, reduction = _reduction(opts, flat.dtype)
-        arena = self.channel.in_arena(flat)
+    def _all_reduce(
+        self,
+        what: Asked,
+        reduction: Reduction,
+        whole: torch.Tensor,
+        back: Back,
+        opts: Any,
+        outcome: Any,
+        root: int = 0,
+    ) -> Ready:
+        arena = self.channel.in_arena(whole)
 
         def steps(fp: int) -> Steps:
-            yield from self.channel.hosts.all_reduce(flat, _summed(op), reduction, fp, arena)
-            self._finish(op, flat, back)
+            yield from self.channel.hosts.all_reduce(whole, reduction, fp, arena)
+            self._finish(reduction, whole, back)
 
-        detail = int(op) * (self._size + 1) + root
-        return self._start("reduce" if root else "all_reduce", flat, detail, steps, opts, outcome)
+        detail = int(reduction.op) * (self._size + 1) + root
+        return self._ready(what, len(whole), detail, steps, opts, outcome)
 
-    def _finish(self, op: Any, flat: torch.Tensor, back: Back) -> None:
-        if op == Op.AVG:
-            flat.div_(self._size)
-        _write(back)
+    def _finish(self, reduction: Reduction, whole: torch.Tensor, back: Back) -> None:
+        if reduction.op == Op.AVG:
+            whole.div_(self._size)
+        write(back)
 
-    def _sparse_all_reduce(self, tensor: torch.Tensor, opts: Any) -> dist.Work:
+    def _sparse_all_reduce(self, tensor: torch.Tensor, opts: Any) -> Ready:
         """The sum of sparse tensors: everybody's entries side by side, coalesced."""
-        if opts.reduceOp.op != Op.SUM:
-            raise RuntimeError("sparse tensors can only be summed")
+        what = asked_sparse("sparse all_reduce", tensor, opts.reduceOp.op)
         mine, hosts = tensor.detach().coalesce(), self.channel.hosts
 
         def steps(fp: int) -> Steps:
@@ -152,167 +171,204 @@ class ProcessGroup(dist.ProcessGroup):
             with torch.no_grad():
                 tensor.copy_(torch.sparse_coo_tensor(gathered[0].t(), gathered[1], mine.shape).coalesce())
 
-        return self._start("all_reduce (sparse)", mine, 0, steps, opts, [tensor])
+        return self._ready(what, mine.numel(), 0, steps, opts, [tensor])
 
     @_collective(c10d.ReduceScatterOptions)
-    def reduce_scatter(self, outs: Tensors, tensors: Sequence[list[torch.Tensor]], opts: Any) -> dist.Work:
-        flat, back = _flat(_real(outs[0]))
-        parts = [_flat(_real(part))[0] for part in tensors[0]]
-        return self._reduce_scatter(flat, parts, back, opts, list(outs))
+    def reduce_scatter(self, outs: Tensors, tensors: Sequence[list[torch.Tensor]], opts: Any) -> Ready:
+        what, reduction = reducing("reduce_scatter", [*outs, *tensors[0]], opts.reduceOp.op, into=outs)
+        what.one_each(tensors[0], self._size)
+        out, back = flat(numbers(outs[0]))
+        parts = [flat(numbers(part))[0] for part in tensors[0]]
+        return self._reduce_scatter(what, reduction, out, parts, back, opts, list(outs))
 
     @_collective(c10d.ReduceScatterOptions)
-    def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
-        flat, back = _flat(_real(out))
-        whole, _ = _flat(_real(tensor))
-        parts = _rows(whole, self._size)
-        own = parts[self._rank].data_ptr() == flat.data_ptr()
-        arena = self.channel.in_arena(whole) if own else None
-        return self._reduce_scatter(flat, parts, back, opts, [out], arena)
+    def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
+        return self._reduce_scatter_single(out, tensor, opts)
+
+    @_collective(c10d.ReduceScatterOptions)
+    def reduce_scatter_single_coalesced(self, outs: Tensors, tensors: Tensors, opts: Any) -> Ready:
+        return self._each("reduce_scatter", self._reduce_scatter_single, outs, tensors, opts)
+
+    def _reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
+        what, reduction = reducing("reduce_scatter", [out, tensor], opts.reduceOp.op, into=[out])
+        own, back = flat(numbers(out))
+        whole, _ = flat(numbers(tensor))
+        parts = what.rows(whole, own, self._size)
+        here = parts[self._rank].data_ptr() == own.data_ptr()
+        arena = self.channel.in_arena(whole) if here else None
+        return self._reduce_scatter(what, reduction, own, parts, back, opts, [out], arena)
 
     def _reduce_scatter(
-        self, flat: torch.Tensor, parts: Tensors, back: Back, opts: Any, outcome: Any, arena: Arena | None = None
-    ) -> Operation:
-        op, reduction = _reduction(opts, flat.dtype)
+        self,
+        what: Asked,
+        reduction: Reduction,
+        out: torch.Tensor,
+        parts: Tensors,
+        back: Back,
+        opts: Any,
+        outcome: Any,
+        arena: Arena | None = None,
+    ) -> Ready:
         lengths = [len(part) for part in parts]
-        _fits("reduce_scatter", flat, lengths, self._rank)
+        what.fits(len(out), lengths[self._rank])
         uneven = torch.cat(list(parts)) if len(set(lengths)) > 1 else None
 
         def steps(fp: int) -> Steps:
             if uneven is None:
-                yield from self.channel.hosts.reduce_scatter(flat, parts, _summed(op), reduction, fp, arena)
+                yield from self.channel.hosts.reduce_scatter(out, parts, reduction, fp, arena)
             else:
-                yield from self.channel.hosts.all_reduce(uneven, _summed(op), reduction, fp)
-                flat.copy_(uneven.split(lengths)[self._rank])
-            self._finish(op, flat, back)
+                yield from self.channel.hosts.all_reduce(uneven, reduction, fp)
+                out.copy_(uneven.split(lengths)[self._rank])
+            self._finish(reduction, out, back)
 
-        return self._start("reduce_scatter", flat if uneven is None else uneven, int(op), steps, opts, outcome)
-
-    @_collective(c10d.ReduceScatterOptions)
-    def reduce_scatter_single_coalesced(self, outs: Tensors, tensors: Tensors, opts: Any) -> dist.Work:
-        return self._each(self.reduce_scatter_single, zip(outs, tensors, strict=True), opts)
+        numel = len(out) if uneven is None else len(uneven)
+        return self._ready(what, numel, int(reduction.op), steps, opts, outcome)
 
     # -- what only moves ----------------------------------------------------------------------------------------
 
     @_collective(c10d.BroadcastOptions)
-    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
-        flat, back = _flat(tensors[0])
+    def broadcast(self, tensors: Tensors, opts: Any) -> Ready:
+        what = asked("broadcast", tensors, into=tensors)
+        data, back = flat(bits(tensors[0]))
         root = opts.rootRank
 
         def steps(fp: int) -> Steps:
-            yield from self.channel.hosts.broadcast(flat, root, fp)
-            _write(back)
+            yield from self.channel.hosts.broadcast(data, root, fp)
+            write(back)
 
-        return self._start("broadcast", flat, root, steps, opts, list(tensors))
-
-    @_collective(c10d.AllgatherOptions)
-    def allgather(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> dist.Work:
-        return self._gather("all_gather", outs[0], tensors[0], opts, list(outs))
+        return self._ready(what, len(data), root, steps, opts, list(tensors))
 
     @_collective(c10d.AllgatherOptions)
-    def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
-        flat, back = _flat(out)
-        return self._gather("all_gather", _rows(flat, self._size), tensor, opts, [out], back=back)
+    def allgather(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> Ready:
+        return self._all_gather(outs[0], tensors[0], opts)
 
     @_collective(c10d.AllgatherOptions)
-    def allgather_coalesced(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> dist.Work:
-        rows = [[[out[number] for out in outs]] for number in range(len(tensors))]  # `outs` has a list per rank
-        return self._each(self.allgather, zip(rows, ([tensor] for tensor in tensors), strict=True), opts)
+    def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
+        return self._all_gather_single(out, tensor, opts)
 
     @_collective(c10d.AllgatherOptions)
-    def all_gather_single_coalesced(self, outs: Tensors, tensors: Tensors, opts: Any) -> dist.Work:
-        return self._each(self.all_gather_single, zip(outs, tensors, strict=True), opts)
+    def allgather_coalesced(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> Ready:
+        longest = max(map(len, outs), default=0)  # `outs` has a list per rank
+        rows = [[out[number] for out in outs if number < len(out)] for number in range(longest)]
+        return self._each("all_gather", self._all_gather, rows, tensors, opts)
+
+    @_collective(c10d.AllgatherOptions)
+    def all_gather_single_coalesced(self, outs: Tensors, tensors: Tensors, opts: Any) -> Ready:
+        return self._each("all_gather", self._all_gather_single, outs, tensors, opts)
+
+    def _all_gather(self, outs: list[torch.Tensor], tensor: torch.Tensor, opts: Any) -> Ready:
+        what = asked("all_gather", [*outs, tensor], into=outs)
+        what.one_each(outs, self._size)
+        return self._gather(what, [flat(bits(out)) for out in outs], tensor, opts, [outs])
+
+    def _all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
+        what = asked("all_gather", [out, tensor], into=[out])
+        whole, back = flat(bits(out))
+        rows = what.rows(whole, flat(bits(tensor))[0], self._size)
+        pairs: list[tuple[torch.Tensor, Back]] = [(row, []) for row in rows]
+        pairs[-1] = rows[-1], back
+        return self._gather(what, pairs, tensor, opts, [out])
 
     @_collective(c10d.GatherOptions)
-    def gather(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> dist.Work:
-        return self._gather("gather", outs[0] if outs else [], tensors[0], opts, list(outs), opts.rootRank)
+    def gather(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> Ready:
+        mine = outs[0] if outs else []
+        what = asked("gather", [*mine, *tensors], into=mine)
+        if self._rank == opts.rootRank:
+            what.one_each(mine, self._size)
+            for out in mine:  # the others do not know the list
+                what.fits(tensors[0].numel(), out.numel())
+        return self._gather(what, [flat(bits(out)) for out in mine], tensors[0], opts, list(outs), opts.rootRank)
 
     def _gather(
         self,
-        kind: str,
-        outs: Tensors,
+        what: Asked,
+        pairs: Sequence[tuple[torch.Tensor, Back]],
         tensor: torch.Tensor,
         opts: Any,
         outcome: Any,
         root: int = -1,
-        back: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
-    ) -> dist.Work:
-        """Everybody's tensor into `outs`, which is empty on workers that only give."""
-        flat, _ = _flat(tensor)
-        pairs = [_flat(out) for out in outs]
-        lengths = [len(out) for out, _ in pairs]
-        back = [*(pair for _, own in pairs for pair in own), *back]
-        if lengths:
-            _fits(kind, flat, lengths, self._rank, even=root >= 0)  # a root alone knows the lengths
-        if len(set(lengths)) > 1:
-            takes, gives = [out.view(_BYTE) for out, _ in pairs], [flat.view(_BYTE)] * self._size
-            whole = torch.empty(sum(lengths), dtype=flat.dtype, device="meta")
-            return self._exchange(kind, whole, root, takes, gives, back, opts, outcome)
+    ) -> Ready:
+        """Everybody's tensor into the tensors of `pairs`, of which workers that only give have none."""
+        data, _ = flat(bits(tensor))
+        outs, back = [out for out, _ in pairs], [pair for _, own in pairs for pair in own]
+        if outs:
+            what.fits(len(data), len(outs[self._rank]))
+        if len({len(out) for out in outs}) > 1:
+            numel = sum(map(len, outs))
+            return self._exchange(what, numel, root, outs, [data] * self._size, back, opts, outcome)
 
         def steps(fp: int) -> Steps:
-            yield from self.channel.hosts.all_gather([out for out, _ in pairs], flat, fp)
-            _write(back)
+            yield from self.channel.hosts.all_gather(outs, data, fp)
+            write(back)
 
-        return self._start(kind, flat, root, steps, opts, outcome)
+        return self._ready(what, len(data), root, steps, opts, outcome)
 
     @_collective(c10d.ScatterOptions)
-    def scatter(self, outs: Tensors, tensors: Sequence[list[torch.Tensor]], opts: Any) -> dist.Work:
+    def scatter(self, outs: Tensors, tensors: Sequence[list[torch.Tensor]], opts: Any) -> Ready:
         """An all-to-all where only the root has something to give."""
-        flat, back = _flat(outs[0])
-        none = torch.empty(0, dtype=_BYTE)
-        gives = [_flat(part)[0].view(_BYTE) for part in tensors[0]] if tensors else [none] * self._size
-        takes = [flat.view(_BYTE) if rank == opts.rootRank else none for rank in range(self._size)]
-        return self._exchange("scatter", flat, opts.rootRank, takes, gives, back, opts, list(outs))
+        given = tensors[0] if tensors else []
+        what = asked("scatter", [*outs, *given], into=outs)
+        if self._rank == opts.rootRank:
+            what.one_each(given, self._size)
+        out, back = flat(bits(outs[0]))
+        none = out[:0]
+        gives = [flat(bits(part))[0] for part in given] or [none] * self._size
+        takes = [out if rank == opts.rootRank else none for rank in range(self._size)]
+        return self._exchange(what, len(out), opts.rootRank, takes, gives, back, opts, list(outs))
 
     @_collective(c10d.AllToAllOptions)
-    def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any) -> dist.Work:
-        pairs = [_flat(out) for out in outs]
-        takes = [out.view(_BYTE) for out, _ in pairs]
-        gives = [_flat(part)[0].view(_BYTE) for part in tensors]
+    def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any) -> Ready:
+        what = asked("all_to_all", [*outs, *tensors], into=outs)
+        for parts in (outs, tensors):
+            what.one_each(parts, self._size)
+        pairs = [flat(bits(out)) for out in outs]
+        gives = [flat(bits(part))[0] for part in tensors]
         back = [pair for _, own in pairs for pair in own]
-        return self._exchange(
-            "all_to_all", torch.empty(0, dtype=outs[0].dtype), 0, takes, gives, back, opts, list(outs)
-        )
+        return self._exchange(what, 0, 0, [out for out, _ in pairs], gives, back, opts, list(outs))
 
+    @_collective(c10d.AllToAllOptions)
     def all_to_all_single(
-        self, out: torch.Tensor, tensor: torch.Tensor, out_splits: list[int], splits: list[int], opts: Any = None
-    ) -> dist.Work:
-        opts = opts or c10d.AllToAllOptions()
-        if tensor.is_cuda:
-            return self.nccl().all_to_all_single(out, tensor, out_splits, splits, opts)  # type: ignore[no-any-return]
-        flat, back = _flat(out)
-        gives = [
-            _flat(part)[0].view(_BYTE) for part in (tensor.split(splits) if splits else _chunks(tensor, self._size))
-        ]
-        shares = out.split(out_splits) if out_splits else _chunks(out, self._size)
-        takes = [part.view(_BYTE) for part in flat.split([share.numel() for share in shares])]
-        if len(takes) != self._size or len(gives) != self._size:
-            raise ValueError(f"all_to_all of {len(gives)} parts into {len(takes)} among {self._size} workers")
-        return self._exchange("all_to_all", torch.empty(0, dtype=out.dtype), 1, takes, gives, back, opts, [out])
+        self, out: torch.Tensor, tensor: torch.Tensor, out_splits: list[int], splits: list[int], opts: Any
+    ) -> Ready:
+        what = asked("all_to_all", [out, tensor], into=[out])
+        taken, back = flat(bits(out))
+        takes = taken.split(what.split(out, out_splits, self._size))
+        gives = flat(bits(tensor))[0].split(what.split(tensor, splits, self._size))
+        return self._exchange(what, 0, 1, takes, gives, back, opts, [out])
 
     def _exchange(
-        self,
-        kind: str,
-        like: torch.Tensor,
-        detail: int,
-        takes: Tensors,
-        gives: Tensors,
-        back: Back,
-        opts: Any,
-        outcome: Any,
-    ) -> dist.Work:
+        self, what: Asked, numel: int, detail: int, takes: Tensors, gives: Tensors, back: Back, opts: Any, outcome: Any
+    ) -> Ready:
+        into, given = [take.view(_BYTE) for take in takes], [give.view(_BYTE) for give in gives]
+
         def steps(fp: int) -> Steps:
-            yield from self.channel.hosts.all_to_all(takes, gives, fp)
-            _write(back)
+            try:
+                yield from self.channel.hosts.all_to_all(into, given, fp)
+            except UnevenError as error:  # the same on all workers, who have exchanged nothing
+                source, target = (f"worker {self.channel.side.names[rank]}" for rank in (error.source, error.target))
+                width = what.dtype.itemsize
+                why = f"{source} gives {error.given // width} elements to {target}, which takes {error.taken // width}"
+                raise what.refuse(why, "give and take as many") from None
+            write(back)
 
-        return self._start(kind, like, detail, steps, opts, outcome)
+        return self._ready(what, numel, detail, steps, opts, outcome)
 
-    def _each(self, method: Callable[..., dist.Work], pairs: Iterable[tuple[Any, Any]], opts: Any) -> dist.Work:
+    def _each(self, kind: str, make: Callable[..., Ready], outs: Sequence[Any], tensors: Tensors, opts: Any) -> Ready:
         """Several collectives as one: they go in order, so the last one's end is the end of all."""
-        asynchronous, opts.asyncOp = opts.asyncOp, True
-        works = [method(out, tensor, opts) for out, tensor in pairs]
-        if not asynchronous:
-            works[-1].wait()
-        return works[-1]
+        if not tensors or len(outs) != len(tensors):
+            raise UnsupportedError(
+                f"{kind} of {len(tensors)} tensors into {len(outs)}", "give as many, and at least one"
+            )
+        ready = [make(out, tensor, opts) for out, tensor in zip(outs, tensors, strict=True)]
+
+        def start() -> dist.Work:
+            asynchronous, opts.asyncOp = opts.asyncOp, True
+            works = [begin() for begin in ready]
+            if not asynchronous:
+                works[-1].wait()
+            return works[-1]
+
+        return start
 
     # -- barriers -----------------------------------------------------------------------------------------------
 
@@ -320,7 +376,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.BarrierOptions()
         if self._nccl is not None and opts.device is not None and opts.device.type == "cuda":
             return self._nccl.barrier(opts)  # type: ignore[no-any-return]
-        return self._start("barrier", torch.empty(0, dtype=_BYTE), 0, self.channel.hosts.barrier, opts, [])
+        return self._ready(Asked("barrier", _BYTE), 0, 0, self.channel.hosts.barrier, opts, [])()
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks which do not come within `timeout`."""
@@ -341,7 +397,9 @@ class ProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
         if tensors[0].is_cuda:
             return self.nccl().send(tensors, rank, tag)  # type: ignore[no-any-return]
-        data = _flat(tensors[0])[0].view(_BYTE)
+        asked("send", tensors)
+        with outside_inference():
+            data = flat(bits(tensors[0]))[0].view(_BYTE)
         steps = self.channel.mailbox.send(data, rank, tag)
         operation = self.channel.message(f"send to worker {rank}", ("send", rank), steps, len(data))
         operation.outcome = list(tensors)
@@ -357,14 +415,17 @@ class ProcessGroup(dist.ProcessGroup):
         return self._receive("recv from any worker", ("recv", -1, tag), tensors, others, tag)
 
     def _receive(self, name: str, queue: tuple[Any, ...], tensors: Tensors, sources: list[int], tag: int) -> dist.Work:
-        flat, back = _flat(tensors[0])
+        asked("recv", tensors, into=tensors)
+        with outside_inference():
+            room, back = flat(bits(tensors[0]))
+            data = room.view(_BYTE)
         source: list[int] = []
 
         def steps() -> Steps:
-            source.append((yield from self.channel.mailbox.receive(flat.view(_BYTE), sources, tag)))
-            _write(back)
+            source.append((yield from self.channel.mailbox.receive(data, sources, tag)))
+            write(back)
 
-        operation = self.channel.message(name, queue, steps(), flat.nbytes)
+        operation = self.channel.message(name, queue, steps(), len(data))
         operation.outcome, operation.source = list(tensors), source
         return operation
 
@@ -445,54 +506,3 @@ def _leave_alone(kind: type) -> None:
 
 _leave_alone(ProcessGroup)
 _leave_alone(Operation)
-
-
-def _reduction(opts: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    op = opts.reduceOp.op
-    if op not in REDUCTIONS:
-        raise RuntimeError(f"{op} is not supported by the paceline backend on CPU")
-    if op in (Op.BAND, Op.BOR, Op.BXOR) and dtype.is_floating_point:
-        raise RuntimeError(f"{op} needs whole numbers, not {dtype}")
-    return op, REDUCTIONS[op]
-
-
-def _summed(op: Any) -> Any:
-    """What gloo is asked for: a mean is divided here."""
-    return dist.ReduceOp(Op.SUM if op == Op.AVG else op)
-
-
-def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Back]:
-    """A flat contiguous tensor of the same elements, and what to copy back at the end unless it is the same memory."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1), []
-    dense = tensor.contiguous()
-    return dense.view(-1), [(tensor, dense)]
-
-
-def _write(back: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for target, source in back:
-        target.copy_(source)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
-
-
-def _fits(kind: str, flat: torch.Tensor, lengths: list[int], rank: int, even: bool = False) -> None:
-    """A worker's own tensor must be as long as its part of a list, and where they are `even`, as all parts."""
-    if lengths[rank : rank + 1] != [len(flat)] or (even and len(set(lengths)) > 1):
-        raise ValueError(f"{kind} of {len(flat)} elements with tensors of {', '.join(map(str, lengths))}")
-
-
-def _rows(flat: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """A flat tensor in `count` equal stretches."""
-    if len(flat) % count:
-        raise ValueError(f"{len(flat)} elements do not divide among {count} workers")
-    return list(flat.view(count, -1).unbind(0))
-
-
-def _chunks(tensor: torch.Tensor, count: int) -> Tensors:
-    if len(tensor) % count:
-        raise ValueError(f"{len(tensor)} rows do not divide among {count} workers")
-    return tensor.split(max(1, len(tensor) // count)) if len(tensor) else [tensor] * count

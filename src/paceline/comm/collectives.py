@@ -19,6 +19,14 @@ CHUNK = 1 << 18  # bytes that stay in a core's cache from the sum to its copies
 DIRECT = 1 << 16  # bytes up to which three workers and more each sum all by themselves
 
 
+class UnevenError(ValueError):
+    """In an all-to-all, worker `source` gives worker `target` so many bytes, which takes another number."""
+
+    def __init__(self, source: int, target: int, given: int, taken: int) -> None:
+        super().__init__(source, target, given, taken)
+        self.source, self.target, self.given, self.taken = source, target, given, taken
+
+
 def barrier(shared: Shared, fp: int) -> Steps:
     yield shared.arrive(fp)
 
@@ -153,10 +161,10 @@ def all_to_all(shared: Shared, outs: Sequence[torch.Tensor], ins: Sequence[torch
     A scatter is an all-to-all where only one has something to give.
     """
     me, step = shared.me, _aligned(BLOCK // shared.count)
-    counts = [block[: 8 * shared.count].view(torch.int64) for block in shared.blocks()]
-    counts[me].copy_(torch.tensor([len(part) for part in ins]))
+    counts = [block[: 16 * shared.count].view(torch.int64) for block in shared.blocks()]
+    counts[me].copy_(lengths(outs, ins))
     yield shared.arrive(fp)
-    longest = max(int(row.max()) for row in counts)
+    longest = meet(torch.stack(counts))
     outs[me].copy_(ins[me])
     for start in range(0, longest, step):
         rows = [_cut(block, shared.count, step, torch.uint8) for block in shared.blocks()]
@@ -167,6 +175,21 @@ def all_to_all(shared: Shared, outs: Sequence[torch.Tensor], ins: Sequence[torch
         for place in shared.others:
             part = outs[place][start : start + step]
             part.copy_(rows[place][me][: len(part)])
+
+
+def lengths(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What a worker says before an all-to-all: what it gives to each, and then what it takes."""
+    return torch.tensor([len(part) for part in (*ins, *outs)])
+
+
+def meet(said: torch.Tensor) -> int:
+    """The longest part of an all-to-all of which each worker said a row, all the same ones. Raises UnevenError on all
+    of them if one takes another length than it is given.
+    """
+    given, taken = said.view(len(said), 2, len(said)).unbind(1)
+    for source, target in (given != taken.t()).nonzero().tolist():
+        raise UnevenError(source, target, int(given[source, target]), int(taken[target, source]))
+    return int(given.max())
 
 
 def _rounds(shared: Shared, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:

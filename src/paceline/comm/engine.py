@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.shared import Condition, MismatchError
-from paceline.errors import PacelineError
+from paceline.comm.tensors import outside_inference
+from paceline.errors import PacelineError, UnsupportedError
 
 Steps = Generator[Condition, None, None]
 SPIN = 2e-4  # seconds of looking without a pause, while there is a core for each worker
@@ -92,7 +93,8 @@ class Operation(dist.Work):
         return self.done
 
     def _end(self, error: Exception | None) -> None:
-        if error is not None and self.sequence and self.owner.broken is None:
+        refused = isinstance(error, UnsupportedError)  # by all alike
+        if error is not None and self.sequence and not refused and self.owner.broken is None:
             self.owner.broken = error  # its members stand at different places now
         self.error, self._steps, self._until = error, _nothing(), None
         self.done = True
@@ -197,9 +199,10 @@ class Engine:
 
     def _advance(self) -> None:
         """Moves everything on as far as it goes. Holds the lock."""
-        for queue, line in list(self._queues.items()):
-            while line and line[0].advance():
-                self._drop(queue)
+        with outside_inference():
+            for queue, line in list(self._queues.items()):
+                while line and line[0].advance():
+                    self._drop(queue)
 
     def poke(self, operation: Operation | None = None) -> bool:
         """Moves operations on without waiting, unless somebody else does; whether `operation` is done."""

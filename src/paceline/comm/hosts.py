@@ -26,15 +26,13 @@ from paceline.comm import collectives
 from paceline.comm.engine import Steps
 from paceline.comm.shared import Arena, MismatchError, Shared, host_key, map_together, raw_bytes
 from paceline.comm.side import Ask, asker
+from paceline.comm.tensors import Reduction
 from paceline.errors import PeerLostError, UsageError, first_line
 from paceline.world import gloo_interface
 
 FOREVER = timedelta(days=7)  # waiting is our own: gloo's deadline only has to be longer than any honest pause
 KEPT_BYTES = 64 << 20
 SIOCGIFADDR = 0x8915
-# The others it refuses; of bool it makes bytes that are neither true nor false.
-_ADDED_BY_GLOO = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8}
-_ADDED_BY_GLOO |= {torch.bfloat16}
 
 
 class LinkError(RuntimeError):
@@ -132,7 +130,8 @@ class Hosts:
         sharing = {r for host in hosts if len(host) > 1 for r in host if self._ask(f"shares/{r}") == "1"}
         joint = [host for host in hosts if host[0] in sharing]
         self.hosts = sorted(joint + [[r] for r in range(size) if r not in sharing])
-        self.here = next(number for number, host in enumerate(self.hosts) if rank in host)
+        self._places = {r: (number, at) for number, host in enumerate(self.hosts) for at, r in enumerate(host)}
+        self.here, _ = self._places[rank]
         self.gloo: Gloo | None = None
         self.leaders: Gloo | None = None
         self._store, self._arenas = store, 0
@@ -160,8 +159,7 @@ class Hosts:
 
     def place(self, rank: int) -> tuple[int, int]:
         """The host of a rank, and its place among that host's workers."""
-        host = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
-        return host, self.hosts[host].index(rank)
+        return self._places[rank]
 
     def arena(self, size: int) -> list[torch.Tensor] | None:
         """Fresh shared memory for `size` bytes of each worker of this host, as flat bytes by place; None: there is
@@ -189,31 +187,31 @@ class Hosts:
             if self.shared is not None:
                 yield from collectives.barrier(self.shared, fp)
 
-    def all_reduce(self, flat: torch.Tensor, op: Any, reduction: Any, fp: int, arena: Arena | None = None) -> Steps:
+    def all_reduce(self, flat: torch.Tensor, reduction: Reduction, fp: int, arena: Arena | None = None) -> Steps:
         """`arena`: this host's workers' tensors in shared memory, of which `flat` is this worker's."""
         shared, asked = self.shared, fp
         fp ^= arena is not None  # within a host all go the same way; another host may have no memory to share
         if self.leaders is None and shared is not None:
             if arena is not None:
-                yield from collectives.all_reduce_in_place(shared, arena, reduction, fp)
+                yield from collectives.all_reduce_in_place(shared, arena, reduction.of, fp)
             else:
-                yield from collectives.all_reduce(shared, flat, reduction, fp)
+                yield from collectives.all_reduce(shared, flat, reduction.of, fp)
             return
         if shared is not None:
             if arena is not None:
-                yield from collectives.all_reduce_in_place(shared, arena, reduction, fp, into=[0])
+                yield from collectives.all_reduce_in_place(shared, arena, reduction.of, fp, into=[0])
             else:
-                yield from collectives.reduce(shared, flat, 0, reduction, fp)
+                yield from collectives.reduce(shared, flat, 0, reduction.of, fp)
         if self.leads and self.leaders is not None:
             leaders = self.leaders
             options = c10d.AllreduceOptions()
-            options.reduceOp = op
             yield from leaders.same(asked)
-            if flat.dtype in _ADDED_BY_GLOO:
+            if reduction.gloo is not None:
+                options.reduceOp = reduction.gloo
                 yield from leaders.run(lambda: leaders.group.allreduce([flat], options), flat.nbytes)
             else:
                 rows = yield from leaders.all_gather(flat)
-                flat.copy_(functools.reduce(reduction, rows.unbind(0)))
+                flat.copy_(functools.reduce(reduction.of, rows.unbind(0)))
         if shared is not None:
             yield from collectives.broadcast(shared, flat, 0, fp)
 
@@ -232,8 +230,7 @@ class Hosts:
 
     def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor, fp: int) -> Steps:
         """`outs` has a tensor like `flat` per rank; with none, this worker only gives."""
-        if self.leaders is None:
-            assert self.shared is not None
+        if self.leaders is None and self.shared is not None:
             yield from collectives.all_gather(self.shared, outs, flat, fp)
             return
         widest = max(map(len, self.hosts))
@@ -243,7 +240,9 @@ class Hosts:
             yield from collectives.all_gather(self.shared, block[: self.shared.count].unbind(0), flat, fp)
         else:
             block[0].copy_(flat)
-        if self.leads:
+        if self.leaders is None:  # a lone worker
+            whole = block[None]
+        elif self.leads:
             yield from self.leaders.same(fp)
             rows = yield from self.leaders.all_gather(block.view(-1))
             whole.copy_(rows.view_as(whole))
@@ -257,33 +256,35 @@ class Hosts:
         self,
         out: torch.Tensor,
         parts: Sequence[torch.Tensor],
-        op: Any,
-        reduction: Any,
+        reduction: Reduction,
         fp: int,
         arena: Arena | None = None,
     ) -> Steps:
         """`arena`: this host's workers' tensors in shared memory, of which `parts` are stretches and `out` the own."""
-        if self.leaders is None:
-            assert self.shared is not None
+        if self.leaders is None and self.shared is not None:
             if arena is not None:
-                yield from collectives.reduce_scatter_in_place(self.shared, arena, reduction, fp ^ 1)
+                yield from collectives.reduce_scatter_in_place(self.shared, arena, reduction.of, fp ^ 1)
             else:
-                yield from collectives.reduce_scatter(self.shared, out, parts, reduction, fp)
+                yield from collectives.reduce_scatter(self.shared, out, parts, reduction.of, fp)
             return
         whole = torch.cat(list(parts))
-        yield from self.all_reduce(whole, op, reduction, fp)
+        yield from self.all_reduce(whole, reduction, fp)
         out.copy_(whole[self.rank * len(out) : (self.rank + 1) * len(out)])
 
     def all_to_all(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], fp: int) -> Steps:
         """Flat bytes; lengths may differ. Between hosts every pair exchanges its own."""
         if self.gloo is None:
-            assert self.shared is not None
-            yield from collectives.all_to_all(self.shared, outs, ins, fp)
+            if self.shared is not None:
+                yield from collectives.all_to_all(self.shared, outs, ins, fp)
+            else:  # a lone worker
+                collectives.meet(collectives.lengths(outs, ins)[None])
+                outs[0].copy_(ins[0])
             return
         net = self.gloo
         given, taken = torch.cat(list(ins)), torch.empty(sum(map(len, outs)), dtype=torch.uint8)
         sizes = [len(out) for out in outs], [len(part) for part in ins]
         yield from net.same(fp)
+        collectives.meet((yield from net.all_gather(collectives.lengths(outs, ins))))
         yield from net.run(
             lambda: net.group.alltoall_base(taken, given, *sizes, c10d.AllToAllOptions()), given.nbytes + taken.nbytes
         )

@@ -15,7 +15,7 @@ import torch
 
 from paceline.comm.engine import Steps
 from paceline.comm.hosts import Hosts, LinkError
-from paceline.comm.shared import Condition, Lane
+from paceline.comm.shared import LANE, Condition, Lane
 from paceline.comm.side import beside
 
 
@@ -92,15 +92,17 @@ class Mailbox:
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
-        self._inboxes: dict[int, _Inbox] = {}
+        own = Lane([0] * 4, 0, list(torch.empty(2, LANE, dtype=torch.uint8)))  # a batch may send to itself
+        self._outboxes = {hosts.rank: own}
+        self._inboxes = {hosts.rank: _Inbox(own, hosts.rank)}
         if hosts.gloo is None and hosts.shared is not None:
             shared = hosts.shared
-            places = list(enumerate(shared.ranks))  # this worker's too: a batch may send to itself
-            self._outboxes = {rank: shared.lane(shared.me, place) for place, rank in places}
-            self._inboxes = {rank: _Inbox(shared.lane(place, shared.me), rank) for place, rank in places}
+            others = [(place, shared.ranks[place]) for place in shared.others]
+            self._outboxes |= {rank: shared.lane(shared.me, place) for place, rank in others}
+            self._inboxes |= {rank: _Inbox(shared.lane(place, shared.me), rank) for place, rank in others}
 
     def send(self, data: torch.Tensor, rank: int, tag: int) -> Steps:
-        if self._hosts.gloo is not None:
+        if self._hosts.gloo is not None and rank != self._hosts.rank:
             net = self._hosts.gloo.group
             head = torch.tensor([len(data)]).view(torch.uint8)  # gloo ends the receiver's process over another size
             for part in (head, data):
@@ -117,7 +119,7 @@ class Mailbox:
 
     def receive(self, data: torch.Tensor, sources: list[int], tag: int) -> Generator[Condition, None, int]:
         """Fills `data` with the next message of this tag; returns the rank that it came from."""
-        if self._hosts.gloo is not None:
+        if self._hosts.gloo is not None and sources != [self._hosts.rank]:
             net = self._hosts.gloo.group
             head = torch.empty(8, dtype=torch.uint8)
             work = yield from _in_thread(
