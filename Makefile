@@ -10,6 +10,8 @@ PINS := pyproject.toml constraints.txt
 RUN := runs/demo
 ONE := runs/demo-one
 
+COLD := tests/test_launch.py tests/test_launch_ends.py tests/test_errors.py tests/test_exits.py
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint types bench clean
 
@@ -46,11 +48,16 @@ demo: $(ALONE) ## train a small GPT on this Python's own source with two workers
 	@$(BIN)/paceline run --workers 2 --run-dir $(RUN) --against $(ONE) examples/gpt.py
 	@echo "open $(RUN)/report.html in a browser: it needs nothing but that file"
 
-test: lint types ## lint, types, and all tests but the slow ones
-	@$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+# Types are checked beside the tests, and told of after them.
+test: lint ## lint, types, and all tests but the slow ones
+	@$(BIN)/mypy > $(VENV)/types.log 2>&1 & types=$$!; \
+	  $(BIN)/pytest -m "not slow" -n 2 --dist worksteal; tests=$$?; \
+	  wait $$types || tests=1; cat $(VENV)/types.log; exit $$tests
 
+# What starts workers is tested both ways: forked from a warm process, and cold.
 test-all: lint types ## lint, types, and all tests
 	@$(BIN)/pytest
+	@PACELINE_COLD_START=1 $(BIN)/pytest -n 2 $(COLD)
 
 lint: $(TOOLS) ## ruff: rules and format
 	@$(BIN)/ruff check

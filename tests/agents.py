@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from warm import Process, environment
 
 SOURCE = Path(__file__).parents[1] / "src"
 
@@ -92,15 +93,15 @@ class Launcher:
         **options: Any,
     ) -> subprocess.Popen[str]:
         (self.folder / "train.py").write_text(WORKER + textwrap.dedent(script))
-        given = {"script": "train.py", "workers": 2, "run_dir": "run", **options}
-        process = subprocess.Popen(
+        cold = preexec is not None  # it may leave no room for torch
+        given = {"script": "train.py", "workers": 2, "run_dir": "run", "cold_start": cold, **options}
+        process = Process(
             [sys.executable, "-c", MAIN, json.dumps(given)],
+            environment(**(env or {})),
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(SOURCE), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             errors="surrogateescape",
             preexec_fn=preexec,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,8 +16,9 @@ import psutil
 import pytest
 from launching import SCRIPTS, paceline
 from networks import Network
+from warm import Process, environment
 
-from paceline.observe.journal import effective_steps
+from paceline.observe.journal import effective_steps, read_journal
 
 PORT, STEPS = 29400, 80
 
@@ -40,7 +40,7 @@ def processes() -> list[psutil.Process]:
 class Agent:
     """A `paceline run` on a host, with the run folder `folder`."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     folder: Path
     console: Path
 
@@ -83,13 +83,14 @@ class Cluster:
         if code is not None:
             script = self.folder / "other.py"
             script.write_text(code)
-        command = [sys.executable, "-m", "paceline.cli", "run", "--workers", workers, "--run-dir", name, *where]
+        command = [sys.executable, "-m", "paceline", "run", "--workers", str(workers), "--run-dir", name, *where]
         console = self.folder / f"{name}.console"
         with console.open("wb") as out:
-            process = subprocess.Popen(
-                here.command(*map(str, [*command, *options, script, "out", self.steps])),
+            process = Process(
+                [*command, *options, script, "out", str(self.steps)],
+                environment(WAIT=f"{self.gate} go 1", PACELINE_CHAOS=faults),
+                here.inside,
                 cwd=self.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "WAIT": f"{self.gate} go 1", "PACELINE_CHAOS": faults},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -164,12 +165,9 @@ class Cluster:
 
 def worker_of(folder: Path, rank: int | None = None) -> int:
     """The process of one worker whose run folder is this, if need be of this number."""
-    for process in processes():
-        variables = process.info["environ"] or {}
-        number = variables.get("PACELINE_RANK") if variables.get("PACELINE_RUN_DIR") == str(folder) else None
-        if number is not None and rank in (None, int(number)):
-            return int(process.pid)
-    raise AssertionError("there is no such worker")
+    told = {event["worker"]: event for event in read_journal(folder) if event["event"] == "worker"}
+    there = [event for event in told.values() if event["what"] != "ended" and rank in (None, event["worker"])]
+    return int(there[0]["pid"])
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ import os
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from agents import Launcher
@@ -32,6 +33,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("it needs a CUDA device")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The ten slowest files: where time goes that everybody waits for."""
+    seconds: Counter[str] = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("the slowest files", sep="-")
+    for file, taken in seconds.most_common(10):
+        terminalreporter.line(f"{taken:7.1f} s  {file}")
 
 
 MemoryGroup = Callable[[int], Path]

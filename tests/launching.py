@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from subprocess import PIPE
 
-SCRIPTS = Path(__file__).parent / "scripts"
+from warm import SCRIPTS as SCRIPTS
+from warm import Process, environment
 
 # Every level of shards on one to four workers: how many there are, and the words of the plan.
 SHARDED = [
@@ -29,17 +30,15 @@ def paceline(
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """`paceline ARGUMENTS...`; with `code` the exit code must be that. `preexec` runs in the child before it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline.cli", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        preexec_fn=preexec,
-    )
-    assert code is None or done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
+    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
+    with Process(command, environment(**env), cwd=cwd, stdout=PIPE, stderr=PIPE, preexec_fn=preexec) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    assert code is None or process.returncode == code, f"exit code {process.returncode}\n{stdout}\n{stderr}"
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def train_basics(
@@ -51,7 +50,7 @@ def train_basics(
     if body is not None:
         (folder / "train.py").write_text("from basics import *\n" + body)
     args = ("run", "--workers", str(workers), "--run-dir", "out", *options, "train.py")
-    return paceline(*args, cwd=folder, code=code, PYTHONPATH=str(SCRIPTS), PACELINE_CHAOS=chaos)
+    return paceline(*args, cwd=folder, code=code, PACELINE_CHAOS=chaos)
 
 
 def exported(folder: Path, body: str, workers: int, plan: str) -> Path:
@@ -74,13 +73,7 @@ def without_an_agent(*scripts: Path, cwd: Path | None = None, **env: str) -> lis
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(len(scripts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
     workers = [
-        subprocess.Popen(
-            [sys.executable, script],
-            cwd=cwd,
-            env={**os.environ, **shared, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Process([sys.executable, script], environment(**shared, RANK=str(rank)), cwd=cwd, stderr=PIPE)
         for rank, script in enumerate(scripts)
     ]
     said = [worker.communicate(timeout=120)[1] for worker in workers]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from warm import Process, environment
 
 _numbers = itertools.count()
 # What a host is inside: its own name, and a hosts file that knows nobody.
@@ -32,11 +33,16 @@ class Host:
     address: str
     known: Path
 
+    @property
+    def inside(self) -> tuple[str, str, str]:
+        """Where a `Process` is to run that runs on this host."""
+        return f"/run/netns/{self.space}", str(self.known), f"nowhere-{self.address.rpartition('.')[2]}"
+
     def command(self, *command: str | Path) -> list[str]:
         """The command that runs `command` on this host."""
-        nowhere = f"nowhere-{self.address.rpartition('.')[2]}"
-        enter = ["nsenter", f"--net=/run/netns/{self.space}", "unshare", "--uts", "--mount", "sh", "-c", INSIDE, "sh"]
-        return [*enter, str(self.known), nowhere, *map(str, command)]
+        space, known, name = self.inside
+        enter = ["nsenter", f"--net={space}", "unshare", "--uts", "--mount", "sh", "-c", INSIDE, "sh"]
+        return [*enter, known, name, *map(str, command)]
 
     def sent(self) -> int:
         """Bytes that left through eth0 so far."""
@@ -89,14 +95,14 @@ class Network:
                 env = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
                 env |= {"MASTER_ADDR": self.hosts[0].address, "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
                 env |= {"CUDA_VISIBLE_DEVICES": "", **(everywhere or {}), **(by_host[number] if by_host else {})}
-                process = subprocess.Popen(
-                    host.command(sys.executable, *command),
+                process = Process(
+                    [sys.executable, *command],
+                    environment(**{name: str(value) for name, value in env.items()}),
+                    host.inside,
                     cwd=self.folder,
-                    env={**os.environ, **{name: str(value) for name, value in env.items()}},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    text=True,
                 )
                 self.workers.append(Worker(rank, process))
         return self.workers

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -98,6 +100,31 @@ def test_who_does_not_know_the_secret_is_not_heard() -> None:
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
     assert len(newcomer.learner.states) == 1
+
+
+def test_who_calls_and_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "MEET", 3600.0)
+    first, newcomer = Ahead(0), Newcomer()
+    with ExitStack() as calls:
+        for said in (b"", b"0" * 39, newcomer.taker.at[2].encode()):
+            calls.enter_context(socket.create_connection(newcomer.taker.at[:2])).sendall(said)
+        begun(first, newcomer)
+        until(lambda: newcomer.current == 1, 20)
+    first.enter([6])
+    newcomer.thread.join(20)
+    assert newcomer.followed
+
+
+@pytest.mark.parametrize("length", [-1, 1 << 50])
+def test_the_length_of_a_frame_is_not_believed(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    newcomer = Newcomer()
+    host, port, secret = newcomer.taker.at
+    with socket.create_connection((host, port)) as link:
+        link.sendall(secret.encode() + struct.pack("<qq", 0, length))
+        newcomer.thread.join(20)
+    assert (newcomer.followed, newcomer.current, raised) == (False, 1, [])
 
 
 def test_one_who_sends_too_slowly_gives_up_and_says_how_fast_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

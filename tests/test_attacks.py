@@ -21,6 +21,7 @@ from agents import until
 from clusters import STEPS, worker_of
 from clusters import undisturbed as undisturbed
 from launching import SCRIPTS
+from warm import Process, environment
 
 from paceline.observe.journal import effective_steps, read_journal
 from paceline.team.token import authorization, read_token
@@ -72,14 +73,13 @@ class Target:
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Target]:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "paceline.cli", "run", "--workers", "2", "--run-dir", str(run)]
-    process = subprocess.Popen(
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "2", "--run-dir", str(run)]
+    process = Process(
         [*command, SCRIPTS / "survivor.py", "out", str(STEPS)],
+        environment(WAIT=f"{tmp_path / 'gate'} go 1"),
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "WAIT": f"{tmp_path / 'gate'} go 1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
     )
     until(lambda: any(event["event"] == "step" for event in read_journal(run)))
     made = Target(process, run, json.loads((run / "coordinator.json").read_text())["port"])

@@ -67,6 +67,29 @@ def test_the_same_weights_deal_whole_micro_batches_or_parts_of_them() -> None:
     assert fine == [148, 72, 36]
 
 
+@given(st.integers(1, 400), st.integers(1, 60), st.booleans())
+def test_the_parts_that_can_be_dealt_are_counted_as_they_are_dealt(global_batch: int, micro: int, fine: bool) -> None:
+    grid = Grid(global_batch, min(micro, global_batch))
+    shares = deal_rows(grid.cut(global_batch), [1.0] * (global_batch + 1), grid.grain if fine else None)
+    assert Balance(grid, (0,), fine=fine).units == sum(bool(share) for share in shares)
+
+
+def test_a_thousand_workers_cut_the_global_batch_up_a_few_times_and_not_once_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut, calls = Grid.cut, []
+
+    def counted(grid: Grid, rows: int) -> list[range]:
+        calls.append(rows)
+        return cut(grid, rows)
+
+    monkeypatch.setattr(Grid, "cut", counted)
+    team = Simulated(1000, noise=0.01, fine=True, grid=Grid(4000, 4))
+    team.run(12, [1.0] * 500 + [0.5] * 500)
+    assert team.changes
+    assert len(calls) < 10
+
+
 # ---- simulated workers: so many global batches a second, and noise
 
 
@@ -145,8 +168,16 @@ def test_what_does_not_depend_on_the_share_is_told_apart() -> None:
 @pytest.mark.parametrize(
     ("members", "speeds", "said"),
     [
-        (12, [1.0], "67 % of their speed is used, with the plan micro=2 it would be 97 %"),
-        (3, [1.0, 0.4, 0.15], "86 % of their speed is used, with the plan micro=8 it would be 98 %"),
+        (
+            12,
+            [1.0],
+            "67 % of their speed is used, with the plan micro=2, which changes the mathematics, it would be 97 %",
+        ),
+        (
+            3,
+            [1.0, 0.4, 0.15],
+            "86 % of their speed is used, with the plan micro=8, which changes the mathematics, it would be 98 %",
+        ),
         (4, [1.0], None),
     ],
 )

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from test_checkpoint_tree import refusal, same
 
 from paceline.checkpoint.export import write_model
-from paceline.checkpoint.tensorfile import write_tensors
+from paceline.checkpoint.tensorfile import size_text, write_tensors
 from paceline.errors import CheckpointError
 
 
@@ -520,6 +520,25 @@ def test_a_full_disk_and_one_that_is_read_only(small_disk: Path) -> None:
     cure = "see that the folder exists and can be written to, or choose"
     wanted = said.format(140, "Read-only file system", cure)
     assert refusal(CheckpointError, write, run, 140) == f"{wanted}; the checkpoint of step 130 is intact"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("left", [20_000, 150_000])
+def test_a_full_disk_is_told_what_a_whole_checkpoint_needs(left: int, small_disk: Path, tmp_path: Path) -> None:
+    """Its tensors, their names and the manifest; where there is no room for the tensors, or only for them. Nothing
+    stays, so that the next one needs no more.
+    """
+    state, manifest = {f"w{number}": torch.zeros(10) for number in range(500)}, {"script": "x" * 200_000}
+    whole = write_checkpoint(tmp_path / "elsewhere", 1, state, manifest)
+    need = sum(path.stat().st_size for path in whole.iterdir())
+    assert need > 250_000
+    about = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(bytes(about.f_bavail * about.f_bsize - left))
+    assert refusal(CheckpointError, write_checkpoint, small_disk / "run", 1, state, manifest) == (
+        f"checkpoint of step 1 could not be written to {small_disk}/run/checkpoints: No space left on device; "
+        f"free some space (it needs {size_text(need)}) or choose another --run-dir"
+    )
+    assert [path for path in small_disk.rglob("*") if path.is_file()] == [small_disk / "filler"]
 
 
 def test_a_run_folder_that_is_a_file(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def test_parts_of_several_writers_are_one_checkpoint(tmp_path: Path) -> None:
     told = {}
     for part in reversed(plan):
         assert find_checkpoint(tmp_path, lambda _: None) is None  # not before the last one has come, and the manifest
-        told |= files.write_files(storage, 7, part, lambda name, rows: files.take(state[name], rows))
-    files.commit(storage, 7, plan, told, state, {"seed": 3})
+        told |= files.write_files(storage, 7, part, lambda name, rows: files.take(state[name], rows), lambda: 0)
+    files.commit(storage, 7, plan, told, files.whole_shapes(state), {"seed": 3})
     found = find_checkpoint(tmp_path, pytest.fail)
     assert found is not None
     entries = found.manifest["tensors"]

@@ -7,9 +7,11 @@ from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from replay import Replay
 
-from paceline.team.coordinator import ALONE, RETURN, Coordinator, Said
+from paceline.team.coordinator import ALONE, RETURN, Coordinator
 from paceline.team.roster import Announcement, Roster
+from paceline.team.seats import Said
 
 HOSTS = {  # by the workers of a replica; those of "a" begin the run
     1: {"a": [0, 1], "b": [2, 3], "c": [4]},
@@ -262,6 +264,79 @@ def test_what_died_while_no_coordinator_was_there_is_lost() -> None:
     assert [entry for entry in play.journal if entry["event"] == "lost"][-1]["why"] == "did not come back"
 
 
+def late(play: Play, *agents: str) -> None:
+    """The coordinator is started again, and these do not come back in time."""
+    play.silent |= {*agents}
+    play.again()
+    play.settle(RETURN + 2)
+
+
+def back(play: Play, *agents: str) -> None:
+    for agent in agents:
+        play.silent.discard(agent)
+        play.join(agent)
+
+
+def test_agents_that_are_late_have_not_failed() -> None:
+    """All of them: nobody else could go on. One is back first, and the others have their time from then on."""
+    play = admitted()
+    before = play.coordinator.roster
+    lives = {n: said.life for workers in play.workers.values() for n, said in workers.items()}
+    late(play, "a", "b", "c")
+    assert play.coordinator.undecided
+    back(play, "c")
+    play.settle(RETURN - 1)
+    back(play, "a", "b")
+    play.settle()
+    after = play.coordinator.roster
+    assert (after.members, after.number, after.established) == (before.members, before.number, before.established)
+    assert not play.coordinator.failing
+    assert {n: said.life for workers in play.workers.values() for n, said in workers.items()} == lives
+
+
+def test_who_is_late_is_lost_once_others_are_back() -> None:
+    play = admitted()
+    late(play, "a", "b", "c")
+    back(play, "b")
+    play.settle(RETURN + 1)
+    assert play.members == {2, 3}
+    (lost,) = [entry for entry in play.journal if entry["event"] == "lost"]
+    assert (lost["workers"], lost["why"]) == ([0, 1, 4], "did not come back")
+    back(play, "a", "c")
+    play.settle()
+    for number in (0, 1, 4):
+        happen(play, "arrive", number)
+    play.settle()
+    assert play.members == {0, 1, 2, 3, 4}
+    assert not play.coordinator.failing
+
+
+def test_those_whose_workers_died_meanwhile_wait_for_who_is_late_and_say_so() -> None:
+    play = admitted()
+    for number in (2, 3, 4):
+        happen(play, "kill", number)
+    late(play, "a")
+    said = "workers 0-1 did not come back yet, and nobody else has the state of the training: waiting"
+    assert [text for _, text, _ in play.coordinator.lines] == [said]
+    back(play, "a")
+    play.settle()
+    assert play.members == {0, 1}
+    assert not play.coordinator.failing
+
+
+def test_who_is_late_at_the_end_is_not_lost() -> None:
+    """Nobody comes to the end without the others."""
+    play = admitted()
+    for number in (0, 1, 2, 3):
+        play.change(number, ended=True)
+        play.change(number, status=0)
+    late(play, "c")
+    assert [entry for entry in play.journal if entry["event"] == "lost"] == []
+    assert not play.coordinator.failing
+    assert not play.coordinator.undecided
+    assert play.coordinator.finished
+
+
 def test_the_last_host_is_not_given_up_because_it_is_silent() -> None:
     """As after Ctrl-Z: nobody else could go on."""
     play = Play()
@@ -295,6 +370,15 @@ def test_who_misses_others_that_live_meets_them_again() -> None:
     assert play.members == {0, 1, 2, 3, 4}
 
 
+def test_who_misses_others_again_and_again_ends_the_run() -> None:
+    play = Play()
+    play.coordinator.max_restarts = 1
+    for _ in range(2):
+        play.change(0, alone=play.coordinator.roster.number)
+        play.settle(ALONE + 1)
+    assert play.coordinator.orders("a")["failing"] == [[0, "a", "lost its connections to the others"]]
+
+
 def test_who_misses_others_does_not_wait_for_the_end_of_a_step() -> None:
     """After which the generation that admits somebody would be entered."""
     play = Play()
@@ -313,3 +397,33 @@ def test_a_replica_leaves_one_by_one_and_takes_no_other_along() -> None:
     play.settle(5.0)
     assert [entry["workers"] for entry in play.journal if entry["event"] == "generation"] == [[2, 3]]
     assert [n for n, said in play.workers["a"].items() if said.status is not None] == [1], "its mate is back"
+
+
+# ---- many workers
+
+
+class Number(int):
+    """A worker's number that knows how often one was compared with another or looked up."""
+
+    looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        Number.looks += 1
+        return int(self) == other
+
+    def __hash__(self) -> int:
+        Number.looks += 1
+        return hash(int(self))
+
+
+def test_a_thousand_workers_on_125_hosts_are_not_looked_for_one_among_all() -> None:
+    """A loss is decided with a few looks at each worker; a report, of which each may change the team, with fewer."""
+    replay = Replay(125, 8, Number)
+    looks: dict[str, int] = {}
+    acts = ["begin", "lose_worker", "enter", "news", "come_back", "lose_host", "enter", "news", "leave", "end"]
+    for act in acts:
+        Number.looks = 0
+        getattr(replay, act)()
+        looks[act] = max(looks.get(act, 0), Number.looks // 1000)
+    assert max(looks["lose_worker"], looks["lose_host"]) < 50, looks
+    assert max(looks.values()) < 10 * 125, looks

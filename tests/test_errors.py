@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -17,7 +18,7 @@ MEET = (
 )
 
 
-def fails(body: str, tmp_path: Path, workers: int = 2, code: int = 1, options: tuple[str, ...] = ()) -> str:
+def fails(body: str | None, tmp_path: Path, workers: int = 2, code: int = 1, options: tuple[str, ...] = ()) -> str:
     """Runs a script that must fail; returns its one failure block."""
     done = train_basics(tmp_path, body, workers, *options, code=code)
     blocks = re.findall(r"^worker \d+ failed \(.*", done.stderr, re.M)
@@ -210,12 +211,30 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     assert "resuming from step 4 of " in done.stderr
 
 
-def test_only_damaged_checkpoints_stop_the_run(tmp_path):
+@pytest.mark.parametrize("how", ["damaged", "of a later format"])
+def test_only_checkpoints_that_cannot_be_read_stop_the_run(how, tmp_path):
     interrupted_run(tmp_path)
-    for weights in (tmp_path / "out/checkpoints").glob("*/*.safetensors"):
-        weights.write_bytes(weights.read_bytes()[:-1])
-    done = train_basics(tmp_path, None, 1, code=1)
-    assert "CheckpointError: no checkpoint in " in done.stderr
+    places = [tmp_path / "out/checkpoints" / f"step-{step:012d}" for step in (4, 8)]
+    for place in places:
+        manifest = json.loads((place / "manifest.json").read_text())
+        (place / "manifest.json").write_text(json.dumps({**manifest, "format": 3 if how != "damaged" else 2}))
+    block = fails(None, tmp_path, 2)
+    if how == "damaged":
+        whats = ", ".join(f"step {step} (manifest.json: SHA-256 differs)" for step in (8, 4))
+        what = (
+            f"no checkpoint in out/checkpoints is whole: {whats}; restore one from a copy, or choose another --run-dir"
+        )
+        what += " to train from the start"
+    else:
+        what = (
+            "checkpoint of step 8 in out/checkpoints has format version 3, and this Paceline reads versions up to 2; "
+        )
+        what += "install the Paceline that wrote it, or choose another --run-dir"
+    assert block.splitlines()[1].replace(f"{tmp_path}/", "") == f"  CheckpointError: {what}"
+    assert block.endswith(
+        "next: fix the cause; then run `paceline run --workers 2 --run-dir out train.py`: it continues from the newest "
+        "checkpoint that can be read, and fails like this as long as none can\n"
+    )
 
 
 def test_parameters_without_gradient_are_named_once(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from launching import SCRIPTS
 from networks import Host
 from networks import hosts as hosts
+from warm import Process
 
 SIZE, PORT = 6, 29500
 STORE = """
@@ -43,13 +44,8 @@ class Members:
 
     def begin(self, host: int, *command: str | Path | int) -> subprocess.Popen[str]:
         python = [sys.executable, *map(str, command)]
-        return subprocess.Popen(
-            self.hosts[host].command(*python) if self.hosts else python,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        inside = self.hosts[host].inside if self.hosts else None
+        return Process(python, inside=inside, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def start(self, rank: int) -> subprocess.Popen[str]:
         return self.begin(rank // 2, SCRIPTS / "interrupted.py", rank, SIZE)

@@ -59,6 +59,7 @@ def test_the_environment_of_a_worker(launcher: Launcher) -> None:
     assert ended.code == 0, ended.stderr
     environments = [json.loads((ended.folder / f"env-{rank}").read_text()) for rank in range(3)]
     assert len({environment.pop("PACELINE_STORE") for environment in environments}) == 1
+    began = environments[0]["PACELINE_BEGAN"]
     for rank, environment in enumerate(environments):
         assert environment.pop("PACELINE_EVENTS_FD").isdigit()
         assert environment.pop("OMP_NUM_THREADS") == str(max(1, len(os.sched_getaffinity(0)) // 3))
@@ -74,6 +75,7 @@ def test_the_environment_of_a_worker(launcher: Launcher) -> None:
             "PACELINE_SHARES": "2,1,0",
             "PACELINE_SAVE_EVERY": "100",
             "PACELINE_MAX_STEPS": "7",
+            "PACELINE_BEGAN": began,
             "X": "1",
         }
 
@@ -192,7 +194,6 @@ def test_a_run_that_was_finished_before_keeps_its_report(launcher: Launcher) -> 
             "the script gone.py does not exist; give the path of the Python file that trains\n",
         ),
         ({"script": "."}, "the script . is not a file; give the path of the Python file that trains\n"),
-        ({"workers": 0}, "0 workers cannot train; give --workers 1 or more\n"),
         ({"debug": 2}, "there is no worker 2 to debug; give 0 to 1\n"),
         (
             {"shares": "1,2,3"},
@@ -277,7 +278,7 @@ def test_one_worker_without_paceline(launcher: Launcher) -> None:
 
 
 def test_a_trainer_without_steps(launcher: Launcher) -> None:
-    ended = launcher.run('event("join", trainer=True)')
+    ended = launcher.run('event("join", trainer=True); event("ended")')
     assert ended.code == 0
     assert ended.stderr.endswith("note: train.py made a Trainer and never asked it for steps\n")
 

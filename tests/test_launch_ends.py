@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from agents import AGAIN, SOURCE, Launcher, alive, family, journal, until
+from agents import AGAIN, Launcher, alive, family, journal, until
 from conftest import MemoryGroup, enter_group
+from warm import Process
 
 from paceline.launch.agent import TWICE
 
@@ -119,6 +120,19 @@ def test_other_ends(launcher: Launcher, status: str, code: int, what: str, cure:
     assert block[:2] == ["worker 0 failed (host H, pid P)", f"  {what}"]
     assert block[-3] == "the others were stopped by us: worker 1"
     assert block[-1].startswith(f"next: {cure}; then run `{AGAIN}`")
+
+
+@pytest.mark.parametrize(
+    ("asks", "what"),
+    [("input('name? ')", "EOFError: EOF when reading a line"), ("breakpoint()", "bdb.BdbQuit")],
+)
+def test_a_script_that_asks_is_told_that_nobody_answers(launcher: Launcher, asks: str, what: str) -> None:
+    block = launcher.run(f'event("join")\nif RANK == 1: {asks}\nwait_for("never", 9)').block.splitlines()
+    assert block[:2] == ["worker 1 failed (host H, pid P)", f"  {what}"]
+    assert block[-1].startswith(
+        "next: workers have no terminal to ask at: give an argument instead, or this worker the terminal: --debug 1; "
+        "then run `paceline run "
+    )
 
 
 @pytest.mark.parametrize(
@@ -537,7 +551,7 @@ from paceline.launch.options import LaunchOptions
 handler = signal.getsignal(signal.SIGINT)
 counts = []
 for number in range(3):
-    assert launch(LaunchOptions("train.py", workers=2, run_dir=f"run{number}")) == 0
+    assert launch(LaunchOptions("train.py", workers=2, run_dir=f"run{number}", cold_start=number > 0)) == 0
     counts.append(len(os.listdir("/proc/self/fd")))
 assert counts[0] == counts[1] == counts[2], counts
 assert signal.getsignal(signal.SIGINT) is handler
@@ -546,15 +560,9 @@ try:
 except ChildProcessError:
     print("no child")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=launcher.folder,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, "no child\n"), done.stderr
+    process = Process([sys.executable, "-c", code], cwd=launcher.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stdout) == (0, "no child\n"), stderr
 
 
 def test_a_grandchild_that_keeps_the_pipes_open_holds_up_nothing(launcher: Launcher) -> None:

@@ -21,6 +21,7 @@ import pytest
 from launching import paceline
 from oracle import apart
 from safetensors.torch import load_file
+from warm import Process
 
 import paceline as package
 from paceline.cli import main
@@ -28,7 +29,7 @@ from paceline.errors import UsageError
 from paceline.launch.surroundings import HUGE, surround
 from paceline.plan import Plan
 from paceline.run import Member
-from paceline.world import read_world
+from paceline.world import began, inherited_warm, read_world, starts_cold
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
@@ -266,6 +267,7 @@ def asked() -> Iterator[str]:
     ):
         environment = Asked(**values)
         assert read_world(environment).size == (2 if values else 1)
+        assert (began(environment), starts_cold(environment), inherited_warm(environment)) == (None, False, None)
         yield from environment.names - {""}
 
 
@@ -280,6 +282,14 @@ def test_every_environment_variable_is_documented() -> None:
     assert told - names == given_by_agent
 
 
+def errors(kind: type) -> Iterator[str]:
+    """The public ones below a kind of them."""
+    for below in kind.__subclasses__():
+        if below.__module__ == "paceline.errors":
+            yield below.__name__
+        yield from errors(below)
+
+
 def test_every_event_and_public_name_is_documented() -> None:
     source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
     written = set(re.findall(r"(?:\.(?:write|show)|record)\(\s*\"([a-z]+)\"", source)) - {"journal"}
@@ -292,7 +302,7 @@ def test_every_event_and_public_name_is_documented() -> None:
     for name in [*package.__all__, *own]:
         if name != "__version__" and name.removeprefix("Trainer.") not in vars(Member):  # those are the run's
             assert re.search(rf"`{name}\b|`\.{name.removeprefix('Trainer.')}`", public), name
-    kinds = {kind.__name__ for kind in package.PacelineError.__subclasses__()}
+    kinds = set(errors(package.PacelineError))
     assert UsageError.__name__ in kinds
     assert set(re.findall(r"`(\w+Error)`", public)) == kinds | {"PacelineError"}
 
@@ -318,22 +328,15 @@ CODES: list[tuple[str, int, str, list[str], list[int]]] = [  # the table's row, 
 @pytest.mark.parametrize(("row", "code", "script", "options", "signals"), CODES, ids=[str(case[1]) for case in CODES])
 def test_exit_codes(row: str, code: int, script: str, options: list[str], signals: list[int], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paceline.cli", "run", *options, "train.py"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A job in the background of a shell, or under nohup, ignores them, and so would its children.
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
-    )
+    command = [sys.executable, "-m", "paceline", "run", *options, "train.py"]
+    process = Process(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if signals:
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
     for number in signals:
         process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code, said
 
 
 def test_every_exit_code_of_the_table_is_tested() -> None:

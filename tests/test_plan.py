@@ -235,9 +235,20 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
         ("Exact", "unknown plan word 'Exact'; did you mean exact?"),
         ("compil=1", "unknown plan word 'compil=1'; did you mean compile?"),
         ("precison=bf16", "unknown plan word 'precison=bf16'; did you mean precision=bf16?"),
+        ("bf16", "unknown plan word 'bf16'; say precision=bf16"),
+        ("FP16", "unknown plan word 'FP16'; say precision=fp16"),
+        ("fp32", "unknown plan word 'fp32'; leave it out: it is what is done unless said"),
+        ("ddp", "unknown plan word 'ddp'; say data=N, or leave it out: all workers are replicas unless said"),
+        ("dp=4", "unknown plan word 'dp=4'; say data=4, or leave it out: all workers are replicas unless said"),
+        ("fsdp", "unknown plan word 'fsdp'; say shard=N"),
+        ("fsdp=2", "unknown plan word 'fsdp=2'; say shard=2"),
+        ("zero3", "unknown plan word 'zero3'; say shard=N zero=3"),
+        ("ZeRO-1", "unknown plan word 'ZeRO-1'; say shard=N zero=1"),
+        ("tp=2", "unknown plan word 'tp=2'; say tensor=2"),
+        ("gradient_checkpointing", "unknown plan word 'gradient_checkpointing'; say recompute=blocks"),
         (
-            "fsdp",
-            "unknown plan word 'fsdp'; the known ones are data=N local=N every=H outer=nesterov fragments=F "
+            "quick",
+            "unknown plan word 'quick'; the known ones are data=N local=N every=H outer=nesterov fragments=F "
             "server=S staleness=K|inf shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N schedule=1f1b "
             "context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto precision=bf16|fp16 "
             "recompute=blocks compile exact auto",

@@ -4,18 +4,18 @@ weights, the random draws and the figures of an undisturbed run."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
 from safetensors.torch import load_file
+from warm import Process, environment
 
 from paceline.observe.journal import read_journal
 
@@ -152,11 +152,12 @@ def test_a_lone_script_resumes_too(tmp_path):
     """`python train.py` with PACELINE_RUN_DIR: the same folder, the same end."""
     script = "from basics import *\nt = make()\nlist(t.steps(data, count=6))\nt.export('m.safetensors')\n"
     (tmp_path / "train.py").write_text(script)
-    env = {**os.environ, "PYTHONPATH": str(SCRIPTS), "OMP_NUM_THREADS": "1"}
 
     def alone(**more: str) -> str:
-        command, how = [sys.executable, "train.py"], {"capture_output": True, "text": True, "check": True}
-        return subprocess.run(command, cwd=tmp_path, env={**env, **more}, **how).stderr
+        with Process([sys.executable, "train.py"], environment(**more), cwd=tmp_path, stderr=PIPE) as process:
+            stderr = process.communicate()[1]
+        assert process.returncode == 0, stderr
+        return stderr
 
     alone()
     whole = load_file(tmp_path / "m.safetensors")

@@ -34,7 +34,7 @@ def test_a_loss_and_a_return():
     assert roster.plan() is None
     enter(roster, order)
     assert roster.plan() is None
-    assert roster.waiting == []
+    assert not roster.waiting
 
 
 def test_a_loss_while_a_newcomer_is_admitted_leaves_it_out():

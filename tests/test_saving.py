@@ -116,7 +116,14 @@ def test_a_parameter_that_changes_while_it_is_copied_voids_the_copy(
     monkeypatch.setattr(saver, "_copy", changing)
     live = torch.ones(3, 4)
     part = Part(
-        Folder(tmp_path), 7, {"a.safetensors": [("net.w", range(1, 3))]}, {"net.w": live}, {"net.w"}, False, print
+        Folder(tmp_path),
+        7,
+        {"a.safetensors": [("net.w", range(1, 3))]},
+        {"net.w": live},
+        {"net.w"},
+        False,
+        print,
+        lambda: 0,
     )
     part.copied()
     wait_for(part)
@@ -136,7 +143,7 @@ def test_a_part_copies_what_may_change_at_once(tmp_path: Path) -> None:
             time.sleep(0.01)
 
     files = {"a.safetensors": [("weight", range(1, 3)), ("buffer", None), ("half", None)]}
-    part = Part(Folder(tmp_path / "checkpoints"), 7, files, state, {"weight", "half"}, False, reached)
+    part = Part(Folder(tmp_path / "checkpoints"), 7, files, state, {"weight", "half"}, False, reached, lambda: 0)
     state["buffer"].zero_()  # may change at once
     part.copied()
     state["weight"].zero_()
@@ -156,10 +163,10 @@ def test_a_writer_that_fails_takes_no_folder_from_under_another(tmp_path: Path) 
             path = super().make(folder)
             (path / "b.safetensors").touch()
             with pytest.raises(CheckpointError, match="File exists"):
-                write_files(Folder(self.path), 7, {"b.safetensors": [("w", None)]}, lambda *_: torch.ones(2))
+                write_files(Folder(self.path), 7, {"b.safetensors": [("w", None)]}, lambda *_: torch.ones(2), lambda: 0)
             return path
 
-    written = write_files(Meanwhile(tmp_path), 7, {"a.safetensors": [("w", None)]}, lambda *_: torch.ones(2))
+    written = write_files(Meanwhile(tmp_path), 7, {"a.safetensors": [("w", None)]}, lambda *_: torch.ones(2), lambda: 0)
     assert {path.name for path in (tmp_path / "step-000000000007").iterdir()} == {*written} == {"a.safetensors"}
 
 
@@ -300,8 +307,6 @@ def test_a_lone_workers_state_outlives_it_in_memory(tmp_path: Path) -> None:
     ours, whole = load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "whole/out.safetensors")
     assert all(torch.allclose(ours[name], whole[name], rtol=0, atol=1e-12) for name in whole)
     assert [*Path("/dev/shm").glob("paceline-mirror-*")] == []
-    done = paceline("run", "--mirror", "0", "train.py", cwd=tmp_path, code=2)
-    assert done.stderr == "paceline: --mirror 0 is no interval; give steps, as 10\n"
 
 
 def test_a_url_is_no_run_folder(tmp_path: Path) -> None:
@@ -337,7 +342,7 @@ def test_trouble_of_a_thread_is_not_lost(tmp_path: Path) -> None:
     def reached(_: str) -> None:
         raise CheckpointError("it broke", "mend it")
 
-    part = Part(Folder(tmp_path), 7, {"a": [("x", None)]}, {"x": torch.ones(1)}, {"x"}, False, reached)
+    part = Part(Folder(tmp_path), 7, {"a": [("x", None)]}, {"x": torch.ones(1)}, {"x"}, False, reached, lambda: 0)
     wait_for(part)
     assert part.trouble == ["it broke", "mend it"]
     assert part.result is None

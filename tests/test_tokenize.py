@@ -212,7 +212,7 @@ def corpus(folder: Path, files: int, size: int) -> Path:
 
 def start(folder: Path, trained: Path, out: str) -> subprocess.Popen[str]:
     # Tests that run in the background inherit that Ctrl-C is ignored.
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "paceline.cli", "tokenize", "texts"]
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "paceline", "tokenize", "texts"]
     command += ["--tokenizer", trained, "--out", out, "--workers", "2", "--shard-tokens", "9999"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder, start_new_session=True, **streams)
@@ -229,14 +229,14 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(trained, tmp_path):
-    """The whole program is killed twice, then one of its processes, then it hears Ctrl-C twice; then it is let be."""
+    """All of it is killed twice, then one of its processes, then it hears Ctrl-C, then SIGTERM; then it goes on."""
     corpus(tmp_path / "texts", 100, 60_000)  # long enough for every signal to come in time
     whole = start(tmp_path, trained, "whole")
     said, errors = whole.communicate(timeout=200)
     assert whole.returncode == 0, errors
     assert errors.splitlines()[-1].endswith(" 0:00 left")  # the progress
     out = tmp_path / "out"
-    for shards, victim in ((1, "all"), (2, "all"), (3, "child"), (5, "interrupt"), (5, "interrupt")):
+    for shards, victim in ((1, "all"), (2, "all"), (3, "child"), (5, "SIGINT"), (5, "SIGTERM")):
         process = start(tmp_path, trained, "out")
         wait_for_shards(process, out, shards)
         while len(children := psutil.Process(process.pid).children()) < 2:  # all these shards were there before
@@ -246,19 +246,19 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(trained, tmp_path):
         elif victim == "child":
             children[0].kill()
         else:
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            os.killpg(process.pid, signal.Signals[victim])  # as a terminal does, and a job manager
         _, errors = process.communicate(timeout=60)
         assert gone(children)
         assert not (out / "tokens.json").exists(), f"{victim}: it was too late, {errors}"
-        assert process.returncode == {"all": -signal.SIGKILL, "child": 2, "interrupt": 130}[victim], errors
+        assert process.returncode == {"all": -signal.SIGKILL, "child": 2, "SIGINT": 130, "SIGTERM": 75}[victim], errors
         last = errors.splitlines()[-1:]
         if victim == "child":
             assert last == [
                 "paceline: a process that tokenizes was killed, most likely because memory ran out; "
                 "give fewer --workers; the same command goes on where it was"
             ]
-        elif victim == "interrupt":
-            assert last == ["paceline: stopped; the same command goes on where it was"]
+        elif victim != "all":
+            assert last == [f"paceline: stopped by {victim}; the same command goes on where it was"]
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("[0-9]*.bin")}
     process = start(tmp_path, trained, "out")
     assert process.communicate(timeout=200)[0] == said.replace("whole", "out")

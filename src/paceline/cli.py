@@ -3,31 +3,79 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, shown
 from paceline.launch import keeper
 from paceline.launch.chaos import chaos
 from paceline.launch.check import check
 from paceline.launch.local import launch
+from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
 from paceline.observe.report import write_report
 from paceline.observe.summary import explain
 from paceline.plan import describe
+from paceline.world import parse_whole
 
 RESTARTS = "how often workers lost to one cause are started again (default 10); 0: any loss ends the run"
 
+ELSEWHERE = ("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes")
+
+
+class _Elsewhere(argparse.Action):
+    """What other launchers call --workers."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        number = values if re.fullmatch("[0-9]{1,12}", values or "") else "N"
+        raise UsageError(f"{option_string} is another launcher's option", f"say --workers {number}")
+
+
+def _whole(name: str, least: int, text: str) -> int:
+    return parse_whole(f"{name} ", text, least)
+
+
+def _text(name: str, kind: Callable[[str], Any], text: str) -> Any:
+    if not text:
+        raise UsageError(f"{name} is empty", "give a value: perhaps a variable of the shell is not set")
+    return kind(text)
+
+
+def _option(
+    parser: argparse.ArgumentParser, *names: str, least: int | None = None, blank: bool = False, **more: Any
+) -> None:
+    """Adds an option or argument: a whole number of `least` or more, or else a text, which may be empty if `blank`."""
+    name = names[0] if names[0].startswith("-") else more.get("metavar", names[0].upper())
+    if least is not None:
+        more["type"] = partial(_whole, name, least)
+    elif not blank and more.get("action", "append") == "append":
+        more["type"] = partial(_text, name, more.get("type", str))
+    parser.add_argument(*names, **more)
+
+
+def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions:
+    if script is None:
+        raise UsageError("no script was given", "give the path of the Python file that trains")
+    name = script if module else None
+    return LaunchOptions(script=find_module(script) if module else script, module=name, **options)
+
 
 def _run(take_over: Path | None, **options: Any) -> int | str:
-    if take_over is not None:
-        return keeper.take_over(take_over)
-    if options["script"] is None:
-        raise UsageError("no script was given", "give the path of the Python file that trains")
-    return launch(LaunchOptions(**options))
+    return launch(_launched(**options)) if take_over is None else keeper.take_over(take_over)
+
+
+def _check(steps: int, **options: Any) -> int:
+    return check(_launched(**options), steps)
+
+
+def _chaos(steps: int, losses: int, seed: int, faults: str, **options: Any) -> int:
+    return chaos(_launched(**options), steps, losses, seed, faults)
 
 
 def _export(**options: Any) -> str:
@@ -37,13 +85,13 @@ def _export(**options: Any) -> str:
 
 
 def _tokenize(**options: Any) -> int | str:
-    from paceline.data.tokenize import tokenize  # needs numpy
+    from paceline.data.tokenize import AGAIN, tokenize  # needs numpy
 
     try:
         return tokenize(**options)
-    except KeyboardInterrupt:
-        print("paceline: stopped; the same command goes on where it was", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stopped:
+        stopped.add_note(AGAIN)
+        raise
 
 
 def _import(**options: Any) -> str:
@@ -76,8 +124,8 @@ def _weights(add: Callable[..., Any]) -> None:
     option("--format", dest="layout", choices=["safetensors", "dcp"], help="the format of a folder")
     option("--max-file", default="5GB", metavar="SIZE", help="most bytes of a file in a folder (default 5GB)")
     option("--dtype", metavar="bf16|fp16|fp32", help=dtype)
-    option("--step", type=int, help="a checkpoint other than the newest")
-    option("--trainer", type=int, default=0, help="which trainer of the script, from 0 (default 0)")
+    option("--step", least=0, help="a checkpoint other than the newest")
+    option("--trainer", least=0, default=0, help="which trainer of the script, from 0 (default 0)")
     option = add(
         "import",
         _import,
@@ -92,7 +140,7 @@ def _weights(add: Callable[..., Any]) -> None:
     option("run_dir", type=Path, metavar="RUN", help="the run folder to make")
     option("--map", dest="renames", action="append", default=[], metavar="OLD=NEW", help="rename a prefix; repeatable")
     option("--dtype", metavar="bf16|fp16|fp32", help=dtype)
-    option("--trainer", type=int, default=0, help="for which trainer of the script, from 0 (default 0)")
+    option("--trainer", least=0, default=0, help="for which trainer of the script, from 0 (default 0)")
     option = add(
         "inspect",
         _inspect,
@@ -101,33 +149,40 @@ def _weights(add: Callable[..., Any]) -> None:
         "Lists and verifies the checkpoints of a run, and tells one of them, by default the newest.",
     )
     option("run_dir", metavar="RUN", help="the run folder, or the URL at which it keeps its checkpoints")
-    option("--step", type=int, help="a checkpoint other than the newest")
+    option("--step", least=0, help="a checkpoint other than the newest")
     option("--tensors", action="store_true", help="list every tensor")
     option("--json", dest="as_json", action="store_true", help="print one JSON object")
+
+
+def _workers(option: Callable[..., Any], default: int, does: str) -> None:
+    """How many workers, and what to run as a module."""
+    option("--workers", least=1, default=default, metavar="N", help=f"{does} (default {default})")
+    option(*ELSEWHERE, dest=argparse.SUPPRESS, nargs="?", action=_Elsewhere, help=argparse.SUPPRESS)
+    option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
 
 
 def _script(option: Callable[..., Any]) -> None:
     """What a rehearsal starts, and with which plan."""
     option("script", help="the training script")
-    option("--plan", metavar="TEXT", help="how the work is spread among the N workers")
-    option("arguments", nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
+    option("--plan", blank=True, metavar="TEXT", help="how the work is spread among the N workers")
+    option("arguments", blank=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
 
 
 def _rehearsals(add: Callable[..., Any]) -> None:
     option = add(
         "check",
-        check,
+        _check,
         "train a few steps with one worker and with N, and compare",
         "example:\n  paceline check train.py --workers 4",
         "Tells whether a script trains the same on N workers as on one: it runs a few steps with one "
         "worker, with one worker that sums in another order (that is what rounding looks like), and with N.",
     )
-    option("--workers", type=int, default=2, metavar="N", help="workers to compare with one (default 2)")
-    option("--steps", type=int, default=5, metavar="K", help="optimizer steps to compare after (default 5)")
+    _workers(option, 2, "workers to compare with one")
+    option("--steps", least=1, default=5, metavar="K", help="optimizer steps to compare after (default 5)")
     _script(option)
     option = add(
         "chaos",
-        chaos,
+        _chaos,
         "lose workers on purpose, and see what was lost with them",
         "examples:\n"
         "  paceline chaos train.py --workers 4 --plan exact\n"
@@ -135,11 +190,13 @@ def _rehearsals(add: Callable[..., Any]) -> None:
         "A rehearsal: trains a few steps undisturbed and again while workers are killed, stopped and made to fail, and "
         "compares the weights.",
     )
-    option("--workers", type=int, default=4, metavar="N", help="workers (default 4)")
-    option("--steps", type=int, default=100, metavar="K", help="optimizer steps (default 100)")
-    option("--losses", type=int, default=4, metavar="N", help="how many workers to lose (default 4)")
-    option("--seed", type=int, default=0, help="draws who is lost, when and how (default 0)")
-    option("--faults", default="", metavar="TEXT", help="instead: KIND:WORKER@STEP.MOMENT, with commas between")
+    _workers(option, 4, "workers")
+    option("--steps", least=1, default=100, metavar="K", help="optimizer steps (default 100)")
+    option("--losses", least=1, default=4, metavar="N", help="how many workers to lose (default 4)")
+    option("--seed", least=0, default=0, help="draws who is lost, when and how (default 0)")
+    option(
+        "--faults", default="", blank=True, metavar="TEXT", help="instead: KIND:WORKER@STEP.MOMENT, separated by commas"
+    )
     _script(option)
 
 
@@ -157,10 +214,12 @@ def _makers(add: Callable[..., Any]) -> None:
     option("inputs", nargs="+", metavar="INPUT", help="a .txt or .jsonl file, a folder of them, or a glob")
     option("--tokenizer", required=True, metavar="FILE|NAME", help="a tokenizer.json, or a name on Hugging Face's hub")
     option("--out", required=True, type=Path, metavar="FOLDER", help="the folder to make")
-    option("--workers", type=int, metavar="N", help="processes (default: one for each core)")
-    option("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens in a file (default 100,000,000)")
+    option("--workers", least=1, metavar="N", help="processes (default: one for each core)")
+    option("--shard-tokens", least=1, default=100_000_000, metavar="N", help="tokens in a file (default 100,000,000)")
     option("--field", default="text", metavar="NAME", help="where a line of a .jsonl file has its text (default text)")
-    option("--end", metavar="TOKEN", help='the token behind each document (default: the usual one; "": none)')
+    option(
+        "--end", blank=True, metavar="TOKEN", help='the token behind each document (default: the usual one; "": none)'
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -176,8 +235,8 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command: Callable[..., int | str], does: str, epilog: str, more: str | None = None) -> Any:
         form = argparse.RawDescriptionHelpFormatter
         added = commands.add_parser(name, help=does, description=more, epilog=epilog, formatter_class=form)
-        added.set_defaults(command=command)
-        return added.add_argument
+        added.set_defaults(command=command, usage=added.format_usage)
+        return partial(_option, added)
 
     option = add(
         "run",
@@ -191,29 +250,30 @@ def _parser() -> argparse.ArgumentParser:
         "words of a plan:\n" + describe(),
         "Starts the workers, shows their progress, and ends with one report or one failure block.",
     )
-    option("--workers", type=int, default=1, metavar="N", help="worker processes (default 1)")
+    _workers(option, 1, "worker processes")
     option("--join", metavar="RUN", help="bring these workers to a run: its folder, or HOST:PORT with --token-file")
     option("--token-file", metavar="FILE", help="the token of the run to join: a copy of the file token in its folder")
     option("--listen", metavar="ADDR[:PORT]", help="where other hosts reach this one (default: none can join)")
     option("--store", metavar="etcd://HOST:PORT/NAME", help="this etcd decides who keeps the coordinator, at once")
     option("--run-dir", metavar="DIR", help="run folder; the same one again resumes (default: a new one under runs/)")
-    option("--plan", metavar="TEXT", help="how the work is spread; wins over the script's")
+    option("--plan", blank=True, metavar="TEXT", help="how the work is spread; wins over the script's")
     option("--shares", metavar="A,B,..", help="weights of unequal workers in dealing rows, as 3,1")
     option("--save-every", metavar="60s|N|auto", help="interval of checkpoints: seconds, steps or auto (default 60s)")
-    option("--keep", type=int, metavar="N", help="how many checkpoints stay (default 2)")
+    option("--keep", least=1, metavar="N", help="how many checkpoints stay (default 2)")
     option(
         "--checkpoints", metavar="PLACE", help="a folder or URL for them, as s3://bucket/a (default: the run folder)"
     )
-    option("--mirror", type=int, metavar="K", help="every K steps, the state of a lone worker or replica in memory")
-    option("--steps", dest="max_steps", type=int, metavar="N", help="end cleanly after N optimizer steps in all")
+    option("--mirror", least=1, metavar="K", help="every K steps, the state of a lone worker or replica in memory")
+    option("--steps", dest="max_steps", least=1, metavar="N", help="end cleanly after N optimizer steps in all")
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
-    option("--max-restarts", type=int, default=10, metavar="N", help=RESTARTS)
-    option("--min-workers", type=int, default=1, metavar="N", help="pause while there are fewer (default 1)")
-    option("--debug", type=int, metavar="RANK", help="give this worker the terminal, for breakpoint()")
+    option("--max-restarts", least=0, default=10, metavar="N", help=RESTARTS)
+    option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer (default 1)")
+    option("--cold-start", action="store_true", help="start each worker from nothing, and not from a warm process")
+    option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--quiet", action="store_true", help="print only how the run ended, where it did not finish")
     option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")
     option("script", nargs="?", help="the training script")
-    option("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    option("arguments", blank=True, nargs=argparse.REMAINDER, help="its own arguments")
 
     _rehearsals(add)
     _makers(add)
@@ -227,6 +287,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _misplaced(usage: str, arguments: Sequence[str] = (), quiet: bool = False, **given: Any) -> str:
+    """A note on options of ours that go to the script, and that it does not have itself; empty where there are none."""
+    names = dict.fromkeys(word.partition("=")[0] for word in arguments)
+    ours = [name for name in names if name in re.findall(r"--[a-z-]+", usage)]
+    if quiet or not ours:
+        return ""
+    script = given["script"]
+    with suppress(OSError):
+        text = Path(find_module(script) if given["module"] else script).read_text(errors="replace")
+        ours = [name for name in ours if f'"{name}"' not in text and f"'{name}'" not in text]
+    after = f"note: what stands after {script} is the script's own: {', '.join(ours)}"
+    return f"{after}; what is meant for paceline stands before {script}" if ours else ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -234,16 +308,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] in (["check"], ["chaos"]) and "--" in words:  # argparse would refuse them behind options
         cut = words.index("--")
         words, own = words[:cut], words[cut + 1 :]
-    options = vars(_parser().parse_args(words))
-    if own:
-        options["arguments"] = own
-    elif options.get("arguments", [])[:1] == ["--"]:  # sets them apart, and is none of them
-        del options["arguments"][0]
-    command = options.pop("command")
     try:
+        options = vars(_parser().parse_args(words))
+        command, usage = options.pop("command"), options.pop("usage")
+        if own:
+            options["arguments"] = own
+        elif options.get("arguments", [])[:1] == ["--"]:  # sets them apart, and is none of them
+            del options["arguments"][0]
+        elif "--" not in words and (note := _misplaced(usage(), **options)):
+            print(note, file=sys.stderr)
         done: int | str = command(**options)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:  # it is not about something that the user named
+            raise
+        why = f"{shown(str(error.filename))} cannot be used ({error.strerror})"
+        print(f"paceline: {why}; see to that, or give another path", file=sys.stderr)
         return 2
     if isinstance(done, int):
         return done

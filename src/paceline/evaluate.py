@@ -15,7 +15,7 @@ from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError
 from paceline.step import Grid, stream_seed
 from paceline.strategies.base import Job
-from paceline.strategies.pieces import to_device
+from paceline.strategies.pieces import Piece, to_device
 from paceline.strategies.streams import Streams
 from paceline.team.team import Team
 
@@ -60,7 +60,7 @@ def evaluate(
             for micro_batch in micro_batches:
                 batch = to_device(micro_batch.batch, job.device)
                 streams.seed(stream_seed(job.seed, _STREAM, base + micro_batch.index))
-                with job.arithmetic():
+                with Piece([micro_batch], batch).noted, job.arithmetic():
                     output = job.forward(model, batch)
                     if micro_batch.blank:
                         continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,10 @@ import torch
 
 from paceline.data.loader import Source
 from paceline.errors import DatasetError
-from paceline.step import Grid
+from paceline.observe.figures import ranks
+from paceline.step import Grid, deal
+
+LISTED = 16  # workers whose shares are told one by one
 
 
 @dataclass(eq=False)
@@ -129,8 +132,34 @@ def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None
     count = len(grid.cut(grid.global_batch))
     text = f"global batch {grid.global_batch} = {count} micro-batch{'es' if count > 1 else ''} of {grid.micro} rows"
     if len(shares) > 1:
-        even = f"{shares[0]} on each of {len(shares)} workers"
-        text += ", " + (even if len(set(shares)) == 1 else "dealt to the workers as " + ", ".join(map(str, shares)))
+        each = " to ".join(map(str, sorted({min(shares), max(shares)})))
+        even = len(set(shares)) == 1 or len(shares) > LISTED
+        one_by_one = "dealt to the workers as " + ", ".join(map(str, shares))
+        text += ", " + (f"{each} on each of {len(shares)} workers" if even else one_by_one)
     if rows is not None:
         text += f"; one epoch = {grid.batches(rows)} steps"
     return text + (f"; {total} steps in all" if total is not None else "")
+
+
+def idle_text(grid: Grid, weights: Sequence[float]) -> tuple[str, str] | None:
+    """For people, where workers that are to have a share get none: who they are, and which `micro` would serve."""
+    count, wanted = len(grid.cut(grid.global_batch)), sum(weight > 0 for weight in weights)
+    idle = _idle(count, weights)
+    if not idle:
+        return None
+    micro = min(grid.micro, -(-grid.global_batch // wanted))
+    while micro and _idle(-(-grid.global_batch // micro), weights):
+        micro = micro // 2 if micro > 8 else micro - 1
+    some = f"the plan micro={micro} has one for each of the {wanted} workers" if micro else ""
+    none = f"for {wanted} workers the global batch would need more rows than {grid.global_batch}"
+    stay = "1 micro-batch stays" if count == 1 else f"{count} micro-batches stay"
+    have = "has" if len(idle) == 1 else "have"
+    return (
+        f"{ranks(idle)} {have} nothing to do while the {stay} whole",
+        f"{some or none}, which changes the mathematics",
+    )
+
+
+def _idle(micro_batches: int, weights: Sequence[float]) -> list[int]:
+    shares = zip(weights, deal(micro_batches, weights), strict=True)
+    return [worker for worker, (weight, share) in enumerate(shares) if weight and not share]

@@ -24,6 +24,18 @@ _NUMBERS = {
     "powersgd:R": ("powersgd:[1-9][0-9]{0,3}", "powersgd:R with a rank R from 1 to 9999"),
 }
 
+# What other tools call a word, without dashes, and what is said here.
+_ELSEWHERE = {
+    **dict.fromkeys(("bf16", "bfloat16", "amp"), "say precision=bf16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "say precision=fp16"),
+    **dict.fromkeys(("fp32", "float32"), "leave it out: it is what is done unless said"),
+    **dict.fromkeys(("ddp", "dp"), "say data=N, or leave it out: all workers are replicas unless said"),
+    **dict.fromkeys(("fsdp", "fsdp2"), "say shard=N"),
+    **{f"zero{level}": f"say shard=N zero={level}" for level in (1, 2, 3)},
+    **{short: f"say {word}=N" for short, word in {"tp": "tensor", "pp": "pipeline", "cp": "context"}.items()},
+    **dict.fromkeys(("checkpointing", "gradientcheckpointing"), "say recompute=blocks"),
+}
+
 
 def _word(value: str, caption: str, of: str = "", axis: bool = False, built: bool | tuple[str, ...] = False) -> Any:
     """One row: the values of the word ("" for a flag), what it means, the word that it refines, whether its
@@ -211,6 +223,9 @@ def _read(word: str) -> tuple[Field[Any], Any]:
 def _unknown(word: str) -> PlanError:
     """An error that names the word most like it, or all."""
     name, _, text = word.partition("=")
+    meant = _ELSEWHERE.get(re.sub("[-_]", "", name.lower()))
+    if meant:
+        return PlanError(f"unknown plan word {word!r}", meant.replace("=N", f"={text}") if text.isdecimal() else meant)
     close = difflib.get_close_matches(name.lower(), [row.name for row in fields(Plan)], n=1)
     if not close:
         known = " ".join(_usage(row) for row in fields(Plan))

@@ -114,6 +114,7 @@ class Run:
         self._streams: list[Any] = []  # the user's own, by rank, as they were saved; one where all had the same
         found = None if world.newcomer else self.saving.find(self.say)
         self._from: dict[str, Any] | None = None  # what the checkpoint that the run resumes from tells of itself
+        world.tell("found", step=found[0] if found is not None else None)
         if found is not None:
             step, self._from, tensors = found
             self.resumed: int | None = step
@@ -242,6 +243,7 @@ class Run:
             plan=plan,
             plan_origin=origin,
             script=sys.argv[0],
+            module=_module(),
             argv=sys.argv,
             script_sha256=hashlib.sha256(_script().encode()).hexdigest(),
             versions=_versions(),
@@ -271,7 +273,10 @@ class Run:
         """An event for the journal and the progress line."""
         if not self.main:
             return
-        self.journal.write(event, **fields)
+        if event == "step":
+            self.journal.steps(**fields)
+        else:
+            self.journal.write(event, **fields)
         if self.progress is not None:
             {"grid": self.progress.phase, "step": self.progress.step}[event](fields)
         self.team.world.tell("phase" if event == "grid" else event, **fields)
@@ -468,6 +473,7 @@ class Run:
             return
         for member in self.members:
             member.flush()
+        self.journal.flush()
         asked = saving.asked
         if saving.open and (wait or asked):
             saving.finish()
@@ -561,6 +567,12 @@ def _script() -> str:
     """The text of the script that runs, as far as it is a file."""
     path = Path(sys.argv[0])
     return path.read_text(errors="replace")[:_SCRIPT_LIMIT] if path.is_file() else ""
+
+
+def _module() -> str | None:
+    """The script's name where ``python -m`` runs it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name.removesuffix(".__main__") if spec is not None and spec.origin == sys.argv[0] else None
 
 
 def _versions() -> dict[str, str]:

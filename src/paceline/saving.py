@@ -7,6 +7,7 @@ and the first of the writers writes the manifest, without which there is no chec
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -14,7 +15,8 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +26,8 @@ import torch
 from paceline.checkpoint.files import (
     Checkpoint,
     Files,
+    Whole,
+    bytes_of,
     commit,
     find_checkpoint,
     give_up,
@@ -48,7 +52,27 @@ _SHORTEST, _LONGEST, _FIRST = 1.0, 1800.0, 60.0  # seconds between two of these,
 _BEFORE = 4 * 3600.0  # seconds after which a loss is expected before there was any
 _LOOK = 0.01  # seconds between two looks at what is still being written
 _SHARE = 1 << 20  # bytes that are worth another writer
+_MOST = 32  # writers: more of them are more files, and fill no network or disk any better
 _OPTIMIZERS = re.compile(r"trainers\.\d+\.optimizers\.")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """For a time in which much is made and kept: the collector of circles would look through all of it again and again.
+    With many small tensors that took a third of the time for which training stood still.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def some(writers: list[int], size: int) -> list[int]:
+    """Those that write so many bytes, which all of them have."""
+    return writers[: min(_MOST, max(1, size // _SHARE))]
 
 
 @dataclass(frozen=True)
@@ -70,7 +94,7 @@ class _Draft:
     step: int
     writers: list[int]
     plan: list[Files]
-    shapes: dict[str, torch.Tensor]
+    shapes: dict[str, Whole]
     manifest: dict[str, Any]
     began: float = field(default_factory=time.monotonic)
     blocked: float = 0.0
@@ -185,7 +209,7 @@ class Saving:
                 try:
                     storage.put("", probe, b"")
                 except OSError as error:
-                    failure = write_error(storage, self.begun, error, 0)
+                    failure = write_error(storage, self.begun, error)
                     trouble = [f"no checkpoint can be written to {storage}: {error.strerror}", failure.cure]
             probe, trouble = group.gather_json([probe, trouble])[0]
             sees = group.gather_json((storage.path / probe).exists())
@@ -197,6 +221,7 @@ class Saving:
             self._writers = (operations.number, found)
         return self._writers[1], None
 
+    @_no_collection()
     def _start(self, subject: Subject, still: bool, settled: Any) -> Any:
         began = time.monotonic()
         self._part = self._draft = self._outcome = None
@@ -213,20 +238,22 @@ class Saving:
             common = {n: t for n, t in whole.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
             own = {name: tensor for name, tensor in whole.items() if name not in common}
             if not cut:
-                writers = writers[: max(1, sum(tensor.nbytes for tensor in common.values()) // _SHARE)]
+                writers = some(writers, sum(tensor.nbytes for tensor in common.values()))
             ranks = [self.team.operations.members.index(writer) for writer in writers]
             plan = layout(own, common, cut, ranks, self._attempt)
-            table = [[name, str(t.dtype), list(t.shape)] for name, t in whole_shapes({**common, **cut}).items()]
-            self._table = hashlib.sha256(json.dumps(table).encode()).hexdigest()
+            shapes = whole_shapes(tensors)
+            table = [(name, *shapes[name]) for some in (common, cut) for name in some]
+            self._table = hashlib.sha256(repr(table).encode()).hexdigest()
+            streams = settled["streams"]
+            same = all(one == streams[0] for one in streams)
+            manifest = {"tree": skeleton, **subject.about(), "streams": streams[:1] if same else streams}
             if me in writers:
                 self._number = writers.index(me)
                 files, reached = plan[self._number], self.team.operations.reached
-                self._part = Part(self._into, subject.step, files, tensors, {*common, *cut}, still, reached)
+                need = partial(bytes_of, subject.step, plan, shapes, manifest)
+                self._part = Part(self._into, subject.step, files, tensors, {*common, *cut}, still, reached, need)
             if me == writers[0]:
-                streams = settled["streams"]
-                same = all(one == streams[0] for one in streams)
-                manifest = {"tree": skeleton, **subject.about(), "streams": streams[:1] if same else streams}
-                self._draft = _Draft(subject.step, writers, plan, whole_shapes(tensors), manifest, began)
+                self._draft = _Draft(subject.step, writers, plan, shapes, manifest, began)
                 self._draft.blocked = time.monotonic() - began
         return settled
 

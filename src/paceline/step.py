@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from paceline.errors import UsageError
@@ -89,8 +89,7 @@ def deal(micro_batches: int, weights: Sequence[float]) -> list[range]:
     by_remainder = sorted(range(len(weights)), key=lambda w: (counts[w] - ideal[w], w))
     for worker in by_remainder[: micro_batches - sum(counts)]:
         counts[worker] += 1
-    starts = [sum(counts[:worker]) for worker in range(len(weights))]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def deal_rows(cuts: Sequence[range], weights: Sequence[float], grain: int | None) -> list[list[tuple[int, range]]]:

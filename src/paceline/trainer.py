@@ -36,7 +36,7 @@ from paceline.given import (
     settle_arithmetic,
 )
 from paceline.observe.ledger import Ledger
-from paceline.phases import Phase, State, grid_text
+from paceline.phases import Phase, State, grid_text, idle_text
 from paceline.plan import Plan
 from paceline.run import Run
 from paceline.step import Agreed, Grid, deal, stream_seed
@@ -250,7 +250,8 @@ class Trainer:
         if phase.aim(epochs, total, last=number == len(self._phases) - 1):
             self._stopped = False
         if not phase.complete:
-            share = deal(len(grid.cut(grid.global_batch)), self._place().weights)
+            place = self._place()
+            share = deal(len(grid.cut(grid.global_batch)), place.weights)
             text = grid_text(grid, [len(part) for part in share], rows, total)
             self._run.show(
                 "grid",
@@ -265,6 +266,10 @@ class Trainer:
                 shares=[len(part) for part in share],
                 text=text,
             )
+            idle = None if place.fine else idle_text(grid, place.weights)
+            if idle is not None:
+                self._run.decide(self._number, *idle)
+                self._run.say(": ".join(idle), once=True)
         return phase
 
     def _loop(self, phase: Phase, source: Source, grid: Grid) -> Iterator[StepReport]:

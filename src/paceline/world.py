@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, shown
+
+MOST = 999_999_999_999  # more of anything than anybody has
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,18 @@ class World:
             os.write(self.events_fd, json.dumps({"event": event, **fields}).encode() + b"\n")
 
 
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
+def parse_whole(name: str, text: str, least: int = 0) -> int:
+    """The whole number that an option or variable was given, `name` with what stands behind it: ``--steps `` or
+    ``PACELINE_KEEP=``. UsageError: it is not from `least` to `MOST`, or not in plain digits (int() takes all scripts').
+    """
+    if not re.fullmatch("[0-9]{1,12}", text) or int(text) < least:
+        raise UsageError(f"{name}{shown(text)} is no whole number from {least} to {MOST:,}", "give one, in digits")
+    return int(text)
+
+
+def _number(env: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
     text = env.get(name, "")
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{name}={text!r} is not a number", f"unset {name} or give a whole number") from None
+    return parse_whole(f"{name}=", text, least) if text else default
 
 
 def _first(env: Mapping[str, str], *names: str, default: int) -> int:
@@ -159,7 +165,7 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
     rank = _first(env, names[0], default=0)
     size = _first(env, names[1], default=1)
     newcomer = bool(env.get("PACELINE_NEWCOMER"))
-    if rank < 0 or (rank >= size and not newcomer):
+    if rank >= size and not newcomer:
         raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", "number the workers from 0")
     local_rank = _first(env, names[2], default=rank)
     local_size = _tasks_here(env) if launcher == "srun" else 0
@@ -178,16 +184,16 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         store_fd=int(fd) if fd else None,
         store_is_ours=env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true",
         job=job,
-        join_timeout=_number(env, "PACELINE_JOIN_TIMEOUT", 300),
+        join_timeout=_number(env, "PACELINE_JOIN_TIMEOUT", 300, least=1),
         run_dir=env.get("PACELINE_RUN_DIR") or None,
         plan=env.get("PACELINE_PLAN") or None,
         events_fd=int(events) if events else None,
         shares=parse_shares(shares, size) if shares else None,
         save_every=env.get("PACELINE_SAVE_EVERY") or "60s",
-        keep=max(1, _number(env, "PACELINE_KEEP", 2)),
+        keep=_number(env, "PACELINE_KEEP", 2, least=1),
         checkpoints=env.get("PACELINE_CHECKPOINTS") or None,
         mirror=(int(every), mirror) if mirror else None,
-        max_steps=_number(env, "PACELINE_MAX_STEPS", 0) or None,
+        max_steps=_number(env, "PACELINE_MAX_STEPS", 0, least=1) or None,
         check=env.get("PACELINE_CHECK") or None,
         orders_fd=int(orders) if orders else None,
         newcomer=newcomer,
@@ -198,7 +204,7 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
 def parse_shares(text: str, size: int) -> tuple[float, ...]:
     """``3,1`` for two workers: the first computes three micro-batches for each one of the second."""
     try:
-        shares = tuple(float(part) for part in text.split(","))
+        shares = tuple(float(part) for part in text.encode("ascii").split(b","))  # no digits of other scripts
     except ValueError:
         raise UsageError(f"shares {text!r} are not numbers", "give one weight per worker, as 3,1") from None
     if len(shares) != size or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
@@ -214,7 +220,8 @@ def parse_save_every(text: str) -> tuple[float | None, int | None]:
     if text == "auto":
         return None, None
     try:
-        seconds, steps = (float(text[:-1]), None) if text.endswith("s") else (None, int(text))
+        digits = text.encode("ascii")
+        seconds, steps = (float(digits[:-1]), None) if text.endswith("s") else (None, int(digits))
     except ValueError:
         seconds, steps = None, 0
     if (steps is None and not 0 <= (seconds or 0) < float("inf")) or (steps is not None and steps < 1):
@@ -233,14 +240,31 @@ def worker_environment(base: Mapping[str, str] | None = None, **values: str | No
     return env
 
 
-def assume(values: Mapping[str, str]) -> None:
-    """Takes these variables as if they had been there from the beginning."""
-    os.environ.update(values)
+def assume(environment: Mapping[str, str]) -> None:
+    """Takes this environment as if it had been there from the beginning, also for compiled code."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
 
 
-def read_spare() -> int:
-    """The descriptor on which a process that is kept in reserve is told what it becomes."""
-    return int(os.environ["PACELINE_ORDERS_FD"])
+def began(env: Mapping[str, str] | None = None) -> float | None:
+    """Unix seconds of when our agent began to start us."""
+    text = (os.environ if env is None else env).get("PACELINE_BEGAN", "")
+    return float(text) if text else None
+
+
+def starts_cold(env: Mapping[str, str] | None = None) -> bool:
+    """Whether the user wants every worker started from nothing."""
+    return (os.environ if env is None else env).get("PACELINE_COLD_START", "0") not in ("", "0")
+
+
+def inherited_warm(env: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """The number and the socket of a child process that was forked from a warm one before we began, if there is one.
+    It is told once.
+    """
+    pid, _, descriptor = (os.environ if env is None else env).get("PACELINE_WARM", "").partition(":")
+    os.environ.pop("PACELINE_WARM", None)
+    return (int(pid), int(descriptor)) if pid else None
 
 
 def gloo_interface() -> str:

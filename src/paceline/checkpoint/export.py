@@ -136,7 +136,7 @@ def no_checkpoint(run_dir: str | Path, step: int | None) -> CheckpointError:
 
 def parse_size(text: str) -> int:
     """Bytes of ``500MB`` or ``2.5GB``: powers of 1000. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?B?)", text.strip().upper())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMGT]?B?)", text.strip().upper())
     unit = match and (match[2] if match[2] in _UNITS else f"{match[2].removesuffix('B')}B")
     size = int(float(match[1]) * _UNITS.get(unit or "", 1)) if match else 0
     if size < 1:

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.checkpoint.deferred import Deferred
 from paceline.checkpoint.storage import Storage, storage_at
-from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks
+from paceline.checkpoint.tensorfile import DTYPES, file_bytes, size_text, tensor_chunks
 from paceline.comm.places import Places, Rows
 from paceline.errors import CheckpointError
 
@@ -50,6 +50,21 @@ def checkpoints_of(run: str | Path) -> Storage:
     """Where the checkpoints of a run are: of its folder, or at the URL that they are kept at."""
     storage = storage_at(run)
     return storage if storage.shared else storage_at(Path(run) / FOLDER)
+
+
+class Whole(NamedTuple):
+    """What a whole tensor is: without memory, and without what even an empty tensor takes to be made."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, rows: range | None) -> Whole:
+        """What some of its rows are, or all."""
+        return self if rows is None else Whole(self.dtype, (len(rows), *self.shape[1:]))
+
+    def nbytes(self, rows: range | None) -> int:
+        """Of some of its rows, or of all."""
+        return math.prod(self.of(rows).shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -246,7 +261,7 @@ def layout(
     made: list[Files] = []
     tensors = whole_shapes({**own, **common, **cut})
     for number, share in enumerate(shares, start=1):
-        groups = grouped(((piece, take(tensors[piece[0]], piece[1]).nbytes) for piece in share), file_bytes)
+        groups = grouped(((piece, tensors[piece[0]].nbytes(piece[1])) for piece in share), file_bytes)
         of = f"-{number:05d}-of-{len(writers):05d}" if len(writers) > 1 else ""
         last = len(groups)
         made.append(
@@ -258,10 +273,8 @@ def layout(
     return made
 
 
-def whole_shapes(tensors: Mapping[str, torch.Tensor | Rows]) -> dict[str, torch.Tensor]:
-    """Tensors without memory, as large as the whole ones."""
-    bare = {name: t.tensor if isinstance(t, Rows) else t for name, t in tensors.items()}
-    return {name: torch.empty(tensors[name].shape, dtype=t.dtype, device="meta") for name, t in bare.items()}
+def whole_shapes(tensors: Mapping[str, torch.Tensor | Rows]) -> dict[str, Whole]:
+    return {n: Whole(t.tensor.dtype if isinstance(t, Rows) else t.dtype, tuple(t.shape)) for n, t in tensors.items()}
 
 
 def _divide_rows(name: str, held: Rows, writers: Sequence[int]) -> list[list[Slice]]:
@@ -317,17 +330,22 @@ def take(tensor: torch.Tensor | Rows, rows: range | None) -> torch.Tensor:
 
 
 def write_files(
-    storage: Storage, step: int, files: Files, fetch: Callable[[str, range | None], torch.Tensor]
+    storage: Storage,
+    step: int,
+    files: Files,
+    fetch: Callable[[str, range | None], torch.Tensor],
+    need: Callable[[], int],
 ) -> dict[str, tuple[int, str]]:
-    """Writes one writer's files; bytes and SHA-256 of each. Raises CheckpointError, and then leaves none behind."""
+    """Writes one writer's files; bytes and SHA-256 of each. Raises CheckpointError, and then leaves none behind. `need`
+    are the bytes of the whole checkpoint.
+    """
     written: dict[str, tuple[int, str]] = {}
     try:
         for file, slices in files.items():
             chunks = tensor_chunks({name: fetch(name, rows) for name, rows in slices})
             written[file] = storage.write(folder_of(step), file, chunks)
     except OSError as error:
-        need = sum(fetch(name, rows).nbytes for slices in files.values() for name, rows in slices)
-        raise write_error(storage, step, error, need) from error
+        raise write_error(storage, step, error, need()) from error
     finally:
         if len(written) < len(files):
             with suppress(OSError):
@@ -335,8 +353,8 @@ def write_files(
     return written
 
 
-def write_error(storage: Storage, step: int, error: OSError, need: int) -> CheckpointError:
-    """What to say where the checkpoint of `step` could not be written."""
+def write_error(storage: Storage, step: int, error: OSError, need: int | None = None) -> CheckpointError:
+    """What to say where the checkpoint of `step` could not be written, which is of `need` bytes."""
     cure = write_cure(error, need, "another --run-dir")
     if storage.shared:
         cure = "see that it can be reached and written to, or give other --checkpoints"
@@ -353,7 +371,7 @@ def commit(
     step: int,
     plan: Iterable[Files],
     told: Told,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Whole],
     manifest: Mapping[str, Any],
     keep: int = 2,
 ) -> Checkpoint:
@@ -361,6 +379,33 @@ def commit(
 
     `manifest` is any JSON object; its fields come back in `Checkpoint.manifest`. Raises CheckpointError.
     """
+    whole, text = _sealed(step, plan, told, tensors, manifest)
+    try:
+        storage.put(folder_of(step), MANIFEST, text)
+    except OSError as error:
+        with suppress(OSError):  # the manifest first: it may be there all the same
+            storage.remove(folder_of(step), [MANIFEST, *told])
+        give_up(storage, step)
+        need = sum(size for size, _ in told.values()) + len(text)
+        raise write_error(storage, step, error, need) from error
+    _prune(storage, step, keep)
+    return Checkpoint(step, storage, folder_of(step), whole)
+
+
+def bytes_of(step: int, plan: Iterable[Files], tensors: Mapping[str, Whole], manifest: Mapping[str, Any]) -> int:
+    """How large a whole checkpoint is."""
+    contents = {
+        file: {name: tensors[name].of(rows) for name, rows in held} for part in plan for file, held in part.items()
+    }
+    sizes = {file: file_bytes(held) for file, held in contents.items()}
+    told = {file: (size, hashlib.sha256().hexdigest()) for file, size in sizes.items()}
+    return sum(sizes.values()) + len(_sealed(step, plan, told, tensors, manifest)[1])
+
+
+def _sealed(
+    step: int, plan: Iterable[Files], told: Told, tensors: Mapping[str, Whole], manifest: Mapping[str, Any]
+) -> tuple[dict[str, Any], bytes]:
+    """The whole manifest, and the text that is written of it."""
     entries: dict[str, dict[str, Any]] = {}
     held = [(file, *piece) for files in plan for file, pieces in files.items() for piece in pieces]
     for file, name, rows in held:
@@ -376,12 +421,7 @@ def commit(
     whole = {**manifest, "format": VERSION, "written": written, "step": step, "files": files, "tensors": entries}
     body = "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in whole.items())
     seal = hashlib.sha256(body.encode()).hexdigest()
-    try:
-        storage.put(folder_of(step), MANIFEST, f'{body}{_SEAL}{seal}"\n}}\n'.encode())
-    except OSError as error:
-        raise write_error(storage, step, error, len(body)) from error
-    _prune(storage, step, keep)
-    return Checkpoint(step, storage, folder_of(step), whole)
+    return whole, f'{body}{_SEAL}{seal}"\n}}\n'.encode()
 
 
 def write_checkpoint(
@@ -395,11 +435,12 @@ def write_checkpoint(
     """Writes a whole checkpoint, as one writer. Raises CheckpointError; what was there before is intact then."""
     plan = layout(tensors, {}, {}, [0], new_attempt(), file_bytes)
     try:
-        told = write_files(storage, step, plan[0], lambda name, rows: take(tensors[name], rows))
+        need = partial(bytes_of, step, plan, whole_shapes(tensors), manifest)
+        told = write_files(storage, step, plan[0], lambda name, rows: take(tensors[name], rows), need)
     except CheckpointError:
         give_up(storage, step)
         raise
-    return commit(storage, step, plan, told, tensors, manifest, keep)
+    return commit(storage, step, plan, told, whole_shapes(tensors), manifest, keep)
 
 
 def give_up(storage: Storage, step: int) -> None:
@@ -450,10 +491,11 @@ def _doomed(storage: Storage, step: int, keep: int) -> Iterator[tuple[int, str]]
             yield number, folder
 
 
-def write_cure(error: OSError, need: int, instead: str) -> str:
+def write_cure(error: OSError, need: int | None, instead: str) -> str:
     """What to do about a failed write of `need` bytes; `instead` names the other place to choose."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"free some space (it needs {size_text(need)}) or choose {instead}"
+        space = "some space" if need is None else f"some space (it needs {size_text(need)})"
+        return f"free {space} or choose {instead}"
     if error.errno == errno.EFBIG:
         return f"raise the limit on the size of a file (ulimit -f) or choose {instead}"
     return f"see that the folder exists and can be written to, or choose {instead}"

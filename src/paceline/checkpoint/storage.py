@@ -23,6 +23,7 @@ from paceline.errors import UsageError, first_line
 
 Chunks = Iterable[bytes | memoryview]
 _BLOCK = 16 << 20  # a write(2) takes at most 2 GiB; a block that fits a cache is hashed and written fastest
+_SMALL, _TOGETHER = 1 << 16, 1 << 20  # bytes of a chunk that is copied to others, and of these
 # What the packages behind fsspec raise where a store cannot be reached, and is no OSError.
 _FAILURES = (
     ("botocore.exceptions", "BotoCoreError"),
@@ -158,6 +159,11 @@ class Bucket:
         except (ImportError, ValueError) as error:
             what = f"checkpoints cannot be kept at {url} ({first_line(error)})"
             raise UsageError(what, "install what it names, or give a folder") from None
+        except (OSError, TypeError, AttributeError) as error:  # it is not there, or needs more than a URL
+            what = f"checkpoints cannot be kept at {url} ({getattr(error, 'strerror', None) or first_line(error)})"
+            raise UsageError(
+                what, "see that this host reaches it with what the URL says alone, or give a folder"
+            ) from None
         self._fetched: Path | None = None
 
     def __str__(self) -> str:
@@ -255,11 +261,22 @@ def flush_folder(path: Path) -> None:
 
 
 def blocks(chunks: Chunks) -> Iterator[memoryview]:
-    """The same bytes in pieces that are written and hashed fastest."""
+    """The same bytes in pieces that are written and hashed fastest; small chunks, of which each would cost a write,
+    come together.
+    """
+    small = bytearray()
     for chunk in chunks:
         view = memoryview(chunk)
-        for start in range(0, len(view), _BLOCK):
-            yield view[start : start + _BLOCK]
+        if len(view) <= _SMALL:
+            small += view
+        if small and (len(small) >= _TOGETHER or len(view) > _SMALL):
+            yield memoryview(small)
+            small = bytearray()
+        if len(view) > _SMALL:
+            for start in range(0, len(view), _BLOCK):
+                yield view[start : start + _BLOCK]
+    if small:
+        yield memoryview(small)
 
 
 def write_file(path: Path, chunks: Chunks, mode: int = 0o600) -> tuple[int, str]:

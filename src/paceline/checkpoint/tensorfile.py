@@ -9,8 +9,10 @@ tensor, and the operating system's errors as they are. Files are read by the lib
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -46,20 +48,43 @@ def size_text(count: int) -> str:
     return f"{count / 1000**power:.1f} {unit}"
 
 
-def tensor_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file."""
-    # The widest elements first: then every tensor of a mapped file is aligned.
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+class Shaped(Protocol):
+    """A tensor, or what one is."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def _ordered(tensors: Mapping[str, Shaped]) -> list[str]:
+    """The widest elements first: then every tensor of a mapped file is aligned."""
+    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+
+
+def _head(tensors: Mapping[str, Shaped]) -> tuple[bytes, int]:
+    """What is before the tensors in a file, and the bytes of those."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in order:
+    for name in _ordered(tensors):
         tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in order:
+    return len(text).to_bytes(8, "little") + text, end
+
+
+def file_bytes(tensors: Mapping[str, Shaped]) -> int:
+    """How large the file of these tensors is."""
+    head, rest = _head(tensors)
+    return len(head) + rest
+
+
+def tensor_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file."""
+    yield _head(tensors)[0]
+    for name in _ordered(tensors):
         plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
         yield plain.reshape(-1).view(torch.uint8).numpy().data
 

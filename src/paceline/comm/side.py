@@ -26,6 +26,7 @@ T = TypeVar("T")
 Ask = Callable[[str], str]
 PATIENCE = 1.0  # seconds of waiting before a worker tells the others where it is, and looks where they are
 PAUSE = 0.05  # seconds between two looks
+RARER, RAREST = 0.1, 2.0  # part of its wait, and seconds at most, that a worker lets pass before it asks again
 LATE = 30.0  # seconds of waiting before it says once on the console who has not arrived
 EXPLAIN = 5.0  # seconds to find the reason after a collective failed
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -52,7 +53,10 @@ class Side:
         self.names: Sequence[int] = range(size)  # what the workers are called, by rank
         self.here: dict[str, Any] = {"sequence": 0, "name": "the start", "site": "", "state": "in"}
         self._said_late = False
+        self._all_there = False  # whether everybody has a place in the store
+        self._next = 0.0  # when to ask again
         self._survey: Future[list[dict[str, Any] | None]] | None = None
+        store.set(f"at/{rank}", "null")
 
     @property
     def name(self) -> int:
@@ -66,11 +70,15 @@ class Side:
         self._store.set(f"at/{self.rank}", json.dumps(self.here))
 
     def others(self) -> list[dict[str, Any] | None]:
-        """Where each worker said it is; None for those that have not said anything."""
-        return [
-            json.loads(self._store.get(f"at/{rank}")) if self._store.check([f"at/{rank}"]) else None
-            for rank in range(self.size)
-        ]
+        """Where each worker said it is; None for those that have not said anything.
+
+        One request for all: one for each would be a thousand from each of a thousand that wait for one.
+        """
+        keys = [f"at/{rank}" for rank in range(self.size)]
+        self._all_there = self._all_there or self._store.check(keys)
+        there = keys if self._all_there else [key for key in keys if self._store.check([key])]
+        said = dict(zip(there, self._store.multi_get(there), strict=True))
+        return [json.loads(said.get(key, "null")) for key in keys]
 
     def _meet(self) -> list[dict[str, Any] | None]:
         self.publish()
@@ -88,10 +96,12 @@ class Side:
 
         The store is asked beside; if it does not answer within `wait` seconds, a later look has the answer.
         """
+        if self._survey is None and not wait and time.monotonic() < self._next:
+            return
         self._survey = self._survey or beside(self._ask)
         try:
             places = self._survey.result(wait)
-            self._survey = None
+            self._survey, self._next = None, time.monotonic() + min(RARER * waited, RAREST)
         except TimeoutError:
             return
         except RuntimeError:  # the store went with worker 0

@@ -103,14 +103,17 @@ class Balance:
     @property
     def units(self) -> int:
         """Equal parts of a global batch that can be dealt."""
-        cuts = self.grid.cut(self.grid.global_batch)
-        return sum(-(-len(cut) // self.grid.grain) for cut in cuts) if self.fine else len(cuts)
+        whole, rest = divmod(self.grid.global_batch, self.grid.micro)
+        if not self.fine:
+            return whole + (rest > 0)
+        grain = self.grid.grain
+        return whole * -(-self.grid.micro // grain) + -(-rest // grain)
 
     @property
     def parts(self) -> tuple[float, ...]:
         """Of the global batch, by rank."""
-        dealt = deal(self.units, self.weights)
-        return tuple(len(share) / self.units for share in dealt)
+        units = self.units
+        return tuple(len(share) / units for share in deal(units, self.weights))
 
     # -- a team that changes
 
@@ -271,7 +274,8 @@ class Balance:
         while micro > 1 and then < GOOD:
             micro = micro // 2 if micro > 8 else micro - 1
             then = used_by(Grid(self.grid.global_batch, micro), costs)
-        return f"{100 * used:.0f} % of their speed is used, with the plan micro={micro} it would be {100 * then:.0f} %"
+        better = f"with the plan micro={micro}, which changes the mathematics, it would be {100 * then:.0f} %"
+        return f"{100 * used:.0f} % of their speed is used, {better}"
 
     def text(self) -> str:
         """The shares, for people."""

@@ -23,9 +23,9 @@ from torch.multiprocessing import active_children
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data.order import sample_index
-from paceline.errors import DatasetError, UsageError, a
+from paceline.errors import DatasetError, Noting, UsageError, a
 from paceline.step import Grid, deal_rows, stream_seed
-from paceline.strategies.pieces import MicroBatch
+from paceline.strategies.pieces import MicroBatch, rows_told
 from paceline.strategies.streams import Streams
 
 Order = Callable[..., Any]
@@ -240,7 +240,7 @@ class Feed:
         self._loading = 0.0
         self._dealt: Place | None = None
         self._next = self.start
-        self._iterator: Iterator[Any] = iter(())
+        self._iterator: Any = None  # begun when there is something to load
         self._stream = _Stream(self) if source.rows is None else None
 
     def grid_of(self, step: int) -> tuple[int, int, list[range]]:
@@ -251,13 +251,24 @@ class Feed:
         return self.source.first_epoch + epoch, rows.start, self.grid.cut(len(rows))
 
     def slots(self, start: int, place: Place) -> Iterator[Slot]:
-        """The micro-batches of a worker, from global batch `start` on."""
-        step = start
-        while self.batches is None or step < self.batches:
+        """The micro-batches of a worker, from global batch `start` on; batches in which it has none cost nothing."""
+        for step in self._with_share(start, place):
             epoch, first, cuts = self.grid_of(step)
             for index, part, blank in share_of(place, self.grid, sum(map(len, cuts))):
                 yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, blank)
-            step += 1
+
+    def _with_share(self, start: int, place: Place) -> range:
+        """The global batches, from `start` on, in which a worker may have a share. All of an epoch but the last are
+        dealt alike, so two tell.
+        """
+        assert self.source.rows is not None
+        assert self.batches is not None
+        epoch = self.grid.batches(self.source.rows)
+        sizes = (len(self.grid.batch_rows(batch, self.source.rows)) for batch in (0, epoch - 1))
+        usual, last = (bool(share_of(place, self.grid, rows)) for rows in sizes)
+        if usual:
+            return range(start, self.batches)
+        return range(start + (-1 - start) % epoch, self.batches if last else 0, epoch)
 
     def has(self, step: int) -> bool:
         """Whether there is a global batch of this number. At the end, what loads ahead is let go."""
@@ -276,21 +287,31 @@ class Feed:
             batch = self._stream.deal(step, place)
         else:
             if (place, step) != (self._dealt, self._next):
-                self._dealt, self._next = place, step
-                self._iterator = self._loader(step)
+                self._dealt, self._iterator = place, None
             epoch, _, cuts = self.grid_of(step)
             count = sum(map(len, cuts))
             share = len(share_of(place, self.grid, count))
+            if share and self._iterator is None:
+                self._iterator = self._loader(step)
             with Streams(torch.device("cpu")).lent():
-                taken = [next(self._iterator) for _ in range(share)]
+                taken = [self._taken(step, number) for number in range(share)]
             self._next = step + 1
-            mine = [
-                MicroBatch(slot.index, slot.stop - slot.start, rows, self._where(slot), slot.part, slot.blank)
-                for slot, rows in taken
-            ]
-            batch = epoch, count, mine
+            batch = epoch, count, taken
         self._loading = time.perf_counter() - began
         return batch
+
+    def _taken(self, step: int, number: int) -> MicroBatch:
+        """The next micro-batch: of this worker's of a global batch the one with this number."""
+
+        def told() -> str:
+            assert self._dealt is not None
+            (slot,) = self.source.filled(islice(self.slots(step, self._dealt), number, number + 1))
+            return rows_told([slot.index], slot.rows)
+
+        with Noting(told):
+            slot, batch = next(self._iterator)
+        where = self._where(slot)
+        return MicroBatch(slot.index, slot.stop - slot.start, batch, where, slot.part, slot.blank, slot.rows)
 
     def __iter__(self) -> Iterator[Batch]:
         step = self.start
@@ -303,7 +324,7 @@ class Feed:
 
     def close(self) -> None:
         """At once, not when the cycle through slots() is collected: in a later loader's child, perhaps."""
-        self._iterator, self._dealt = iter(()), None
+        self._iterator = self._dealt = None
         if self._stream is not None:
             self._stream.samples = iter(())
 

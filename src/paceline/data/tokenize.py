@@ -37,6 +37,7 @@ PIECE = 1 << 20  # bytes of text that a process tokenizes at once
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 MADE_FROM, PROGRESS, TOKENIZER = "made-from.json", "progress.json", "tokenizer.json"
 AGAIN = "the same command goes on where it was"
+_STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # which end us in order, and the same command goes on
 
 
 class _Piece(NamedTuple):
@@ -313,7 +314,7 @@ def _tokenized(
 ) -> Iterator[tuple[_Piece, Any, int]]:
     """Each piece without its text, its tokens, and the documents that end in it; in the order of the pieces."""
     # Forked: the tokenizer is there at once. Nothing runs beside us yet, and the executor forks all before its threads.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a pool half begun could not be shut down
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # a pool half begun could not be shut down
     try:
         pool = ProcessPoolExecutor(workers, get_context("fork"), _start, (os.getpid(), recipe))
         stack.callback(pool.shutdown, cancel_futures=True)
@@ -346,7 +347,10 @@ _recipe: _Recipe  # in the processes that tokenize
 def _start(parent: int, recipe: _Recipe) -> None:
     global _recipe
     _recipe = recipe
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent hears it as well
+    for stop in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the parent hears them as well
+        signal.signal(stop, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of the executor, among others
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody would tell us of our parent's end
     if os.getppid() != parent:
         os._exit(1)

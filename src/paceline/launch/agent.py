@@ -17,7 +17,6 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launch.ending import Ending
-from paceline.launch.failure import short
 from paceline.launch.keeper import TAKE_OVER, Keeper
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
@@ -26,6 +25,7 @@ from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
+from paceline.observe.traces import short
 from paceline.team.lease import Lease
 from paceline.team.link import AWAY, Link
 
@@ -66,13 +66,13 @@ class Agent:
         self._lines = 0  # the version of the orders with the last line that was shown
         self._coming: dict[str, Any] = {}  # who is sent the state, as the workers were told
         self._number = (0, 0)  # epoch and number of the generation that the workers were told
-        self._failing: list[Any] = []  # whose failure ends the run, as the coordinator said
+        self._failing: dict[int, str] = {}  # whose failure ends the run, and how they failed
         logs = folder / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
         # Where both are the terminal, output must not tear the progress line; else bytes stay bytes.
         raw = None if options.quiet or (sys.stderr.isatty() and sys.stdout.isatty()) else 1
         self._output = Output(logs, numbers, self.say, raw)
-        self._workers = Workers(options, folder, numbers, self._output, self._told)
+        self._workers = Workers(options, folder, numbers, self._output, journal, self._told, self.say)
         self._script = _Script(Path(options.script))
         self._declined: dict[int, dict[str, Any]] = {}  # what is reported of workers that were not started again
         self._report: dict[str, Any] = {}
@@ -89,7 +89,7 @@ class Agent:
                 self._keep(1 if self._lease is None else self._lease.begin(), None)
             if self._lease is not None:
                 self._lease.start()
-            self._start()
+            self._prepare()
             self._tell()
             self._link.start()
             while not self._done():
@@ -104,7 +104,8 @@ class Agent:
         finally:
             self._end()
         self._progress.close()
-        return self._ending.verdict(self._workers.all, self._stop, self._at_once, self._leaving, self._failing)
+        orders = self._link.newest
+        return self._ending.verdict(self._workers.all, self._stop, self._at_once, self._leaving, orders)
 
     @property
     def in_pieces(self) -> bool:
@@ -112,7 +113,7 @@ class Agent:
         parted = any(worker.said()["replica"] > 1 for worker in self._workers.all)
         return parted and (self._link.newest or {}).get("agents", 1) <= 1
 
-    def _start(self) -> None:
+    def _prepare(self) -> None:
         done = self._workers.done
         what = f" ({', '.join(text for text, _ in done)})" if done else ""
         where = f", run folder {short(self._folder)}"
@@ -122,6 +123,9 @@ class Agent:
         self.say(f"{plural(self._options.workers, 'worker')}{what}{where}")
         for text, why in done if self._ending.first else ():
             self._journal.write("decision", what=f"workers: {text}", why=why)
+        self._workers.prepare(self._start)
+
+    def _start(self) -> None:
         if self._ending.first:
             self._workers.start()
         else:
@@ -136,7 +140,7 @@ class Agent:
     def _done(self) -> bool:
         if self._at_once or self._over or time.monotonic() >= self._deadline:
             return True
-        if any(worker.alive and worker.counts for worker in self._workers.all):
+        if self._workers.preparing or any(worker.alive and worker.counts for worker in self._workers.all):
             return False
         if not self._ending.first and any(worker.alive and not worker.out for worker in self._workers.all):
             return False  # they wait to be admitted
@@ -150,8 +154,6 @@ class Agent:
         if kind == "failed":
             worker.ended = time.monotonic()
         elif kind == "formed":
-            if worker.newcomer and worker.life > 0:  # where one was lost, more may be
-                self._workers.prepare()
             generation = self._link.newest.get("generation")
             if generation and generation["number"] == event.get("number"):
                 self._output.lead(generation["members"][0])
@@ -176,10 +178,12 @@ class Agent:
     def _stop_all(self, number: int) -> None:
         """The whole run is to stop."""
         self._stop, self._stopping = number, time.monotonic()
-        self.say("stopping after this step and saving; press Ctrl-C again to stop at once", always=True)
+        self._at_once = self._workers.preparing
+        if not self._at_once:
+            self.say("stopping after this step and saving; press Ctrl-C again to stop at once", always=True)
         for worker in self._workers.all:
             if worker.alive:  # one that has not come to its trainer yet just ends
-                worker.signal(signal.SIGUSR2)
+                worker.process.signal(signal.SIGUSR2)
 
     def _leave(self, number: int) -> None:
         """The workers of this host are to leave the others."""
@@ -187,7 +191,7 @@ class Agent:
         self.say("leaving the run after this step; press Ctrl-C again to leave at once", always=True)
         for worker in self._workers.all:
             if worker.alive:
-                worker.signal(signal.SIGTERM if worker.counts else signal.SIGKILL)
+                worker.process.signal(signal.SIGTERM if worker.counts else signal.SIGKILL)
 
     # ---- the coordinator
 
@@ -228,10 +232,10 @@ class Agent:
             if worker.alive:
                 for order in told:
                     worker.tell(order)
-        for failing in orders["failing"]:
-            if failing not in self._failing:
-                self._failing.append(failing)
-                self._fail(failing[0])
+        for number, _, why in orders["failing"]:
+            if number not in self._failing:
+                self._failing[number] = why
+                self._fail(number)
         if orders["stop"] and self._stop is None:
             self._stop_all(signal.SIGTERM)
         self._over |= orders["over"]
@@ -244,9 +248,9 @@ class Agent:
         worker = self._workers.now.get(number)
         if worker is None or worker.life > life or (worker.life == life and not out):
             return
-        worker.out = True
+        self._workers.lose(worker)
         if worker.alive and "failed" not in worker.events:
-            worker.signal(signal.SIGKILL)  # or it would wake up in a team that is gone, and end its step there
+            worker.process.signal(signal.SIGKILL)  # or it would wake up in a team that is gone, and end its step there
         if worker.life == life or number in self._declined:
             return
         error = None
@@ -367,7 +371,7 @@ class Agent:
             self._lease.close()
         self._standby.close()
         self._workers.close()
-        if self._ending.failures(self._workers.all, self._stop):
+        if self._ending.failures(self._workers.all, self._stop, self._failing):
             self._output.failing(self._output.shown)  # what it still holds back came of the failure
         self._output.close()
         if left and not any(worker.killed for worker in self._workers.all):

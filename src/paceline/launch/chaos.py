@@ -6,12 +6,14 @@ import random
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
 from paceline.launch.check import LIMIT, Case, apart
 from paceline.launch.options import LaunchOptions
+from paceline.launch.warm import Kept
 from paceline.observe.figures import duration, plural
 from paceline.observe.journal import effective_steps, read_journal
 from paceline.plan import Plan
@@ -22,20 +24,19 @@ MOMENTS = ("loading", "forward", "backward", "reduced")
 FIRST = 2  # steps before the first loss
 
 
-def chaos(
-    script: str, arguments: list[str], workers: int, steps: int, losses: int, seed: int, faults: str, plan: str | None
-) -> int:
+def chaos(options: LaunchOptions, steps: int, losses: int, seed: int, faults: str) -> int:
     """Trains twice, undisturbed and with losses, and prints each loss and how far the weights are apart.
 
     Returns 0 if nothing was lost. UsageError: nobody would be left to go on, or a fault cannot be read.
     """
+    workers, plan = options.workers, options.plan
     if workers < 2:
         raise UsageError("a lone worker has nobody to go on without it", "give --workers 2 or more")
     schedule = parse_faults(faults) if faults else draw(workers, steps, losses, seed)
     if outside := [str(fault) for fault in schedule if fault.worker >= workers]:
         raise UsageError(f"there is no such worker: {', '.join(outside)}", f"name workers 0 to {workers - 1}")
-    options = LaunchOptions(script, arguments, workers, plan=plan, max_restarts=2 * len(schedule))
-    with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder:
+    with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder, Kept() as kept:
+        options = replace(options, max_restarts=2 * len(schedule), kept=kept)
         print(f"{plural(steps, 'step')} undisturbed ...", file=sys.stderr, flush=True)
         calm = Case.run(Path(folder, "calm"), options, steps)
         print(f"{plural(steps, 'step')} with {', '.join(map(str, schedule))} ...", file=sys.stderr, flush=True)

@@ -10,27 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.launch.ending import INTERRUPTED
 from paceline.launch.local import launch
 from paceline.launch.options import LaunchOptions
+from paceline.launch.warm import Kept
+from paceline.team.coordinator import STOPPED
 
 FLOOR = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
 LIMIT = {"float64": 1e-9, "float32": 1e-3}  # beyond this it is not rounding
 MARGIN = 10.0  # N workers may differ by this much more than another order of summation does
 
 
-def check(script: str, arguments: list[str], workers: int, steps: int, plan: str | None) -> int:
+def check(options: LaunchOptions, steps: int) -> int:
     """Prints three differences and a verdict; returns 0 if the training is the same, 1 if not.
 
     A difference is that of `apart`.
     """
-    alone = LaunchOptions(script, arguments, 1, max_restarts=0)  # a worker lost in so few steps is to be seen
-    cases = (
-        ("one worker", alone, False),
-        ("one worker summing in another order", alone, True),
-        (f"{workers} workers", replace(alone, workers=workers, plan=plan), False),
-    )
-    results = []
-    with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder:
+    results, workers = [], options.workers
+    with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder, Kept() as kept:
+        several = replace(options, max_restarts=0, kept=kept)  # a worker lost in so few steps is to be seen
+        alone = replace(several, workers=1, plan=None)
+        cases = (
+            ("one worker", alone, False),
+            ("one worker summing in another order", alone, True),
+            (f"{workers} workers", several, False),
+        )
         for number, (name, options, reverse) in enumerate(cases):
             print(f"{steps} steps with {name} ...", file=sys.stderr, flush=True)
             results.append(Case.run(Path(folder) / str(number), options, steps, reverse))
@@ -47,12 +51,16 @@ class Case:
 
     @staticmethod
     def run(folder: Path, options: LaunchOptions, steps: int, reverse: bool = False, **environment: str) -> Case:
-        """Runs the script in a fresh folder. LaunchError where it fails, or ends before it has made its steps."""
+        """Runs the script in a fresh folder. LaunchError where it fails, or ends before it has made its steps; where it
+        is asked to stop, the whole rehearsal ends.
+        """
         folder.mkdir()
         order = json.dumps({"steps": steps, "out": str(folder / "out"), "reverse": reverse})
         environment["PACELINE_CHECK"] = order
         run_dir = folder / "run"
         code = launch(replace(options, run_dir=str(run_dir), quiet=True, environment=environment))
+        if code in (INTERRUPTED, STOPPED):
+            raise SystemExit(code)
         found = folder / "out.json"
         if code or not found.exists():
             why = f"exit code {code}" if code else f"it ended before step {steps}"

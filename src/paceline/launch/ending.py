@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import socket
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.failure import Failure, culprit, failure_block, short
+from paceline.launch.failure import Failure, culprit, failure_block
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.workers import Worker
-from paceline.observe.journal import Journal
+from paceline.observe.journal import Event, Journal
 from paceline.observe.memory import advice
 from paceline.observe.report import write_report
+from paceline.observe.traces import short
 from paceline.team.coordinator import STOPPED
 
 INTERRUPTED = 130
+VANISHED = "ended with exit code 0 in the midst of its script, without a word"
 
 
 class Ending:
@@ -34,27 +37,31 @@ class Ending:
         self.first = options.join is None  # this agent's workers began the run, and wrote its journal
         self._events: ChainMap[str, Any] = ChainMap()  # of all workers, the last of each kind, members first
 
-    def failures(self, workers: Sequence[Worker], stop: int | None) -> list[Worker]:
-        """Those that failed. None where a stop came before some worker could hear it: it just ended.
+    def failures(self, workers: Sequence[Worker], stop: int | None, failing: Mapping[int, str]) -> list[Worker]:
+        """Those that failed, also where only the coordinator says so (`failing`). None where a stop came before some
+        worker could hear it: it just ended.
 
         With one that ended the run come those that had raised the same before, and were survived.
         """
         if any(stop is not None and worker.status == -signal.SIGUSR2 for worker in workers):
             return []
         fine = (0, STOPPED, None)
-        failed = [w for w in workers if (w.killed and "failed" in w.events) or w.status not in fine]
+        failed = [
+            w
+            for w in workers
+            if (w.killed and "failed" in w.events) or w.status not in fine or w.vanished or w.rank in failing
+        ]
         final = [w for w in failed if w.counts]
         said = [exception_of(worker) for worker in final]
         return [w for w in failed if w in final or (exception_of(w) is not None and exception_of(w) in said)]
 
-    def verdict(
-        self, workers: Sequence[Worker], stop: int | None, at_once: bool, left: bool, failing: Sequence[Any]
-    ) -> int:
-        """Says how the run ended; the exit code. `left`: these workers were to leave the others; `failing`: those whose
-        failure ended it, each with its agent and why.
+    def verdict(self, workers: Sequence[Worker], stop: int | None, at_once: bool, left: bool, orders: Event) -> int:
+        """Says how the run ended; the exit code, which is 0 only where it is finished. `left`: these workers were to
+        leave the others; `orders`: the coordinator's last.
         """
-        failures = self.failures(workers, stop)
-        mine = {worker.rank for worker in workers}
+        mine, told = {worker.rank for worker in workers}, orders.get("failing", ())
+        failing = {number: why for number, _, why in told if number in mine}
+        failures = self.failures(workers, stop, failing)
         self._events = ChainMap(*(w.events for w in sorted(workers, key=lambda w: not w.counts)))
         workers = [worker for worker in workers if worker.counts or worker in failures]
         asked = INTERRUPTED if stop == signal.SIGINT else STOPPED
@@ -62,24 +69,24 @@ class Ending:
             self._say(self._how_stopped(workers, "stopped at once"), always=True)
             return asked
         if failures:
-            return self._failed(workers, failures)
-        elsewhere = [entry for entry in failing if entry[0] not in mine]
-        if elsewhere:
-            number, agent, why = elsewhere[0]
+            return self._failed(workers, failures, failing)
+        for number, agent, why in (entry for entry in told if entry[0] not in mine):
             self._say(f"worker {number} of {agent} {why}, which ended the run: see there", always=True)
             return 1
         if left:
             self._say(f"left the run, which goes on\ncome back with: {self._command()}", always=True)
             return asked
-        if any(worker.status != 0 for worker in workers):
+        well = all(worker.status == 0 for worker in workers) if workers else orders.get("finished", False)
+        finished = well and not told
+        if not finished and (stop is not None or any(worker.status == STOPPED for worker in workers)):
             self._say(self._how_stopped(workers, "stopped"), always=True)
             return asked
-        return self._finished(workers)
+        return self._finished(workers) if finished else self._unknown()
 
     def _finished(self, workers: Sequence[Worker]) -> int:
-        name, size = Path(self._options.script).name, self._options.workers
+        name, size = self._options.module or Path(self._options.script).name, self._options.workers
         events = self._events
-        if not self.first:
+        if not self.first or not workers:  # others ended it
             self._say("the run has ended; its report is in the folder of its first worker")
             return 0
         if "join" not in events and size > 1:
@@ -109,30 +116,45 @@ class Ending:
             saved, again = "; no checkpoint was written", "start again with"
         return f"{how}{saved}\n{again}: {self._command()}"
 
-    def _failed(self, workers: Sequence[Worker], failed: Sequence[Worker]) -> int:
+    def _unknown(self) -> int:
+        """No worker is left here that was of the team, and nobody says that it came to its end."""
+        what = "no worker is left here, and there is no word that the run is finished"
+        cure = "see the console where it began; if it ended there, start it again, then run"
+        text = f"{what}\nlogs: {short(self._folder / 'logs')}{os.sep}\nnext: {cure} `{self._command()}`"
+        self._say(f"\n{text}", always=True)
+        self._journal.write("failed", worker=None, host=socket.gethostname(), cause=what, code=1, text=text)
+        return 1
+
+    def _failed(self, workers: Sequence[Worker], failed: Sequence[Worker], failing: Mapping[int, str]) -> int:
         failures = []
         for worker in failed:
-            status = 1 if worker.status is None else worker.status  # it said so, and did not end
+            status = worker.status or 1  # it said so and did not end, or ended without saying anything
             told, grown = worker.events.get("failed", {}), worker.memory.grown()
-            failure = Failure(worker.rank, worker.process.pid, worker.ended, status, told, self._output, grown)
+            why = VANISHED if worker.vanished else "" if worker.status or told else failing[worker.rank]
+            failure = Failure(worker.rank, worker.process.pid, worker.ended, status, told, self._output, grown, why)
             needs = worker.events.get("needs")
             if failure.out_of_memory and needs is not None:
                 room = worker.memory.room(self._options.workers)
                 what, failure.cure = advice(needs["plans"], needs["besides"], room)
                 failure.what += f": {what}"
             failures.append(failure)
-        newest = self._newest_checkpoint()
-        goes_on = "starts anew: no checkpoint was written" if newest is None else f"continues from step {newest}"
-        then = f"then run `{self._command()}`: it {goes_on}"
         stopped = [worker.rank for worker in workers if worker.killed and worker not in failed]
         cause, host = culprit(failures), socket.gethostname()
         if cause.step is None:  # it did not say
             cause.step = workers[0].events.get("step", {}).get("step")
-        text = failure_block(cause, failures, stopped, host, Path(short(self._folder / "logs")), then)
+        text = failure_block(cause, failures, stopped, host, Path(short(self._folder / "logs")), self._then(cause))
         title, _, rest = text.partition("\n")
         self._say(f"\n\x1b[1;31m{title}\x1b[0m\n{rest}" if self._coloured else f"\n{text}", always=True)
         self._journal.write("failed", worker=cause.rank, host=host, cause=cause.what, code=cause.code, text=text)
         return cause.code
+
+    def _then(self, cause: Failure) -> str:
+        """The command that goes on, and what it will do."""
+        newest = self._newest_checkpoint()
+        goes_on = "starts anew: no checkpoint was written" if newest is None else f"continues from step {newest}"
+        if cause.kind == "CheckpointError" and "found" not in self._events:  # it looked for one, in vain
+            goes_on = "continues from the newest checkpoint that can be read, and fails like this as long as none can"
+        return f"then run `{self._command()}`: it {goes_on}"
 
     def _newest_checkpoint(self) -> int | None:
         found = (self._folder / "checkpoints").glob("step-" + 12 * "[0-9]" + "/manifest.json")
@@ -158,7 +180,7 @@ class Ending:
             "--steps": options.max_steps if done < (options.max_steps or 0) else None,
         }
         flags = [part for name, value in given.items() if value is not None for part in (name, str(value))]
-        return shlex.join(["paceline", "run", *flags, options.script, *options.arguments])
+        return shlex.join(["paceline", "run", *flags, *options.program])
 
 
 def exception_of(worker: Worker) -> tuple[object, ...] | None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import linecache
 import os
-import re
 import signal
-import sysconfig
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from paceline.launch.output import TRACEBACK, Output
+from paceline.launch.output import Output
 from paceline.observe.figures import ranks
 from paceline.observe.journal import Event
+from paceline.observe.traces import read_trace
 
 WEIGHTS = {"CollectiveMismatchError": 1, "PeerLostError": 2}  # the higher, the less a cause; others have 0
 USAGE = ("PlanError", "UsageError")
@@ -36,22 +34,28 @@ OUT_OF_MEMORY = (
     "killed by the kernel's out-of-memory killer (SIGKILL)",
     "give it less to hold: a smaller micro= in the plan, fewer workers on this host, fewer loader workers",
 )
-
-_FRAME = re.compile(r'^\s*File "(?P<path>.+?)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+ASKED = ("EOFError: EOF when reading a line", "bdb.BdbQuit")  # input(), breakpoint()
+NO_TERMINAL = "workers have no terminal to ask at: give an argument instead, or this worker the terminal: --debug {}"
 
 
 class Failure:
     """How one worker failed: what happened, the cure, and the user's frame.
 
     `when`: monotonic seconds. `status` as in subprocess, where a signal is negative; `told` its event "failed", or
-    empty; `output` what it wrote; `out_of_memory`: the kernel's killer struck in its cgroup.
+    empty; `output` what it wrote; `out_of_memory`: the kernel's killer struck in its cgroup; `why` what happened, where
+    others know that better.
     """
 
     def __init__(
-        self, rank: int, pid: int, when: float, status: int, told: Event, output: Output, out_of_memory: bool
+        self,
+        rank: int,
+        pid: int,
+        when: float,
+        status: int,
+        told: Event,
+        output: Output,
+        out_of_memory: bool,
+        why: str = "",
     ) -> None:
         self.rank, self.pid, self.when, self.step = rank, pid, when, told.get("step")
         self.tail, errors = output.tail(rank), output.errors(rank)
@@ -67,52 +71,15 @@ class Failure:
             if self.out_of_memory:
                 self.what, self.cure = OUT_OF_MEMORY
             return
-        what, self.frame = read_trace(errors) if told or status == 1 else ("", None)
-        self.what = what or self.kind or f"ended with exit code {status}"
-        self.cure = "fix the cause" if what else "see its log"
+        what, self.frame = told.get("what", ""), told.get("at")
+        exits = self.kind == "SystemExit"  # which leaves no traceback; with 1 people leave after they printed one
+        if not why and not what and (status == 1 or (told and not exits)):
+            what, at = read_trace(errors)
+            self.frame = at or self.frame
+        self.what = why or what or (not exits and self.kind) or f"ended with exit code {status}"
+        self.cure = NO_TERMINAL.format(rank) if what.startswith(ASKED) else "fix the cause" if what else "see its log"
         if out_of_memory:  # it was a child of the worker, which raised for that
             self.cure += " (the kernel's out-of-memory killer ended a process here)"
-
-
-def read_trace(errors: Sequence[str], crash: bool = False) -> tuple[str, str | None]:
-    """(exception, the user's innermost frame) of the last traceback in lines of standard error.
-
-    With `crash` it is the stack that faulthandler left. ("", None) where there is none.
-    """
-    lines = [_ANSI.sub("", line) for line in errors]
-    if crash:
-        starts = [at for at, line in enumerate(lines) if line.startswith("Current thread")]
-    else:  # a script that cannot be compiled has no stack, only a place
-        starts = [at for at, line in enumerate(lines) if line.endswith(TRACEBACK)]
-        starts = starts or [at - 1 for at, line in enumerate(lines) if _FRAME.match(line)]
-    frames: list[tuple[str, str]] = []
-    exception = ""
-    for at in range(starts[-1] + 1 if starts else len(lines), len(lines)):
-        found = _FRAME.match(lines[at])
-        if found:
-            path, number = found["path"], int(found["line"])
-            source = linecache.getline(path, number) if crash else "".join(lines[at + 1 : at + 2])
-            source = "" if _FRAME.match(source) else source.strip()
-            where = f"{short(path)}:{number}" + (f" in {found['name']}" if found["name"] else "")
-            frames.append((path, f"{where}: {source}" if source else where))
-        elif frames and not lines[at].startswith(" "):
-            exception = "" if crash else lines[at].removeprefix("paceline.errors.")
-            break
-    if not crash:
-        frames.reverse()  # faulthandler begins with the innermost
-    if not frames or not (crash or exception):
-        return "", None
-    return exception, next((where for path, where in frames if _is_users(path)), frames[0][1])
-
-
-def _is_users(path: str) -> bool:
-    installed = "/site-packages/" in path or "/dist-packages/" in path
-    return not installed and not path.startswith(("<", _LIBRARY, _PACKAGE))
-
-
-def short(path: str | Path) -> str:
-    """`path` from the current folder where it lies in it."""
-    return str(path).removeprefix(os.getcwd() + os.sep)
 
 
 def culprit(failures: Sequence[Failure]) -> Failure:

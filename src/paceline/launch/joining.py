@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import secrets
 import socket
 import sys
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.failure import short
 from paceline.launch.keeper import ADDRESS
 from paceline.launch.options import LaunchOptions
+from paceline.observe.traces import short
 from paceline.team.link import Link, RefusedError
 from paceline.team.token import NAME, read_token
 
@@ -27,6 +28,7 @@ def likeness(options: LaunchOptions) -> dict[str, Any]:
     """What all agents of a run must have in common."""
     return {
         "script": hashlib.sha256(Path(options.script).read_bytes()).hexdigest(),
+        "module": options.module,
         "arguments": list(options.arguments),
         "plan": options.plan,
         "torch": version("torch"),
@@ -52,7 +54,7 @@ def introduction(options: LaunchOptions, folder: Path, numbers: list[int], stand
 def address_of(text: str) -> tuple[str, int]:
     """`HOST:PORT`, or `HOST` with a port that is free."""
     host, _, port = text.rpartition(":") if ":" in text else (text, "", "0")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not re.fullmatch("[!-~]+", host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise UsageError(f"{text!r} is no address", "give HOST:PORT, as 10.0.0.7:29400")
     return host, int(port)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -19,9 +20,10 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import is_url, storage_at
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
-from paceline.launch.joining import find, introduction, join, likeness, listen, stand_by
+from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
 from paceline.launch.mirror import mirror
 from paceline.launch.options import GIVEN, LaunchOptions
+from paceline.launch.warm import Kept
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
@@ -30,6 +32,8 @@ from paceline.team.lease import parse_store
 from paceline.team.link import Link
 from paceline.team.token import keep_token, make_token
 from paceline.world import parse_save_every, parse_shares
+
+FILES = 7  # that are open for a worker: three pipes, two sockets, its log, its pidfd
 
 
 def launch(options: LaunchOptions) -> int:
@@ -43,9 +47,10 @@ def launch(options: LaunchOptions) -> int:
     compared = Summary(Path(options.against)) if options.against else None
     if options.join:
         return _join(options)
-    with mirror(options.mirror) as variables:
+    with mirror(options.mirror) as variables, Kept() as kept:
         environment = {**options.environment, **variables}
-        options = replace(options, run_dir=str(_folder(options)), environment=environment)
+        kept = options.kept or kept
+        options = replace(options, run_dir=str(_folder(options)), environment=environment, kept=kept)
         source = "what is in memory" if variables else "the last checkpoint"
         restarts = 0
         while True:
@@ -98,7 +103,7 @@ def _join(options: LaunchOptions) -> int:
 
 def _folder(options: LaunchOptions) -> Path:
     with _made():
-        return Path(options.run_dir) if options.run_dir else _new_folder(Path(options.script).stem)
+        return Path(options.run_dir) if options.run_dir else _new_folder(options.module or Path(options.script).stem)
 
 
 @contextmanager
@@ -138,8 +143,10 @@ def _check(options: LaunchOptions) -> None:
     if not Path(options.script).is_file():
         how = "is not a file" if Path(options.script).exists() else "does not exist"
         raise UsageError(f"the script {options.script} {how}", "give the path of the Python file that trains")
-    if options.workers < 1:
-        raise UsageError(f"{options.workers} workers cannot train", "give --workers 1 or more")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES
+    if options.workers > most:
+        what = f"{options.workers:,} workers need more open files than this process may have"
+        raise UsageError(what, f"take at most {most:,} workers on this host, or see `ulimit -n`")
     if not 1 <= options.min_workers <= options.workers:
         what = f"--min-workers {options.min_workers} does not fit {options.workers} workers"
         raise UsageError(what, f"give 1 to {options.workers}")
@@ -149,14 +156,12 @@ def _check(options: LaunchOptions) -> None:
         Plan.parse(options.plan).validate(options.workers)
     if options.shares is not None:
         parse_shares(options.shares, options.workers)
+    if options.listen is not None:
+        address_of(options.listen)
     if options.store is not None:
         parse_store(options.store)
     if options.save_every is not None:
         parse_save_every(options.save_every)
-    if options.keep is not None and options.keep < 1:
-        raise UsageError(f"--keep {options.keep} would leave no checkpoint", "give 1 or more")
-    if options.mirror is not None and options.mirror < 1:
-        raise UsageError(f"--mirror {options.mirror} is no interval", "give steps, as 10")
     if is_url(options.run_dir or ""):
         what = f"--run-dir {options.run_dir} is no folder, and logs and the journal need one"
         raise UsageError(what, f"give --checkpoints {options.run_dir} instead")

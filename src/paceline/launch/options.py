@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from paceline.launch.warm import Kept
+
 # Options of a run that those who join it take over. Its workers get them as PACELINE_PLAN and so on.
 GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps")
 
@@ -13,9 +15,11 @@ GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps")
 class LaunchOptions:
     """What `paceline run` was asked for.
 
-    `against`: the folder of a run to compare the speed with. `debug`: the rank whose standard streams are the
-    terminal's own, for pdb (its log stays empty). `quiet`: the console shows only how the run ended, and that
-    only where it did not finish. `checkpoints`: a folder or URL for them, other than the run folder's own; of which the
+    `script`: the file that trains; `module`: its name, where it is to run as ``python -m`` runs it. `against`: the
+    folder of a run to compare the speed with. `debug`: the rank whose standard streams are the terminal's own, for pdb
+    (its log stays empty). `quiet`: the console shows only how the run ended, and that only where it did not finish.
+    `cold_start`: each worker imports for itself what it needs; `kept`: where a run leaves its warm process for the next
+    one of the same command. `checkpoints`: a folder or URL for them, other than the run folder's own; of which the
     newest `keep` stay; `mirror`: steps between two copies of a lone worker's state in memory. `environment`: further
     variables for the workers. `max_restarts`: how often workers that were lost to one cause are started again; 0: any
     loss ends the run. With fewer than `min_workers` it pauses. `join`: the run folder or HOST:PORT of a run that these
@@ -26,6 +30,7 @@ class LaunchOptions:
     script: str
     arguments: list[str] = field(default_factory=list)
     workers: int = 1
+    module: str | None = None
     run_dir: str | None = None
     plan: str | None = None
     shares: str | None = None
@@ -37,7 +42,9 @@ class LaunchOptions:
     against: str | None = None
     debug: int | None = None
     quiet: bool = False
+    kept: Kept | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    cold_start: bool = False
     max_restarts: int = 10
     min_workers: int = 1
     join: str | None = None
@@ -46,3 +53,8 @@ class LaunchOptions:
     store: str | None = None
     address: str = "127.0.0.1"
     size: int = 0
+
+    @property
+    def program(self) -> list[str]:
+        """What the interpreter is given."""
+        return [*(["-m", self.module] if self.module else [self.script]), *self.arguments]

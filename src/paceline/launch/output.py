@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.observe.figures import ranks
+from paceline.observe.traces import TRACEBACK
 
 WARNING = re.compile(r"^(?P<where>.+?:\d+): (?P<category>\w*Warning): (?P<text>.*)$")
-TRACEBACK = "Traceback (most recent call last):"
 COLLECT = 2.0  # seconds to wait for the next worker with the same warning
 HOLD = 3.0  # seconds to wait whether a worker that printed a traceback dies of it
 LONGEST = 1 << 16  # bytes of a line without an end
@@ -122,16 +122,21 @@ class Output:
             for text in held:
                 self._show(text)
 
+    def again(self, rank: int) -> None:
+        """Another process takes its place: what the one before wrote is not its own."""
+        self._feeds[rank].tail.clear()
+        self._feeds[rank].errors.clear()
+
     def failing(self, rank: int) -> None:
         """The worker is about to die of its exception, or has."""
         self._failing |= rank == self.shown
 
-    def tail(self, rank: int) -> list[str]:
+    def tail(self, rank: int, most: int = 15) -> list[str]:
         """The last lines of a worker's log, of this start."""
         lines = list(self._feeds[rank].tail)
         while lines and not lines[-1].strip():
             lines.pop()
-        return [line if len(line) <= 400 else line[:400] + " ..." for line in lines[-15:]]
+        return [line if len(line) <= 400 else line[:400] + " ..." for line in lines[-most:]]
 
     def errors(self, rank: int) -> list[str]:
         """The last lines of a worker's standard error."""

@@ -1,4 +1,4 @@
-"""Processes that die with us: parent death signals, sessions, out-of-memory kills. No torch."""
+"""Child processes: that die with us, that we adopt, what is left of them, and why they were killed. No torch."""
 
 from __future__ import annotations
 
@@ -6,29 +6,99 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.observe.memory import whole_memory
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PDEATHSIG, _NAME, _SUBREAPER = 1, 15, 36  # PR_SET_... of linux/prctl.h
 _DEAD = "ZX"  # states in proc(5): ended and not yet reaped, and gone
+
+
+def _prctl() -> Any:
+    prctl = ctypes.CDLL(None).prctl
+    prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+    return prctl
 
 
 def die_with_us() -> Callable[[], None]:
     """What a child calls between fork and exec so that it is killed when the thread that forked it ends."""
-    parent = os.getpid()
-    prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork only the bare call is safe
-    prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+    return partial(die_with, os.getpid(), _prctl())  # looked up here: after the fork only the bare call is safe
 
-    def prepare() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
 
-    return prepare
+def die_with(parent: int, prctl: Any = None) -> None:
+    """This process is killed when its parent ends, which must be that one."""
+    (prctl or _prctl())(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+def name_process(name: str, command: Sequence[str]) -> None:
+    """What ``top`` calls this process, of which the kernel keeps 15 bytes, and the command line that ``ps`` shows and
+    ``pgrep -f`` looks through, which has as much room as the one that it was started with.
+    """
+    text = ctypes.create_string_buffer(os.fsencode(name)[:15])
+    _prctl()(_NAME, ctypes.addressof(text), 0, 0, 0)
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5); zero where they are not shown
+    words = b"\0".join(map(os.fsencode, command))[: max(0, end - start - 1)]
+    if start:
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, words, len(words))
+
+
+def adopt_orphans() -> None:
+    """From now on we are the parent of our descendants whose parent ends."""
+    _prctl()(_SUBREAPER, 1, 0, 0, 0)
+
+
+class Child:
+    """A child process of ours, started (`process`) or adopted. Nobody else can get its number before it is reaped."""
+
+    def __init__(self, pid: int, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.pid, self.pidfd = pid, os.pidfd_open(pid)
+        self._process = process  # which would reap it if it were collected
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def look(self, at: int) -> os.waitid_result | None:
+        """Its end (WEXITED), or that it stopped (WSTOPPED) or goes on (WCONTINUED), if there is such news."""
+        try:
+            return os.waitid(os.P_PIDFD, self.pidfd, at | os.WNOHANG | (os.WNOWAIT if at & os.WEXITED else 0))
+        except ChildProcessError:  # it has ended, which was not asked for
+            return None
+
+    @property
+    def status(self) -> int | None:
+        """How it ended, as in subprocess; None: it runs. It stays to be reaped."""
+        info = self.look(os.WEXITED)
+        if info is None:
+            return None
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+    def reap(self) -> None:
+        """Waits for its end."""
+        if self._process is not None:
+            self._process.wait()
+        else:
+            os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+        os.close(self.pidfd)
+
+
+def reap_strangers(sessions: Collection[int]) -> None:
+    """Children that ended and that we adopted: of these sessions, and not their leaders."""
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            pid, (_, (state, parent, _, session)) = int(entry), _stat(int(entry))
+            if state == "Z" and int(parent) == os.getpid() and pid != int(session) in sessions:
+                os.waitpid(pid, os.WNOHANG)
 
 
 def session_members(sessions: Collection[int]) -> dict[int, str]:

@@ -22,15 +22,19 @@ from paceline.errors import LaunchError
 from paceline.launch.failure import SIGNALS, USAGE, WEIGHTS
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.output import Output
-from paceline.launch.processes import MemoryKills, die_with_us, ended
+from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, reap_strangers
 from paceline.launch.surroundings import pin, surround
-from paceline.world import worker_environment
+from paceline.launch.warm import ColdError, Wanted, Warm
+from paceline.observe.journal import Journal
+from paceline.observe.traces import before_the_trace, read_trace
+from paceline.team.coordinator import STOPPED
+from paceline.world import starts_cold, worker_environment
 
 CHUNK = 1 << 16
 DRAIN = 100  # pieces that are read at most of what an ended worker left: its children may go on writing
 
-RESERVE = "from paceline.launch.spare import main; main()"  # the script's own names are to be __main__'s
 STILL = 0.3  # seconds that a worker may be stopped before the others go on without it
+LOOKED, SHOWN = 100, 5  # the last lines of a lost worker's log: to look through, to show
 FINAL = (*USAGE, *WEIGHTS, "WorkersDifferError")  # exceptions that another worker would raise as well
 
 
@@ -43,11 +47,11 @@ class Worker:
 
     rank: int
     life: int
-    process: subprocess.Popen[bytes]
-    pidfd: int
+    process: Child
     memory: MemoryKills
     orders: socket.socket
     store: tuple[str, int]
+    output: Output
     pipes: dict[int, Callable[[bytes], None]] = field(default_factory=dict)  # by descriptor: who takes what arrives
     status: int | None = None
     ended: float = math.inf  # monotonic seconds of its end, or of its word that it fails
@@ -70,6 +74,11 @@ class Worker:
         return not self.out and (not self.newcomer or "formed" in self.events)
 
     @property
+    def vanished(self) -> bool:
+        """Whether it ended well and without a word, though its script had made a Trainer."""
+        return self.status == 0 and "trainer" in self.events.get("join", {}) and "ended" not in self.events
+
+    @property
     def how(self) -> str:
         """How it ended, in words."""
         if self.status is None:
@@ -78,7 +87,8 @@ class Worker:
             return f"ended with exit code {self.status}"
         if self.status == -signal.SIGKILL and self.memory.grown():
             return "was killed for want of memory"
-        return f"was {SIGNALS[-self.status][0].partition(':')[0]}" if -self.status in SIGNALS else "was killed"
+        how = SIGNALS[-self.status][0].partition(":")[0] if -self.status in SIGNALS else "killed"
+        return f"was {how}" if how.startswith(("killed", "ended")) else how
 
     def said(self) -> dict[str, Any]:
         """What the coordinator is told, see `team.coordinator.Said`."""
@@ -102,7 +112,18 @@ class Worker:
             "since": STILL if self.still else 0.0,
             "status": self.status,
             "why": self.how,
+            **(self._loss(told) if told or self.still or self.status not in (None, STOPPED) else {}),
         }
+
+    def _loss(self, told: dict[str, Any] | None) -> dict[str, list[str]]:
+        """What the others' console tells of it, should they go on without it."""
+        if told is None and self.status not in (None, 0):
+            what, at = read_trace(self.output.errors(self.rank), crash=self.status < 0)
+            told = {"what": what, "at": at}
+        told = told or {}
+        lines = [(told.get("what"), ""), (told.get("at"), "at "), (told.get("within"), "in ")]
+        tail = before_the_trace(self.output.tail(self.rank, LOOKED))[-SHOWN:]
+        return {"cause": [before + text for text, before in lines if text], "tail": tail}
 
     def tell(self, order: dict[str, Any]) -> None:
         """An order; one that does not read them, because it is stopped, does not stop us."""
@@ -117,30 +138,13 @@ class Worker:
                     with suppress(OSError):
                         path.unlink()
 
-    def signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, number)
-
-
-@dataclass
-class _Started:
-    """A process that has been started, and our ends of what connects us."""
-
-    process: subprocess.Popen[bytes]
-    orders: socket.socket
-    store: tuple[str, int]
-    pipes: dict[str, int]
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.orders.close()
-        for fd in self.pipes.values():
-            os.close(fd)
-
 
 class Workers:
-    """Starts the workers with these `numbers` and reads their pipes. `told` hears each event of one."""
+    """Starts the workers with these `numbers`, reads their pipes. `told` hears each event of one, `say` prints a line.
+
+    They are forked from a warm process, which is there from `prepare` on; where that cannot be, a line says why and
+    they start cold, each with an interpreter of its own.
+    """
 
     def __init__(
         self,
@@ -148,13 +152,18 @@ class Workers:
         folder: Path,
         numbers: Sequence[int],
         output: Output,
+        journal: Journal,
         told: Callable[[Worker, dict[str, Any]], None],
+        say: Callable[[str], None],
     ) -> None:
         self._options, self._folder, self.numbers, self._output = options, folder, list(numbers), output
-        self._told = told
+        self._journal, self._told, self._say = journal, told, say
         self.selector = selectors.DefaultSelector()
         self.all: list[Worker] = []  # those of before, too
-        self._spare: _Started | None = None
+        self._warm: Warm | None = None
+        self._begin: Callable[[], None] | None = None  # what waits for the warm process
+        self._began = time.time()
+        self._cold: set[str] = set()  # why workers started cold, as was said
         given = worker_environment() | dict(options.environment)
         self._variables, self._pins, self.done = surround(options.workers, given, sorted(os.sched_getaffinity(0)))
 
@@ -162,6 +171,26 @@ class Workers:
     def now(self) -> dict[int, Worker]:
         """Each worker in its last life, by number."""
         return {worker.rank: worker for worker in self.all}
+
+    @property
+    def preparing(self) -> bool:
+        """Whether none can be started yet."""
+        return self._begin is not None
+
+    def prepare(self, begin: Callable[[], None]) -> None:
+        """Calls `begin` once workers can be started."""
+        self._begin = begin
+        if not (self._options.cold_start or starts_cold() or self._options.debug is not None):
+            self._warm = Warm(
+                self._options.program, self._environment(), self.selector, self._prepared, self._say, self._options.kept
+            )
+        if self._warm is None or self._warm.ready or self._warm.trouble:
+            self._prepared()
+
+    def _prepared(self) -> None:
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            begin()
 
     def start(self) -> None:
         """Starts all workers. The first serves the store, on a socket that is bound before: no other process can take
@@ -178,8 +207,9 @@ class Workers:
         for worker in self.all:
             if worker.rank == rank:
                 worker.tidy()
-        if self._become(rank, life):
-            return
+        if life:
+            self._began = time.time()
+            self._output.again(rank)
         listener = self._listener()
         self._start(rank, listener, listener.getsockname(), life)
         listener.close()
@@ -191,105 +221,100 @@ class Workers:
         return listener
 
     def _start(self, rank: int, listener: socket.socket, store: tuple[str, int], life: int | None) -> None:
+        pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
+        orders, theirs = socket.socketpair()
+        descriptors = {"EVENTS": pipes["events"][1], "ORDERS": theirs.fileno(), "STORE": listener.fileno()}
+        if not self._options.max_restarts:
+            del descriptors["ORDERS"]
+        wanted = Wanted(
+            f"paceline {rank}",
+            self._options.program,
+            self._environment(
+                PACELINE_RANK=str(rank),
+                PACELINE_LOCAL_RANK=str(self.numbers.index(rank)),
+                PACELINE_NEWCOMER="1" if life is not None else None,
+                PACELINE_STORE=f"{store[0]}:{store[1]}",
+                PACELINE_BEGAN=str(self._began),
+            ),
+            (pipes["stdout"][1], pipes["stderr"][1]),
+            {f"PACELINE_{name}_FD": descriptor for name, descriptor in descriptors.items()},
+        )
         try:
-            self._run(rank, listener, store, life)
+            process = self._fork(wanted) or self._execute(wanted, own=self._options.debug == rank)
         except OSError as error:
             cure = "see `ulimit -a`, or take fewer workers"
             raise LaunchError(f"worker {rank} cannot be started ({error.strerror})", cure) from error
-
-    def _run(self, rank: int, listener: socket.socket, store: tuple[str, int], life: int | None) -> None:
-        command = [sys.executable, self._options.script, *self._options.arguments]
-        seat = self._seat(rank) | {"PACELINE_NEWCOMER": "1" if life is not None else None}
-        started = self._spawn(command, listener, store, seat, own=self._options.debug == rank)
-        self._take_in(rank, life, started)
-
-    def prepare(self) -> None:
-        """Keeps a process in reserve that has imported torch already, for the place of the next one that is lost."""
-        if self._spare is not None or not self._options.max_restarts:
-            return
-        listener = self._listener()
-        command = [sys.executable, "-c", RESERVE, self._options.script, *self._options.arguments]
-        seat = dict.fromkeys(self._seat(self.numbers[0])) | {"PACELINE_NEWCOMER": "1"}
-        with suppress(OSError):  # then there is none
-            self._spare = self._spawn(command, listener, listener.getsockname(), seat)
-        listener.close()
-
-    def _become(self, rank: int, life: int) -> bool:
-        """Lets the spare become this worker, if there is one that lives."""
-        spare, self._spare = self._spare, None
-        if spare is None or self._options.debug == rank:
-            return False
-        said = json.dumps(self._seat(rank)).encode() + b"\n"
-        try:
-            spare.orders.send(said, socket.MSG_DONTWAIT)
-        except OSError:  # it has ended
-            spare.end()
-            return False
-        self._take_in(rank, life, spare)
-        return True
-
-    def _spawn(
-        self,
-        command: Sequence[str],
-        listener: socket.socket,
-        store: tuple[str, int],
-        seat: Mapping[str, str | None],
-        own: bool = False,
-    ) -> _Started:
-        """Starts a process; one on its `own` has the terminal's streams."""
-        pipes = {name: os.pipe() for name in ("events", "stdout", "stderr")}
-        ours, theirs = socket.socketpair()
-        handed = (pipes["events"][1], theirs.fileno(), listener.fileno())
-        try:
-            process = subprocess.Popen(
-                command,
-                env=self._environment(store, handed, seat),
-                stdin=None if own else subprocess.DEVNULL,
-                stdout=None if own else pipes["stdout"][1],
-                stderr=None if own else pipes["stderr"][1],
-                pass_fds=handed,
-                start_new_session=True,  # the terminal's Ctrl-C reaches only the agent
-                preexec_fn=die_with_us(),
-            )
         finally:
             theirs.close()
             for _, write in pipes.values():
                 os.close(write)
-        return _Started(process, ours, listener.getsockname(), {name: read for name, (read, _) in pipes.items()})
-
-    def _take_in(self, rank: int, life: int | None, started: _Started) -> None:
-        process = started.process
         pin(process.pid, self._pins[self.numbers.index(rank)])
-        memory = MemoryKills(process.pid)
-        worker = Worker(rank, life or 0, process, os.pidfd_open(process.pid), memory, started.orders, started.store)
+        worker = Worker(
+            rank, life or 0, process, MemoryKills(process.pid), orders, listener.getsockname(), self._output
+        )
         worker.newcomer = life is not None
+        self._take_in(worker, {name: read for name, (read, _) in pipes.items()})
+
+    def _fork(self, wanted: Wanted) -> Child | None:
+        if self._warm is None:
+            return None
+        try:
+            return self._warm.fork(wanted)
+        except ColdError as why:
+            self._starts_cold(str(why))
+            return None
+
+    def _starts_cold(self, why: str) -> None:
+        if why not in self._cold:
+            self._cold.add(why)
+            self._say(f"workers start cold: {why}")
+            self._journal.write("decision", what="workers start cold", why=why)
+
+    def _execute(self, wanted: Wanted, own: bool) -> Child:
+        """A worker with an interpreter of its own; with `own` it has the terminal's streams."""
+        process = subprocess.Popen(
+            [sys.executable, *wanted.program],
+            env={**wanted.environment, **{name: str(number) for name, number in wanted.numbered.items()}},
+            stdin=None if own else subprocess.DEVNULL,
+            stdout=None if own else wanted.streams[0],
+            stderr=None if own else wanted.streams[1],
+            pass_fds=tuple(wanted.numbered.values()),
+            start_new_session=True,  # the terminal's Ctrl-C reaches only the agent
+            preexec_fn=die_with_us(),
+        )
+        return Child(process.pid, process)
+
+    def _take_in(self, worker: Worker, pipes: Mapping[str, int]) -> None:
         self.all.append(worker)
-        self.selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._ended, worker))
-        for name, read in started.pipes.items():
-            take = partial(self._output.take, rank, name)
+        self.selector.register(worker.process.pidfd, selectors.EVENT_READ, partial(self._ended, worker))
+        for name, read in pipes.items():
+            take = partial(self._output.take, worker.rank, name)
             worker.pipes[read] = partial(self._events, worker) if name == "events" else take
             os.set_blocking(read, False)
             self.selector.register(read, selectors.EVENT_READ, partial(self._read, worker, read))
+        self._note(worker, "started")
 
-    def _seat(self, rank: int) -> dict[str, str | None]:
-        """The variables that are this worker's own."""
-        return {"PACELINE_RANK": str(rank), "PACELINE_LOCAL_RANK": str(self.numbers.index(rank))}
+    def _note(self, worker: Worker, what: str, cause: str = "") -> None:
+        """What happened to a worker's process."""
+        more = {"cause": cause} if cause else {}
+        fields = {"worker": worker.rank, "life": worker.life, "host": socket.gethostname(), "pid": worker.process.pid}
+        self._journal.write("worker", **fields, what=what, **more)
 
-    def _environment(
-        self, store: tuple[str, int], handed: Sequence[int], seat: Mapping[str, str | None]
-    ) -> dict[str, str]:
+    def lose(self, worker: Worker) -> None:
+        """The others go on without it."""
+        if not worker.out:
+            worker.out = True
+            self._note(worker, "lost", worker.how)
+
+    def _environment(self, **seat: str | None) -> dict[str, str]:
+        """What a worker finds; `seat` are the variables of one alone."""
         options = self._options
-        events, orders, listener = map(str, handed)
         given = {f"PACELINE_{name.upper()}": getattr(options, name) for name in GIVEN}
         environment = worker_environment(
             None,
             PACELINE_WORLD_SIZE=str(options.size or options.workers),
             PACELINE_LOCAL_SIZE=str(len(self.numbers)),
-            PACELINE_STORE=f"{store[0]}:{store[1]}",
-            PACELINE_STORE_FD=listener,
             PACELINE_RUN_DIR=str(self._folder.absolute()),
-            PACELINE_EVENTS_FD=events,
-            PACELINE_ORDERS_FD=orders if options.max_restarts else None,
             PYTHONUNBUFFERED="1",
             **seat,
         )
@@ -333,45 +358,50 @@ class Workers:
                 continue
             worker.events[kind] = event
             worker.loaders |= set(event["pids"]) if kind == "loaders" else set()
+            if kind == "cold":
+                self._starts_cold(event["why"])
             self._told(worker, event)
 
     def _ended(self, worker: Worker) -> None:
         # Not reaped yet: as long as it is a zombie, nobody else can get its number, which names its session.
-        info = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if info is None:
+        status = worker.process.status
+        if status is None:
             return
-        self.selector.unregister(worker.pidfd)
-        worker.status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+        self.selector.unregister(worker.process.pidfd)
+        worker.status = status
         self.drain(worker)
         worker.ended = min(worker.ended, time.monotonic())
+        self._note(worker, "ended", worker.how)
 
     def look_for_stops(self) -> None:
         """Takes note of who was stopped, and who goes on."""
         for worker in self.all:
-            if worker.alive:
-                with suppress(ChildProcessError):
-                    info = os.waitid(os.P_PIDFD, worker.pidfd, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
-                    if info is not None:
-                        worker.stopped = time.monotonic() if info.si_code == os.CLD_STOPPED else math.inf
+            info = worker.process.look(os.WSTOPPED | os.WCONTINUED) if worker.alive else None
+            if info is not None:
+                stopped = info.si_code == os.CLD_STOPPED
+                worker.stopped = time.monotonic() if stopped else math.inf
+                self._note(worker, "stopped" if stopped else "continued")
+        if self._warm is not None:
+            self._warm.look()
+        reap_strangers({worker.process.pid for worker in self.all})
 
     # ---- ending
 
     def kill(self) -> None:
-        if self._spare is not None:
-            self._spare.end()
-            self._spare = None
+        if self._warm is not None:
+            self._warm.close()
         for worker in self.all:
             if worker.alive:
                 worker.killed = True
-                worker.signal(signal.SIGKILL)
+                worker.process.signal(signal.SIGKILL)
 
     def close(self) -> None:
         """Takes the last of what they wrote, reaps them, closes everything."""
         for worker in self.all:
             self.drain(worker)
-            worker.process.wait()
+            worker.process.reap()
             worker.tidy()
             worker.orders.close()
-            for fd in [*worker.pipes, worker.pidfd]:
+            for fd in worker.pipes:
                 os.close(fd)
         self.selector.close()

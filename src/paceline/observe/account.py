@@ -8,13 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from paceline.world import began
+
 # What brings the training forward, and what it costs to have it done by several, and safely.
 USEFUL = ("steps", "evaluating", "script")
 COSTS = ("starting", "waiting", "saving", "detection", "forming", "hand-over", "redone", "paused")
 
 
 def process_began() -> float:
-    """Unix seconds of this process's start, to a hundredth; where the system does not tell, of now."""
+    """Unix seconds of when this process was to start, by its agent, or did, to a hundredth; where nobody knows, of
+    now.
+    """
+    told = began()
+    if told is not None:
+        return told
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])

@@ -12,7 +12,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ from paceline.errors import UsageError
 
 VERSION = 1
 NAME = "journal.jsonl"
+BLOCK = 1 << 18  # bytes that are read at a time from the end
+THIN = 4 << 20  # bytes of a journal, after each of which the records of its steps become half as many
+FIRST, RAREST = 0.25, 60.0  # seconds between two of them that are added up: at first, and at most
+TOGETHER = 2048  # steps in one, at most: half of what the other workers remember, should the writer be lost
+APART = 1 << 14  # records of steps that a reader keeps apart
+_SUMS, _TABLES = ("samples", "steps", "seconds", "bytes"), ("time", "waited_for", "account")
 Event = dict[str, Any]
 
 
@@ -50,6 +57,7 @@ class Journal:
     def __init__(self, folder: Path | None) -> None:
         self._fd: int | None = None
         self._torn = self._warned = False
+        self._held: dict[Any, tuple[float, Event]] = {}  # records of steps, by trainer, since when
         if folder is None:
             return
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,37 +84,131 @@ class Journal:
                 then = "the training goes on, its report will have gaps; free space on that disk"
                 warnings.warn(f"{what}: {then}", stacklevel=2)
 
+    def steps(self, **fields: Any) -> None:
+        """Appends a record of steps. The longer the journal, the more of them become one."""
+        if self._fd is None:
+            return
+        trainer, now = fields.get("trainer"), time.monotonic()
+        since, before = self._held.pop(trainer, (now, {}))
+        record = added(before, fields) if before else fields
+        pause = min(FIRST * (2 ** min(os.fstat(self._fd).st_size // THIN, 16) - 1), RAREST)
+        if now - since >= pause or record.get("steps", 0) >= TOGETHER:
+            self.write("step", **record)
+        else:
+            self._held[trainer] = since, record
+
+    def flush(self) -> None:
+        """Appends what `steps` still keeps to add up."""
+        held, self._held = self._held, {}
+        for _, record in held.values():
+            self.write("step", **record)
+
     def last_step(self, trainer: int) -> int:
-        """The last step of a trainer that was written here."""
-        steps = effective_steps(read_journal(self._path.parent)) if self._fd is not None else []
-        return max((event["step"] for event in steps if event.get("trainer") == trainer), default=0)
+        """The last step of a trainer that was written here, and not done again from an earlier checkpoint."""
+        most = math.inf
+        for line in lines_from_end(self._path) if self._fd is not None else ():
+            event = event_of(line) if b'"st' in line else {}
+            if event.get("event") == "start":
+                most = min(most, event.get("resumed_from") or 0)
+            elif event.get("event") == "step" and event.get("trainer") == trainer and event["step"] <= most:
+                return int(event["step"])
+            if not most:
+                break
+        return 0
 
     def close(self) -> None:
+        self.flush()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
+def added(before: Event, after: Event) -> Event:
+    """One record of steps for two that follow one another: sums of what is counted, the rest as it was at last."""
+    record = {**before, **after}
+    for name in _SUMS:
+        if name in record:
+            record[name] = (before.get(name) or 0) + (after.get(name) or 0)
+    for name in _TABLES:
+        if name in record:
+            record[name] = dict(before.get(name) or {})
+            for part, value in (after.get(name) or {}).items():
+                record[name][part] = (record[name].get(part) or 0) + (value or 0)
+    return record
+
+
+def event_of(line: bytes) -> Event:
+    """What a line holds; nothing where a crash tore it."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) and "event" in event else {}
+
+
+def lines_from_end(path: Path, since: int = 0) -> Iterator[bytes]:
+    """The lines that begin at byte `since` or later, the last one first, read in blocks: who looks for the last of a
+    kind does not read all. A last one without its end is left out: it is being written, or was torn.
+    """
+    with path.open("rb") as file:
+        start, rest, whole = file.seek(0, os.SEEK_END), b"", False
+        while start > since:
+            end, start = start, max(since, start - BLOCK)
+            rest = os.pread(file.fileno(), end - start, start) + rest
+            rest, *lines = rest.split(b"\n")
+            if lines and not whole:  # what follows the last end of a line
+                lines.pop()
+                whole = True
+            yield from reversed(lines)
+        if whole:
+            yield rest
+
+
 def read_journal(folder: Path) -> list[Event]:
-    """All events of a run, oldest first, without the version line; none where there is no journal.
+    """The events of a run, oldest first, without the version line; none where there is no journal. Where there are very
+    many records of steps, neighbours are added up.
 
     Lines torn by a crash in mid-write are skipped. UsageError: the journal is of a later version.
     """
     path = folder / NAME
     events: list[Event] = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(event, dict) or "event" not in event:
-            continue
-        if event["event"] != "journal":
-            events.append(event)
-        elif event.get("version", VERSION) > VERSION:
-            what = f"{path} is of version {event['version']}, this Paceline reads up to {VERSION}"
-            raise UsageError(what, "install a newer Paceline")
+    steps, most = 0, APART
+    with path.open("rb") if path.exists() else nullcontext(()) as lines:
+        for line in lines:
+            event = event_of(line)
+            if event.get("event", "journal") != "journal":
+                events.append(event)
+            elif event.get("version", VERSION) > VERSION:
+                what = f"{path} is of version {event['version']}, this Paceline reads up to {VERSION}"
+                raise UsageError(what, "install a newer Paceline")
+            steps += event.get("event") == "step"
+            if steps >= most:
+                events = _thinned(events)
+                steps = sum(event["event"] == "step" for event in events)
+                most = max(APART, 2 * steps)
     return events
+
+
+def _thinned(events: list[Event]) -> list[Event]:
+    """With one record of steps for each two of a trainer. The first one of an attempt stays, and none goes over a
+    checkpoint, from which a later attempt may go on.
+    """
+    kept: list[Event | None] = []
+    single: dict[Any, int | None] = {}  # where the last record stands that is not added to another; None: stays so
+    for event in events:
+        if event["event"] == "start":
+            single = {}
+        elif event["event"] == "checkpoint":
+            single = dict.fromkeys(single)
+        elif event["event"] == "step":
+            trainer = event.get("trainer")
+            place = single.get(trainer)
+            if place is not None:
+                event = added(kept[place] or {}, event)
+                kept[place] = None
+            single[trainer] = None if place is not None or trainer not in single else len(kept)
+        kept.append(event)
+    return [event for event in kept if event is not None]
 
 
 def effective_steps(events: list[Event], kind: str = "step") -> list[Event]:

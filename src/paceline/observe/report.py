@@ -33,7 +33,8 @@ def write_report(folder: Path, width: int = 80, colour: bool = False) -> str:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     tables = facts(summary)
-    for name, text in [*tables["Results"], *tables["Costs"], ("report", str(folder / NAME))]:
+    losses = [row for row in tables["What happened"] if row[0] == "lost"]
+    for name, text in [*tables["Results"], *tables["Costs"], *losses, ("report", str(folder / NAME))]:
         table.add_row(name, Text(text))
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=colour, color_system="standard" if colour else None)

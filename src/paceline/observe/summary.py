@@ -138,7 +138,7 @@ class Summary:
         if event is None:
             return f"not ended, last seen at step {self.steps_done}: killed, or still running"
         if event["event"] == "failed":
-            return f"failed at step {self.steps_done}: worker {event.get('worker')}, {event.get('cause')}"
+            return f"failed at step {self.steps_done}: {_cause(event, ', ')}"
         return f"{event['event']} at step {event.get('step')}" + (f": {event['why']}" if event.get("why") else "")
 
     @property
@@ -156,7 +156,9 @@ class Summary:
     def script_line(self) -> list[str]:
         """The script and its arguments."""
         args = [str(arg) for arg in self.start.get("argv") or []]
-        return [*filter(None, [self.script]), *(args[1:] if args and self.script.endswith(args[0]) else args)]
+        module = self.start.get("module")  # unless it is an older version's
+        script = ["-m", str(module)] if module else [self.script] if self.script else []
+        return [*script, *(args[1:] if args and self.script.endswith(args[0]) else args)]
 
 
 def _span(attempt: list[Event]) -> list[tuple[float, float]]:
@@ -210,9 +212,16 @@ def _by_kind(summary: Summary) -> Rows:
 
 
 def _lost(event: Event) -> str:
-    return (
-        f"worker {', '.join(map(str, event.get('workers') or []))} {event.get('why')}, after step {event.get('step')}"
-    )
+    workers = event.get("workers") or []
+    causes = [", ".join(lines) for lines in (event.get("causes") or {}).values()]
+    who = f"worker {', '.join(map(str, workers))} {event.get('why')}, after step {event.get('step')}"
+    return "; ".join([who, *causes])
+
+
+def _cause(event: Event, link: str) -> str:
+    """Of a failure; it may be that of no worker."""
+    worker = f"worker {event['worker']}{link}" if event.get("worker") is not None else ""
+    return f"{worker}{event.get('cause')}"
 
 
 def _memory(event: Event) -> str:
@@ -286,7 +295,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("checkpoints", saved),
             *(("lost", _lost(event)) for event in s.lost),
             ("teams", _teams(s.formed)),
-            *(("failure", f"worker {e.get('worker')} on {e.get('host')}: {e.get('cause')}") for e in s.failures),
+            *(("failure", _cause(event, f" on {event.get('host')}: ")) for event in s.failures),
             ("ended", s.ending),
         ],
         "Environment": [

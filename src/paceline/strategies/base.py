@@ -311,7 +311,8 @@ class Single(Strategy):
                 self._run_blank(piece, orders, last=not queue)
                 continue
             mergeable = not sums.strict or len(piece.micro_batches) == 1
-            part = self._forward(piece, sums, orders) if mergeable else None
+            with piece.noted:
+                part = self._forward(piece, sums, orders) if mergeable else None
             if part is None:  # it is merged and may not be: its micro-batches one by one
                 queue.extendleft(Piece([m], m.batch) for m in reversed(piece.micro_batches))
                 continue
@@ -320,7 +321,8 @@ class Single(Strategy):
             if self.landing is not None:
                 self.landing.open(last=not queue)
             mark = self.streams.mark() if orders.test and not sums.strict else ()
-            part.total.mul(1.0 / orders.expected).backward()
+            with piece.noted:
+                part.total.mul(1.0 / orders.expected).backward()
             if self.landing is not None:
                 self.landing.close()
             if mark and self.streams.moved(mark):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -95,21 +96,23 @@ def share(tensors: Iterable[torch.Tensor], group: Group) -> None:
     if group.size == 1:
         return
     group.enter("the broadcast of worker 0's weights")
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for alike in kinds(tensors, BYTES):  # so much is there twice for a moment
+        alike = [tensor.detach() for tensor in alike]
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        group.broadcast(flat)
+        for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def kinds(tensors: Iterable[torch.Tensor], enough: int) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one dtype and device together, until they have `enough` bytes, or there are no more."""
+    open_: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for tensor in tensors:
-        alike = by_kind.setdefault((tensor.dtype, tensor.device), [])
-        alike.append(tensor.detach())
-        if sum(each.nbytes for each in alike) >= BYTES:  # so much is there twice for a moment
-            _broadcast(alike, group)
-    for alike in by_kind.values():
-        _broadcast(alike, group)
-
-
-def _broadcast(alike: list[torch.Tensor], group: Group) -> None:
-    if not alike:
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-    group.broadcast(flat)
-    for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-        tensor.copy_(part.view_as(tensor))
-    alike.clear()
+        kind = tensor.dtype, tensor.device
+        open_.setdefault(kind, []).append(tensor)
+        sizes[kind] += tensor.nbytes
+        if sizes[kind] >= enough:
+            yield open_.pop(kind)
+            del sizes[kind]
+    yield from open_.values()

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from paceline.errors import UsageError
+from paceline.errors import Noting, UsageError
+
+_SHOWN = 12  # numbers of rows
 
 
 @dataclass
 class MicroBatch:
-    """One micro-batch: its number in the grid, its rows, the collated batch, and where the rows came from. Where other
-    workers compute a part of it, `part` are the rows of the batch that are to be taken here. A `blank` one is run only
-    because the other workers of a replica run more.
+    """One micro-batch: its number in the grid, its rows, the collated batch, and where the rows came from, also as
+    `numbers` in the dataset. Where other workers compute a part of it, `part` are the rows of the batch that are to be
+    taken here. A `blank` one is run only because the other workers of a replica run more.
     """
 
     index: int
@@ -26,6 +28,7 @@ class MicroBatch:
     source: str = ""
     part: range | None = None
     blank: bool = False
+    numbers: tuple[int, ...] = ()
 
     def take_part(self) -> bool:
         """Leaves the rows of this worker's part; whether they can be told from the others."""
@@ -34,6 +37,7 @@ class MicroBatch:
         divisible = _can_join([self])  # with itself: all of it are tensors of rows
         if divisible:
             self.batch, self.rows = cut(self.batch, self.part), len(self.part)
+            self.numbers = self.numbers[self.part.start : self.part.stop]
         self.part = None
         return divisible
 
@@ -52,6 +56,19 @@ class Piece:
     @property
     def source(self) -> str:
         return ", ".join(m.source or f"micro-batch {m.index}" for m in self.micro_batches)
+
+    @property
+    def noted(self) -> Noting:
+        """While it is computed: an exception tells its rows."""
+        some = self.micro_batches
+        return Noting(lambda: rows_told([m.index for m in some], [n for m in some for n in m.numbers]) or self.source)
+
+
+def rows_told(indices: Sequence[int], numbers: Sequence[int]) -> str:
+    """The rows of micro-batches by their numbers in the dataset, the first of them where they are many."""
+    shown = ", ".join(map(str, numbers[:_SHOWN])) + (f" and {len(numbers) - _SHOWN} more" if numbers[_SHOWN:] else "")
+    which = f"micro-batch{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+    return f"{which}: row{'s' if len(numbers) > 1 else ''} {shown} of the dataset" if numbers else ""
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:

@@ -30,9 +30,11 @@ import torch
 
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.comm.shared import raw_bytes
+from paceline.observe.memory import whole_memory
 from paceline.team.orders import At
 
 MEET, LOOK = 10.0, 0.1  # seconds for a connection to come, between two looks at the orders
+HELLO, CALLS = 2.0, 16  # seconds for a connection to say who it is; how many may be there that have not yet
 SLICE = 1 << 20
 SEEN = 0.5  # seconds of sending after which it is known how fast that is
 SPARE = 0.85  # part of the connection's speed that a step's sums may take
@@ -262,6 +264,8 @@ class Taker:
 
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0))
+        self._listener.setblocking(False)
+        self._calls: dict[socket.socket, tuple[float, bytes]] = {}  # who has not said all yet: since when, and what
         self._link: socket.socket | None = None
         self._giver: int | None = None
         self.at: At = (host, self._listener.getsockname()[1], secrets.token_hex(16))
@@ -292,50 +296,64 @@ class Taker:
 
         def another() -> bool:
             """Whether what is under way comes to nothing: the one who sends is lost."""
-            return admitted() not in (None, self._giver) or (self._called() and self._accept())
+            return admitted() not in (None, self._giver) or self._greet(0.0)
 
         try:
             while admitted() in (None, self._giver):
-                ready, _, _ = select.select([self._listener, self._link or self._listener], [], [], LOOK)
-                if self._listener in ready:
-                    self._accept()
-                elif ready:
+                if not self._greet(LOOK) and self._link is not None and self._readable(self._link):
                     link, frame = self._link, self._frame(another)
                     if frame is not None:
                         heard(frame)
                     elif self._link is link:
                         break
-                elif self._link is None and time.monotonic() > deadline:
+                if self._link is None and time.monotonic() > deadline:
                     break
         finally:
             heard(None)
-            for one in (self._listener, self._link):
+            for one in (self._listener, self._link, *self._calls):
                 if one is not None:
                     one.close()
 
-    def _called(self) -> bool:
-        return bool(select.select([self._listener], [], [], 0)[0])
+    @staticmethod
+    def _readable(link: socket.socket) -> bool:
+        return bool(select.select([link], [], [], 0)[0])
 
-    def _accept(self) -> bool:
-        """Whether it is one who knows the secret: he takes the place of who was there before, and begins anew."""
-        link, _ = self._listener.accept()
-        until = time.monotonic() + MEET
-        hello = _exactly(link, len(self.at[2]) + 8, lambda: time.monotonic() > until)
-        said = b"" if hello is None else bytes(hello.tolist())
-        if not hmac.compare_digest(said[:-8], self.at[2].encode()):
-            link.close()
-            return False
-        (self._giver,) = struct.unpack("<q", said[-8:])
-        if self._link is not None:
-            self._link.close()
-        self._link = link
-        return True
+    def _greet(self, wait: float) -> bool:
+        """Whether one who knows the secret calls: he takes the place of who was there before, and begins anew. Looks
+        for so many seconds at most. Others, who say nothing or the wrong thing, keep nobody waiting.
+        """
+        ready, _, _ = select.select([self._listener, *self._calls, *filter(None, [self._link])], [], [], wait)
+        if self._listener in ready:
+            with suppress(OSError):  # it has gone again
+                self._calls[self._listener.accept()[0]] = time.monotonic(), b""
+        for call in {*self._calls} & {*ready}:
+            since, said = self._calls.pop(call)
+            got = b""
+            with suppress(OSError):
+                got = call.recv(len(self.at[2]) + 8 - len(said), socket.MSG_DONTWAIT)
+            said += got
+            if got and len(said) < len(self.at[2]) + 8:
+                self._calls[call] = since, said
+            elif hmac.compare_digest(said[:-8], self.at[2].encode()):
+                (self._giver,) = struct.unpack("<q", said[-8:])
+                if self._link is not None:
+                    self._link.close()
+                self._link = call
+                return True
+            else:
+                call.close()
+        for call, (since, _) in [*self._calls.items()]:
+            if time.monotonic() - since > HELLO or len(self._calls) > CALLS:
+                del self._calls[call]
+                call.close()
+        return False
 
     def _frame(self, given_up: Callable[[], bool]) -> torch.Tensor | None:
         """The next frame; None: no more comes."""
         assert self._link is not None
         head = _exactly(self._link, 8, given_up)
-        return None if head is None else _exactly(self._link, struct.unpack("<q", bytes(head.tolist()))[0], given_up)
+        length = -1 if head is None else struct.unpack("<q", bytes(head.tolist()))[0]
+        return _exactly(self._link, length, given_up) if 0 <= length <= whole_memory() else None
 
 
 def _exactly(link: socket.socket, length: int, given_up: Callable[[], bool]) -> torch.Tensor | None:

@@ -39,7 +39,7 @@ MOMENTS = (
 )
 ASLEEP = 2.0  # seconds that a stopped worker stays so
 LOG, GO = "chaos.jsonl", "chaos-go"
-_FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>\d+)@(?P<step>\d+)\.(?P<moment>[a-z-]+)")
+_FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>[0-9]{1,9})@(?P<step>[0-9]{1,12})\.(?P<moment>[a-z-]+)")
 
 
 @dataclass(frozen=True)

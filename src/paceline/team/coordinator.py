@@ -13,64 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.observe.figures import plural, ranks
-from paceline.team.orders import At, Coming
+from paceline.team.orders import Coming
 from paceline.team.roster import Announcement, Roster
+from paceline.team.seats import UNKNOWN, Said, Seat
 
 BEAT = 0.25  # seconds between two reports of an agent
 HELD = 20.0  # seconds that its request for orders is held open
 ALIKE = 0.1  # seconds within which an exception of all workers comes from all
 TOGETHER = 0.3  # seconds within which notices to all workers arrive, where the whole run is meant
 ALONE = 3.0  # seconds a worker may miss others that nobody knows to be lost, before the team forms anew
+PAUSE, LONGEST = 1.0, 30.0  # seconds before one that failed as a newcomer is started again; twice as long each time
 RETURN = 3.0  # seconds that agents have to come back to a coordinator that was started again
 LINES = 50  # lines for the console that are kept for agents that did not hear them yet
-UNKNOWN = -1  # the life of a worker that was started before we were
 STOPPED = 75  # EX_TEMPFAIL: exit code of who left, or stopped politely; the same command goes on
-
-
-@dataclass(frozen=True)
-class Said:
-    """What an agent says of a worker. `life` counts the processes that were started for it; all else is of the present
-    one. A model lives on a `replica` of so many workers. It is `waiting` to be admitted; `at` is where it takes the
-    state beforehand (host, port, secret), `current` says that it has, or that nobody sends it. `formed` is the last
-    generation that it entered, `alone` the one in which it misses others; `failed` what it said of its exception,
-    `final` one that another worker would raise as well; it has been `stopped` for `since` seconds; `status` is its exit
-    code and `why` how it ended, in words; `declined`: it cannot be started again.
-    """
-
-    life: int = 0
-    store: tuple[str, int] = ("", 0)
-    newcomer: bool = False
-    replica: int = 1
-    ready: bool = False
-    waiting: bool = False
-    at: At | None = None
-    current: bool = False
-    formed: int = -1
-    alone: int = -1
-    leaves: bool = False
-    ended: bool = False
-    failed: tuple[str, int, str] | None = None
-    final: bool = False
-    stopped: bool = False
-    since: float = 0.0
-    status: int | None = None
-    why: str = ""
-    declined: bool = False
-
-
-@dataclass
-class Seat:
-    """A worker of an agent. Its process is `out` when the team goes on without it; `life` is the one that is wanted."""
-
-    agent: str
-    life: int = 0
-    newcomer: bool = False
-    out: bool = False
-    said: Said = field(default_factory=Said)
-
-    @property
-    def alive(self) -> bool:
-        return self.said.status is None and not self.out
 
 
 @dataclass
@@ -89,7 +44,7 @@ class Coordinator:
     moved: tuple[str, int] | None = None  # where a coordinator of a higher epoch is
     leaving: set[str] = field(default_factory=set)  # agents that end
     gone: set[str] = field(default_factory=set)  # agents that are not heard any more
-    failing: list[int] = field(default_factory=list)  # workers whose failure ends the run
+    failing: dict[int, str] = field(default_factory=dict)  # workers whose failure ends the run, and how they failed
     stop: bool = False
     ended: bool = False
     lines: list[tuple[int, str, bool]] = field(default_factory=list)
@@ -100,11 +55,14 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self._asked = self._judged = self._again = math.inf  # when to act on notices, on exceptions, on who is alone
+        self._now = 0.0  # when we were last told something
+        self._starts: dict[int, tuple[float, int]] = {}  # who is started again later: when, and in which life
         self._raised_now: list[int] = []
         self._raised: set[Any] = set()  # the exceptions that were survived
         self._causes: Counter[str] = Counter()
         self._detection = 0.0  # of the generation that was announced
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
+        self._late = 0.0  # after a restart: when it is said who is waited for
 
     # ---- agents
 
@@ -116,13 +74,13 @@ class Coordinator:
         self.logs[agent], self.standbys[agent] = logs, standby
         self.gone.discard(agent)
         known = numbers or [number for number, seat in self.seats.items() if seat.agent == agent]
-        first = max([-1, *self.seats, *self.roster.members]) + 1
+        first, members = max([-1, *self.seats, *self.roster.members]) + 1, set(self.roster.members)
         for number in known or range(first, first + count):
             seat = self.seats.setdefault(number, Seat(agent, newcomer=True))
             if seat.agent not in (agent, ""):
                 continue
             seat.agent = agent
-            if number in self.roster.members and not self.roster.begun:
+            if number in members and not self.roster.begun:
                 seat.newcomer = False
             elif known and seat.said == Said():
                 seat.life = UNKNOWN
@@ -130,7 +88,7 @@ class Coordinator:
 
     def report(self, agent: str, workers: Mapping[int, Said], step: int, now: float) -> None:
         """The state of an agent's workers."""
-        self.step = max(self.step, step)
+        self.step, self._now = max(self.step, step), now
         places = max([1, *(said.replica for said in workers.values())])
         if places > self.roster.places:
             self.roster.in_replicas(places)
@@ -159,8 +117,8 @@ class Coordinator:
         if changed:
             self._let_in()
             self._announce(self.roster.plan())
-            if self.roster.leaving:  # who was to stay may be gone
-                self._asked = min(self._asked, now + TOGETHER)
+            if self.roster.leaving:  # now or before: who was to stay may be gone
+                self._asked = min(self._asked, now + (0.0 if self._all_go else TOGETHER))
             self.version += self.over
 
     def heard_of(self, number: int, members: Iterable[int]) -> None:
@@ -206,10 +164,15 @@ class Coordinator:
     @property
     def due(self) -> float:
         """When `tick` is to be called next."""
-        return min(self._asked, self._judged, self._again, self.recovering)
+        return min(self._asked, self._judged, self._again, self.recovering, *(at for at, _ in self._starts.values()))
 
     def tick(self, now: float) -> None:
         """What was put off, if it is time."""
+        self._now = now
+        for number, (at, life) in [*self._starts.items()]:
+            if now >= at:
+                del self._starts[number]
+                self._start(number, life)
         if self.recovering < math.inf:
             self._recover(now)
         if now >= self._judged:
@@ -226,8 +189,15 @@ class Coordinator:
         """Whether all whom the run depends on have ended."""
         if self.ended:
             return True
-        counting = [seat for seat in self.seats.values() if not seat.newcomer and not seat.out]
-        return bool(counting) and all(seat.said.status is not None for seat in counting)
+        counting = (seat.said.status for seat in self.seats.values() if not seat.newcomer and not seat.out)
+        first = next(counting, None)  # a living one says no, without a look at all the others
+        return first is not None and all(status is not None for status in counting)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is over because the training, or the script, has come to its end."""
+        ended = any(seat.said.status == 0 for seat in self.seats.values() if not seat.newcomer and not seat.out)
+        return self.over and ended and not self.failing and not self.ended
 
     def orders(self, agent: str) -> dict[str, Any]:
         """The state that an agent is to bring about: of each worker which life, and whether it is of the team."""
@@ -249,8 +219,9 @@ class Coordinator:
             "version": self.version,
             "generation": generation,
             "workers": {number: {"life": seat.life, "out": seat.out} for number, seat in mine.items()},
-            "failing": [[number, self.seats[number].agent, self._why(number)] for number in self.failing],
+            "failing": [[number, self.seats[number].agent, why] for number, why in self.failing.items()],
             "over": self.over,
+            "finished": self.finished,
             "agents": len(self.standbys.keys() - self.gone),
             "standbys": list(self.standbys.values()),
             "moved": self.moved,
@@ -261,13 +232,13 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """What anybody may know."""
-        roster = self.roster
+        roster, members = self.roster, set(self.roster.members)
         return {
             "epoch": self.epoch,
             "generation": roster.number,
             "members": list(roster.members),
             "step": self.step,
-            "workers": {number: self._state(number, seat) for number, seat in sorted(self.seats.items())},
+            "workers": {number: self._state(number, seat, members) for number, seat in sorted(self.seats.items())},
             "min_workers": self.min_workers,
             "paused": self._paused,
             "stopping": self.stop,
@@ -281,7 +252,7 @@ class Coordinator:
     def _paused(self) -> bool:
         return self.order is not None and self._too_few(self.order.members)
 
-    def _state(self, number: int, seat: Seat) -> dict[str, Any]:
+    def _state(self, number: int, seat: Seat, members: Collection[int]) -> dict[str, Any]:
         said = seat.said
         if seat.out or said.declined:
             state = "out"
@@ -289,7 +260,7 @@ class Coordinator:
             state = f"ended with {said.status}"
         elif number in self.roster.leaving:
             state = "leaving"
-        elif number in self.roster.members:
+        elif number in members:
             state = "member" if number in self.roster.entered else "forming"
         else:
             state = "waiting" if said.waiting else "starting"
@@ -314,7 +285,6 @@ class Coordinator:
                 self._say(f"{ranks([number])} has joined: {plural(len(roster.members), 'worker')}")
         if said.leaves and not before.leaves:
             roster.leaves(number)
-            self._asked = min(self._asked, now + (0.0 if self._all_go else TOGETHER))
         if said.alone > before.alone:
             self._again = min(self._again, now + ALONE)
         if said.ended and not before.ended:
@@ -368,16 +338,16 @@ class Coordinator:
             if everybody or not self._spared(number):
                 self._fail([number])
 
-    def _fail(self, numbers: Iterable[int]) -> None:
+    def _fail(self, numbers: Iterable[int], why: str = "") -> None:
         """These end the run."""
-        self.failing += [number for number in numbers if number not in self.failing]
+        self.failing = {number: why or self._why(number) for number in numbers} | self.failing
         self.version += 1
 
     # ---- who is of the team
 
     def _let_in(self) -> None:
         """Newcomers wait for the next generation; of a host where nobody has the state, the first takes it before."""
-        roster, coming = self.roster, Coming()
+        roster, coming, served = self.roster, Coming(), set[str]()
         new = {n: seat for n, seat in self.seats.items() if seat.newcomer and seat.alive and seat.said.waiting}
         have = {self.seats[number].agent for number in roster.established if number in self.seats}
         have |= {seat.agent for seat in new.values() if seat.said.current or seat.said.at is None}
@@ -386,8 +356,9 @@ class Coordinator:
                 have.add(seat.agent)
             elif seat.agent in have or self._paused:
                 roster.waits(number)
-            elif seat.said.at is not None and seat.agent not in {self.seats[other].agent for other in coming}:
+            elif seat.said.at is not None and seat.agent not in served:
                 coming[number] = seat.said.at
+                served.add(seat.agent)
         self.version += coming != self.coming
         self.coming = coming
 
@@ -434,21 +405,39 @@ class Coordinator:
         few = not left or (len(left) < self.min_workers and not restarts)
         if not seat.newcomer and (known or few or (said.failed and not restarts)):
             return False
-        self._lose([number], why, "" if restarts else "; it is not started again")
+        pause = self._pause(seat)
+        soon = f"; it is started again in {pause:.0f} s" if pause else ""
+        self._lose([number], why, soon if restarts else "; it is not started again")
         if restarts:
             self._restart(number)
         return True
 
     def _why(self, number: int) -> str:
         said = self.seats[number].said
-        return f"raised {said.failed[0]}" if said.failed else said.why
+        if said.failed is None:
+            return said.why
+        kind, _, text = said.failed
+        return f"ended with {text}" if kind == "SystemExit" else f"raised {kind}"
 
     def _restart(self, number: int) -> None:
-        """Its agent starts another process in its place."""
+        """Its agent starts another process in its place, after a pause where the one before never came to the team."""
         seat = self.seats[number]
-        if seat.agent not in self.leaving and not seat.said.declined:
-            self.seats[number] = Seat(seat.agent, seat.life + 1, newcomer=True)
+        if pause := self._pause(seat):
+            self._starts[number] = (self._now + pause, seat.life + 1)
+        else:
+            self._start(number, seat.life + 1)
+
+    def _start(self, number: int, life: int) -> None:
+        seat = self.seats.get(number)
+        if seat is not None and seat.life < life and seat.agent not in self.leaving and not seat.said.declined:
+            failures = seat.failures + 1 if seat.newcomer else 0
+            self.seats[number] = Seat(seat.agent, life, newcomer=True, failures=failures)
             self.version += 1
+
+    @staticmethod
+    def _pause(seat: Seat) -> float:
+        failed = seat.newcomer and seat.said.status is not None
+        return min(LONGEST, PAUSE * 2.0**seat.failures) if failed else 0.0
 
     def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:
         new = all(self.seats[number].newcomer for number in lost)
@@ -457,19 +446,30 @@ class Coordinator:
             self.seats[number].out = True
         self._left -= {*lost, *mates}
         order = self.roster.lose(lost)
-        self.record("lost", workers=lost, why=why, step=self.step, **({"mates": mates} if mates else {}))
+        causes = {number: said.cause for number in lost if (said := self.seats[number].said).cause}
+        more = {"mates": mates} if mates else {}
+        self.record("lost", workers=lost, why=why, step=self.step, **more, **({"causes": causes} if causes else {}))
         if order is not None:
             start = "starts" if len(mates) == 1 else "start"
             too = f", and {ranks(mates)} of the same replica {start} anew" if mates else ""
-            self._say(f"{ranks(lost)} {why}{too}: {self._how_on(order.members)}{then}")
+            self._say(f"{ranks(lost)} {why}{too}: {self._how_on(order.members)}{then}{self._left_of(lost)}")
         elif new:
             before = "before it was back" if len(lost) == 1 else "before they were back"
-            self._say(f"{ranks(lost)} {why} {before}{then}; see {self.logs[self.seats[lost[0]].agent]}")
+            self._say(f"{ranks(lost)} {why} {before}{then}{self._left_of(lost)}")
         self._announce(order, detection)
         for mate in mates:
             self._restart(mate)
         self._let_in()
         self.version += 1
+
+    def _left_of(self, lost: list[int]) -> str:
+        """Lines below the one that says who is lost: why, and where to read on."""
+        lines: list[str] = []
+        for number in lost:
+            agent, said = self.seats[number].agent, self.seats[number].said
+            where = f" on {agent.partition(' ')[0]}" if len(self.logs) > 1 else ""
+            lines += said.epitaph(f"{self.logs.get(agent, 'logs')}/worker-{number}.log{where}")
+        return "".join(f"\n  {line}" for line in lines)
 
     def _how_on(self, members: Collection[int]) -> str:
         if self._too_few(members):
@@ -494,7 +494,7 @@ class Coordinator:
         what = "connections were lost"
         self._causes[what] += bool(alone)
         if alone and (self._causes[what] > self.max_restarts or any(seat.said.ended for seat in self.seats.values())):
-            self._fail(alone)
+            self._fail(alone, "lost its connections to the others")
         elif alone:
             self._say(f"{what}: {_go_on(self.roster.members)} over new ones")
             self._announce(self.roster.renew())
@@ -502,19 +502,25 @@ class Coordinator:
     # ---- after a coordinator was started again
 
     def _recover(self, now: float) -> None:
-        """Once all members' agents are back, or their time is over: who is there, from what they said."""
-        here = {number for number, seat in self.seats.items() if seat.said != Said()}
-        if not here >= set(self.roster.members) and now < self.recovering:
+        """Once all members' agents are back, or their time is over: who is there, from what they said.
+
+        That an agent is late is no failure of its workers: its time is not over before some are back who can go on.
+        """
+        roster = self.roster
+        here = {number: seat.said for number, seat in self.seats.items() if seat.said != Said()}
+        first = {number for number, said in here.items() if said.ready and not said.newcomer}
+        roster.established = first | {number for number, said in here.items() if said.formed >= 0}
+        roster.entered = {number for number, said in here.items() if said.formed == roster.number}
+        roster.entered |= set() if roster.number else first
+        missing = [number for number in roster.members if number not in here]
+        ended = any(said.ended for said in here.values())  # then all have come to the end
+        if missing and not ended and not {*self._survivors(missing)} & {*roster.members}:
+            self._wait_for(missing, here, now)
+        if missing and now < self.recovering:
             return
         self.recovering = math.inf
-        roster = self.roster
-        for number in sorted(here):
-            seat = self.seats[number]
-            said, seat.newcomer = seat.said, seat.said.newcomer and seat.said.formed < 0
-            if said.formed >= 0 or (said.ready and not said.newcomer):
-                roster.established.add(number)
-            if said.formed == roster.number or (roster.number == 0 and said.ready and not said.newcomer):
-                roster.entered.add(number)
+        for number, said in sorted(here.items()):
+            self.seats[number].newcomer = said.newcomer and said.formed < 0
             if said.leaves:
                 roster.leaves(number)
             if said.ended:
@@ -525,20 +531,19 @@ class Coordinator:
             if self.seats[number].alive:  # the team went on without it
                 roster.end(number)
                 self._restart(number)
-        missing = [number for number in roster.members if number not in here]
         for number in missing:
-            seat = self.seats.setdefault(number, Seat(agent="", life=UNKNOWN))
-            seat.said = Said(why="did not come back")
-        if missing and not roster.established:
-            self._fail(missing)
-        elif missing:
+            if ended:
+                roster.end(number)
+            else:
+                self.seats.setdefault(number, Seat(agent="", life=UNKNOWN)).said = Said(why="did not come back")
+        if missing and not ended:
             self._lose(missing, "did not come back")
         for number in sorted(here):
             seat = self.seats[number]
             self._ended(number, seat, Said(), now)
             if seat.said.alone >= 0:
                 self._again = min(self._again, now + ALONE)
-        self._stopped([number for number in here if self.seats[number].said.stopped])
+        self._stopped([number for number, said in here.items() if said.stopped])
         if roster.leaving:
             self._asked = now
         if self.order is None and roster.established and roster.entered != set(roster.members):
@@ -546,6 +551,14 @@ class Coordinator:
         self._let_in()
         self._announce(roster.plan())
         self.version += 1
+
+    def _wait_for(self, missing: list[int], here: Collection[int], now: float) -> None:
+        """Nobody who is here could go on without these, whose agents may come back."""
+        self._late = self._late or now + RETURN
+        if here and now >= self._late:
+            self._late = math.inf
+            self._say(f"{ranks(missing)} did not come back yet, and nobody else has the state of the training: waiting")
+        self.recovering = now + RETURN
 
 
 def _go_on(members: Collection[int]) -> str:

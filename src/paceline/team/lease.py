@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import threading
 import time
 import urllib.request
@@ -27,7 +28,7 @@ def parse_store(text: str) -> tuple[list[str], str]:
     """The addresses and the run's name in ``etcd://HOST:PORT[,HOST:PORT...]/NAME``. UsageError: it is not that."""
     where, _, name = text.removeprefix(SCHEME).partition("/")
     hosts = where.split(",")
-    if not text.startswith(SCHEME) or not name or not all(host.rpartition(":")[2].isdecimal() for host in hosts):
+    if not text.startswith(SCHEME) or not name or not all(re.fullmatch(r".+:[0-9]{1,5}", host) for host in hosts):
         raise UsageError(f"--store {text!r} is no etcd", "give etcd://HOST:PORT/NAME, with a name for this run")
     return hosts, name
 

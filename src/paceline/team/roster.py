@@ -32,7 +32,7 @@ class Roster:
     number: int = 0
     established: set[int] = field(default_factory=set)
     entered: set[int] = field(default_factory=set)
-    waiting: list[int] = field(default_factory=list)
+    waiting: dict[int, None] = field(default_factory=dict)  # in the order in which they came
     leaving: set[int] = field(default_factory=set)
     before: tuple[int, ...] = ()  # the members of the last generation that all had entered
     places: int = 1
@@ -64,15 +64,14 @@ class Roster:
 
     def waits(self, worker: int) -> None:
         """A newcomer wants to be admitted."""
-        self.waiting.append(worker)
+        self.waiting[worker] = None
 
     def formed(self, worker: int, number: int) -> None:
         """A worker has entered a generation, and has the state of the training."""
         if number == self.number:
             self.entered.add(worker)
             self.established.add(worker)
-            if worker in self.waiting:
-                self.waiting.remove(worker)
+            self.waiting.pop(worker, None)
 
     def leaves(self, worker: int) -> None:
         """A member was told to leave."""
@@ -81,9 +80,9 @@ class Roster:
 
     def mates(self, workers: Collection[int]) -> list[int]:
         """The others of their replicas."""
-        here = {*self.members, *self.before}
+        theirs = {*self.members, *self.before}.difference(workers)
         found = dict.fromkeys(mate for worker in workers for mate in self.replicas.get(worker, ()))
-        return [mate for mate in found if mate in here and mate not in workers]
+        return [mate for mate in found if mate in theirs]
 
     @property
     def going(self) -> set[int]:
@@ -92,22 +91,22 @@ class Roster:
 
     def survivors(self, lost: Collection[int]) -> tuple[int, ...]:
         """The members that would remain."""
-        everybody = (*self.members, *(worker for worker in self.before if worker not in self.members))
-        there = {worker for worker in everybody if worker in self.established and worker not in lost}
+        everybody = dict.fromkeys((*self.members, *self.before))
+        there = self.established.intersection(everybody).difference(lost)
         return tuple(worker for worker in everybody if there.issuperset(self.replicas[worker]))
 
     def lose(self, lost: Collection[int]) -> Announcement | None:
         """These and their mates are gone. The next generation, if one of them was a member and somebody is left."""
-        concerns = any(worker in (*self.members, *self.before) for worker in lost)
+        concerns = not {*self.members, *self.before}.isdisjoint(lost)
         left = self.survivors(lost)
-        lost = [*lost, *self.mates(lost)]
-        for worker in lost:
+        gone = {*lost, *self.mates(lost)}
+        for worker in gone:
             self.replicas.pop(worker, None)
+            self.waiting.pop(worker, None)
         for some in (self.established, self.entered, self.leaving):
-            some -= set(lost)
-        self.waiting = [worker for worker in self.waiting if worker not in lost]
-        self.members = tuple(worker for worker in self.members if worker not in lost)
-        self.before = tuple(worker for worker in self.before if worker not in lost)  # their number may come back
+            some -= gone
+        self.members = tuple(worker for worker in self.members if worker not in gone)
+        self.before = tuple(worker for worker in self.before if worker not in gone)  # their number may come back
         if not concerns:
             return None
         if not left:
@@ -125,10 +124,13 @@ class Roster:
 
     def plan(self) -> Announcement | None:
         """The generation that admits whoever waits and lets go whoever leaves, if it is time for one."""
-        new = [worker for worker in self.waiting if worker not in self.members]
+        if not self.begun or len(self.entered) < len(self.members):  # asked after each report: most are of this kind
+            return None
+        here = set(self.members)
+        new = [worker for worker in self.waiting if worker not in here]
         new = sorted(new[: len(new) - len(new) % self.places]) if self.places > 1 else new
-        stay = [worker for worker in self.survivors(self.leaving) if worker in self.members]
-        if not stay or not self.begun or self.entered != set(self.members) or (not new and stay == [*self.members]):
+        stay = [worker for worker in self.survivors(self.leaving) if worker in here]
+        if not stay or self.entered != here or (not new and stay == [*self.members]):
             return None
         return self._announce((*stay, *new), planned=True)
 

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,17 @@ from tornado.httpserver import HTTPServer
 from tornado.iostream import IOStream
 from tornado.web import Application, RequestHandler
 
-from paceline.observe.journal import NAME, Journal
-from paceline.team.coordinator import HELD, RETURN, Coordinator, Said
+from paceline.observe.journal import NAME, Journal, event_of, lines_from_end
+from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.link import RefusedError, fence
 from paceline.team.roster import Roster
+from paceline.team.seats import read_said
 from paceline.team.token import make_token, read_authorization, sign
 
 SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
 GONE = 0.5  # seconds after its connection broke
 BODY = 1 << 18  # bytes of a request
-CONNECTIONS = 100  # from one address
+CONNECTIONS = 100  # of strangers, from one address
 EASY, SLOW = 20, 1.0  # refusals a second, after which each takes its sender so many seconds
 CHALLENGES = 1000
 UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
@@ -90,6 +92,7 @@ class Service:
         self._told = 0
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
+        self.strangers = Strangers()
 
     # ---- requests
 
@@ -258,15 +261,6 @@ class Service:
                     news.set_result(None)
 
 
-def read_said(given: Mapping[str, Any]) -> Said:
-    """What JSON holds of a worker. ValueError, TypeError: it is not that."""
-    said = Said(**given)
-    host, port = said.store
-    failed = None if said.failed is None else (str(said.failed[0]), int(said.failed[1]), str(said.failed[2]))
-    at = None if said.at is None else (str(said.at[0]), int(said.at[1]), str(said.at[2]))
-    return Said(**{**given, "store": (str(host), int(port)), "failed": failed, "at": at})
-
-
 class Handler(RequestHandler):
     """One request."""
 
@@ -288,6 +282,7 @@ class Handler(RequestHandler):
             elif (request.method, what) in (("POST", "fence"), ("POST", "join"), ("POST", "report"), ("GET", "orders")):
                 header = request.headers.get("Authorization", "")
                 self._session = service.session(str(request.method), str(request.uri), header, body)
+                service.strangers.go(request.connection.stream)  # type: ignore[union-attr]
                 if self._session is None:
                     said = getattr(service, what)(body)
                 elif what == "orders":
@@ -315,23 +310,41 @@ class Handler(RequestHandler):
             self._service.broke(self._session)
 
 
-class Server(HTTPServer):
-    """With a limit to the connections that one address may have open at a time."""
+class Strangers:
+    """The open connections that nobody has sent a signed request over yet. Of those of one address the oldest gives way
+    to one too many: so neither they nor others keep a run's own agents out.
+    """
 
-    def initialize(self, *arguments: Any, **options: Any) -> None:
-        super().initialize(*arguments, **options)
-        self._open: Counter[str] = Counter()
+    def __init__(self) -> None:
+        self._open: dict[str, dict[IOStream, None]] = {}  # by address, the oldest first
+
+    def come(self, stream: IOStream, address: str) -> None:
+        here = self._open.setdefault(address, {})
+        if len(here) >= CONNECTIONS:
+            oldest = next(iter(here))
+            del here[oldest]
+            oldest.close()
+        here[stream] = None
+
+    def go(self, stream: IOStream) -> None:
+        """It is known now, or closed."""
+        for address, here in [*self._open.items()]:
+            here.pop(stream, None)
+            if not here:
+                del self._open[address]
+
+
+class Server(HTTPServer):
+    """With a limit to the connections of `strangers`."""
+
+    strangers: Strangers
 
     def handle_stream(self, stream: IOStream, address: tuple[str, int]) -> None:
-        if self._open[address[0]] >= CONNECTIONS:
-            stream.close()
-            return
-        self._open[address[0]] += 1
-        stream.from_address = address[0]  # type: ignore[attr-defined]
+        self.strangers.come(stream, address[0])
         super().handle_stream(stream, address)
 
     def on_close(self, server_conn: Any) -> None:
-        self._open[server_conn.stream.from_address] -= 1
+        self.strangers.go(server_conn.stream)
         super().on_close(server_conn)
 
 
@@ -359,6 +372,7 @@ async def serve(listener: socket.socket, service: Service) -> None:
     handlers = [(".*", Handler, {"service": service})]
     app = Application(handlers, log_function=lambda _: None)
     server = Server(app, idle_connection_timeout=10.0, body_timeout=5.0, **limits)
+    server.strangers = service.strangers
     listener.setblocking(False)
     server.add_socket(listener)
     await asyncio.gather(service.watch(), service.take_over())
@@ -366,15 +380,10 @@ async def serve(listener: socket.socket, service: Service) -> None:
 
 def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> Roster:
     """Who the team was when the journal's last generation was written, after byte `since`, and before that: `first`."""
-    before: list[int] = []
-    number, members = first
-    with (folder / NAME).open("rb") as file:
-        file.seek(since)
-        for line in file:
-            event = json.loads(line) if b'"generation"' in line and line.endswith(b"\n") else {}
-            if event.get("event") == "generation":
-                before, number, members = members, event["number"], event["workers"]
-    return Roster(tuple(members), number, before=tuple(before))
+    lines = (event_of(line) for line in lines_from_end(folder / NAME, since) if b'"generation"' in line)
+    found = ((event["number"], event["workers"]) for event in lines if event.get("event") == "generation")
+    (number, members), *before = [*islice(found, 2), first][:2]
+    return Roster(tuple(members), number, before=tuple(before[0][1]) if before else ())
 
 
 def main(listener: int, given: Mapping[str, Any]) -> None:

@@ -19,11 +19,11 @@ from paceline.comm.group import Group
 from paceline.comm.side import call_site
 from paceline.data.loader import Place
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError
+from paceline.team.exits import Exits, exception_told
 from paceline.team.operations import Operations, Simple
 from paceline.world import World
 
 T = TypeVar("T")
-TOLD = 500  # characters of an exception that the agent is told
 # What gloo and NCCL both can add.
 SUMS = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "complex128", "complex64"]
 
@@ -39,8 +39,8 @@ class Team:
         self.world = world
         self.group = Group(world)
         self.operations = Operations(world, self.group)
-        self.failed = self.left = False
-        self.failure: type[BaseException] = Exception
+        self.left = False
+        self.code: int | None = None  # that this worker ends with, where it failed
         self.step = 0  # optimizer steps done, for the failure block
         self.closing: list[Callable[[bool], None]] = []
         self._firsts = 0
@@ -153,9 +153,14 @@ class Team:
         if self.rank == 0:
             self.group.flag(name)
 
+    def fail(self, code: int, **told: str) -> None:
+        """The script has failed: the others hear of it, and this worker ends with the code."""
+        self.code = code
+        self.world.tell("failed", step=self.step, **told)
+
     def close(self) -> None:
         """Ends this worker's part; called by itself when the script ends."""
-        alone = self.failed or self.left or self.operations.waiting
+        alone = self.code is not None or self.left or self.operations.waiting
         if not alone:
             self._together(self.group.meet)
         for close in reversed(self.closing):
@@ -187,22 +192,23 @@ def join() -> Team:
 
 
 def _own_the_end(team: Team, before: Callable[..., Any]) -> None:
-    """The order of shutdown is ours: an uncaught exception is noticed, and groups are released before torch goes."""
+    """The order of shutdown is ours: how the script ends is noticed, and groups are released before torch goes."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        team.failed, team.failure = True, kind
-        team.world.tell("failed", kind=kind.__name__, step=team.step, text=str(error)[:TOLD])
+        team.fail(130 if issubclass(kind, KeyboardInterrupt) else 1, **exception_told(error))
         before(kind, error, trace)
 
     sys.excepthook = hook
-    atexit.register(_end, team)
+    atexit.register(_end, team, Exits())
     if team.world.launcher == "paceline":
         # The terminal's Ctrl-C is the agent's business; it tells us politely.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _end(team: Team) -> None:
+def _end(team: Team, exits: Exits) -> None:
     """The script's end. An error here, such as a last checkpoint that cannot be written, must still fail the worker."""
+    if team.code is None and exits.failed:
+        team.fail(exits.code, kind="SystemExit", text=f"exit code {exits.code}", at=exits.at)
     try:
         team.close()
     except PacelineError as error:
@@ -212,6 +218,4 @@ def _end(team: Team) -> None:
 
 def exit_code() -> int | None:
     """The exit code of a worker that failed among others; None where the interpreter may end as it likes."""
-    if _team is None or not _team.failed or _team.size == 1:
-        return None
-    return 130 if issubclass(_team.failure, KeyboardInterrupt) else 1
+    return None if _team is None or _team.size == 1 else _team.code

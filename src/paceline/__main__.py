@@ -1,0 +1,46 @@
+"""The command `paceline`. A signal ends it with one line from its first moment on: the imports alone take a while."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
+AGAIN = "the same command starts again"
+
+
+def _line(number: int, then: str = AGAIN) -> str:
+    return f"paceline: stopped by {signal.Signals(number).name}; {then}\n"
+
+
+def main() -> int:
+    """Reads the command line and does what it says; the exit code. Once workers run, their agent hears the signals."""
+    own, imported = os.getpid(), False
+
+    def stop(number: int, _: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)  # whoever sends it again means at once
+        if os.getpid() != own:  # forked from us
+            os.kill(os.getpid(), number)
+        elif not imported:  # there is nothing to tidy, and importlib would swallow exceptions here and there
+            os.write(2, _line(number).encode())
+            os._exit(CODES[signal.Signals(number)])
+        raise KeyboardInterrupt(number)
+
+    for number in CODES:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, stop)
+    from paceline.cli import main as command
+
+    imported = True
+    try:
+        return command()
+    except KeyboardInterrupt as stopped:
+        number = stopped.args[0] if stopped.args else signal.SIGINT
+        sys.stderr.write(_line(number, *getattr(stopped, "__notes__", ())))
+        return CODES[number]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What agents say of their workers, and what the coordinator keeps of each. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.team.orders import At
+
+WIDEST = 300  # characters of a line that is told of a loss
+UNKNOWN = -1  # the life of a worker that was started before the coordinator was
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an agent says of a worker. `life` counts the processes that were started for it; all else is of the present
+    one. A model lives on a `replica` of so many workers. It is `waiting` to be admitted; `at` is where it takes the
+    state beforehand (host, port, secret), `current` says that it has, or that nobody sends it. `formed` is the last
+    generation that it entered, `alone` the one in which it misses others; `failed` what it said of its exception,
+    `final` one that another worker would raise as well; it has been `stopped` for `since` seconds; `status` is its exit
+    code and `why` how it ended, in words, `cause` what else is known of that, and `tail` the last lines of its log;
+    `declined`: it cannot be started again.
+    """
+
+    life: int = 0
+    store: tuple[str, int] = ("", 0)
+    newcomer: bool = False
+    replica: int = 1
+    ready: bool = False
+    waiting: bool = False
+    at: At | None = None
+    current: bool = False
+    formed: int = -1
+    alone: int = -1
+    leaves: bool = False
+    ended: bool = False
+    failed: tuple[str, int, str] | None = None
+    final: bool = False
+    stopped: bool = False
+    since: float = 0.0
+    status: int | None = None
+    why: str = ""
+    cause: tuple[str, ...] = ()
+    tail: tuple[str, ...] = ()
+    declined: bool = False
+
+    def epitaph(self, log: str) -> list[str]:
+        """What is left of it when it is lost: lines for the console. `log` is where its log is."""
+        return [*self.cause, f"the end of {log}:" if self.tail else f"log: {log}", *(f"| {line}" for line in self.tail)]
+
+
+@dataclass
+class Seat:
+    """A worker of an agent. Its process is `out` when the team goes on without it; `life` is the one that is wanted.
+    `failures` of those before it ended, one after another, before they were of the team.
+    """
+
+    agent: str
+    life: int = 0
+    newcomer: bool = False
+    out: bool = False
+    failures: int = 0
+    said: Said = field(default_factory=Said)
+
+    @property
+    def alive(self) -> bool:
+        return self.said.status is None and not self.out
+
+
+def read_said(given: Mapping[str, Any]) -> Said:
+    """What JSON holds of a worker. ValueError, TypeError: it is not that."""
+    said = Said(**given)
+    host, port = said.store
+    failed = None if said.failed is None else (str(said.failed[0]), int(said.failed[1]), str(said.failed[2]))
+    at = None if said.at is None else (str(said.at[0]), int(said.at[1]), str(said.at[2]))
+    lines = {name: tuple(str(line)[:WIDEST] for line in getattr(said, name)) for name in ("cause", "tail")}
+    return Said(**{**given, "store": (str(host), int(port)), "failed": failed, "at": at, **lines})

@@ -1,0 +1,364 @@
+"""The command line: what it refuses, in one line; options after the script; modules; signals before any worker runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from agents import SOURCE, until
+from launching import SCRIPTS, paceline
+
+from paceline.checkpoint.storage import storage_at
+from paceline.cli import main
+from paceline.errors import UsageError
+from paceline.launch.joining import likeness
+from paceline.launch.local import FILES
+from paceline.launch.modules import find_module
+from paceline.launch.options import LaunchOptions
+from paceline.world import read_world
+
+RANGE = "from {} to 999,999,999,999; give one, in digits"
+EMPTY = "is empty; give a value: perhaps a variable of the shell is not set"
+LONG = "a" * 5000
+UNUSABLE = f"{'a' * 80}... cannot be used (File name too long); see to that, or give another path"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a script that would be seen to run."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import sys\nprint(*sys.argv)\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        # Numbers: of any size, below what makes sense, in digits that only int() knows.
+        (["run", "--workers", "9" * 20, "train.py"], f"--workers {'9' * 20} is no whole number {RANGE.format(1)}"),
+        (["run", "--workers", "0", "train.py"], f"--workers 0 is no whole number {RANGE.format(1)}"),
+        (["run", "--workers", "٤", "train.py"], f"--workers '٤' is no whole number {RANGE.format(1)}"),
+        (["run", "--workers", "1_0", "train.py"], f"--workers 1_0 is no whole number {RANGE.format(1)}"),
+        (["run", "--workers", "", "train.py"], f"--workers '' is no whole number {RANGE.format(1)}"),
+        (["run", "--workers", "9" * 5000], f"--workers {'9' * 80}... is no whole number {RANGE.format(1)}"),
+        (["run", "--steps", "0", "train.py"], f"--steps 0 is no whole number {RANGE.format(1)}"),
+        (["run", "--steps", "-3", "train.py"], f"--steps -3 is no whole number {RANGE.format(1)}"),
+        (["run", "--steps", "1e3", "train.py"], f"--steps 1e3 is no whole number {RANGE.format(1)}"),
+        (["run", "--max-restarts", "-1", "train.py"], f"--max-restarts -1 is no whole number {RANGE.format(0)}"),
+        (["run", "--min-workers", "0", "train.py"], f"--min-workers 0 is no whole number {RANGE.format(1)}"),
+        (["run", "--keep", "0", "train.py"], f"--keep 0 is no whole number {RANGE.format(1)}"),
+        (["run", "--mirror", "0", "train.py"], f"--mirror 0 is no whole number {RANGE.format(1)}"),
+        (["run", "--debug", "-1", "train.py"], f"--debug -1 is no whole number {RANGE.format(0)}"),
+        (["check", "--workers", "0", "train.py"], f"--workers 0 is no whole number {RANGE.format(1)}"),
+        (["check", "--steps", "0", "train.py"], f"--steps 0 is no whole number {RANGE.format(1)}"),
+        (["chaos", "--losses", "-1", "train.py"], f"--losses -1 is no whole number {RANGE.format(1)}"),
+        (["chaos", "--steps", "0", "train.py"], f"--steps 0 is no whole number {RANGE.format(1)}"),
+        (["chaos", "--seed", "-1", "train.py"], f"--seed -1 is no whole number {RANGE.format(0)}"),
+        (["tokenize", "--workers", "0", "x"], f"--workers 0 is no whole number {RANGE.format(1)}"),
+        (["tokenize", "--shard-tokens", "-1", "x"], f"--shard-tokens -1 is no whole number {RANGE.format(1)}"),
+        (["export", "--step", "-1", "a", "b"], f"--step -1 is no whole number {RANGE.format(0)}"),
+        (["import", "--trainer", "-1", "a", "b"], f"--trainer -1 is no whole number {RANGE.format(0)}"),
+        (["inspect", "--step", "x", "a"], f"--step x is no whole number {RANGE.format(0)}"),
+        (["run", "--shares", "٣,1", "train.py"], "shares '٣,1' are not numbers; give one weight per worker, as 3,1"),
+        (
+            ["run", "--save-every", "٦s", "train.py"],
+            "--save-every '٦s' is no interval; give seconds as 60s, steps as 100, or auto",
+        ),
+        (
+            ["run", "--listen", "10.0.0.7:٢٩", "train.py"],
+            "'10.0.0.7:٢٩' is no address; give HOST:PORT, as 10.0.0.7:29400",
+        ),
+        (["run", "--listen", "é..:1", "train.py"], "'é..:1' is no address; give HOST:PORT, as 10.0.0.7:29400"),
+        (
+            ["run", "--store", "etcd://a:٢/x", "train.py"],
+            "--store 'etcd://a:٢/x' is no etcd; give etcd://HOST:PORT/NAME, with a name for this run",
+        ),
+        (
+            ["export", "--max-file", "9" * 400, "a", "b"],
+            f"'{'9' * 400}' is not the size of a file; give one as 500MB or 5GB",
+        ),
+        (
+            ["run", "--workers", "9" * 12, "train.py"],
+            "999,999,999,999 workers need more open files than this process may have; "
+            "take at most {most} workers on this host, or see `ulimit -n`",
+        ),
+        # A variable of the shell that is not set.
+        (["run", "--run-dir", "", "train.py"], f"--run-dir {EMPTY}"),
+        (["run", "--join", "", "train.py"], f"--join {EMPTY}"),
+        (["run", "--token-file", "", "train.py"], f"--token-file {EMPTY}"),
+        (["run", "--listen", "", "train.py"], f"--listen {EMPTY}"),
+        (["run", "--against", "", "train.py"], f"--against {EMPTY}"),
+        (["run", "--checkpoints", "", "train.py"], f"--checkpoints {EMPTY}"),
+        (["run", "--take-over", ""], f"--take-over {EMPTY}"),
+        (["run", ""], f"SCRIPT {EMPTY}"),
+        (["check", ""], f"SCRIPT {EMPTY}"),
+        (["tokenize", "--out", "", "x"], f"--out {EMPTY}"),
+        (["export", "", "b"], f"RUN {EMPTY}"),
+        (["explain", ""], f"RUN {EMPTY}"),
+        # Paths that the system refuses.
+        (["run", LONG], UNUSABLE),
+        (["run", "--against", LONG, "train.py"], UNUSABLE),
+        (["run", "--join", LONG, "train.py"], UNUSABLE),
+        (["run", "--take-over", LONG], UNUSABLE),
+        (["explain", LONG], UNUSABLE),
+        (["report", LONG], UNUSABLE),
+        (
+            ["run", "--checkpoints", "ftp://127.0.0.1:1/y", "train.py"],
+            "checkpoints cannot be kept at ftp://127.0.0.1:1/y (Connection refused); "
+            "see that this host reaches it with what the URL says alone, or give a folder",
+        ),
+        # What other launchers call it.
+        (["run", "-n", "4", "train.py"], "-n is another launcher's option; say --workers 4"),
+        (["run", "-np", "4", "train.py"], "-np is another launcher's option; say --workers 4"),
+        (
+            ["run", "--nproc-per-node", "4", "train.py"],
+            "--nproc-per-node is another launcher's option; say --workers 4",
+        ),
+        (["run", "--nproc_per_node=4", "train.py"], "--nproc_per_node is another launcher's option; say --workers 4"),
+        (["run", "--nproc-per-node=gpu", "train.py"], "--nproc-per-node is another launcher's option; say --workers N"),
+        (["check", "-n"], "-n is another launcher's option; say --workers N"),
+        (["run", "--plan", "bf16", "train.py"], "unknown plan word 'bf16'; say precision=bf16"),
+        (
+            ["run", "-m", "train.py"],
+            "there is no module train.py to run; "
+            "give its name as `python -m` takes it, as package.train; for a file leave -m out",
+        ),
+        (["run", "--workers", "2"], "no script was given; give the path of the Python file that trains"),
+    ],
+)
+def test_one_line_says_what_is_wrong(
+    arguments: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    most = f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES:,}"
+    assert main(arguments) == 2
+    assert capsys.readouterr() == ("", f"paceline: {message.format(most=most)}\n")
+    assert [path.name for path in here.iterdir()] == ["train.py"]
+
+
+def test_a_place_that_a_url_alone_does_not_reach() -> None:
+    with pytest.raises(UsageError) as caught:
+        storage_at("reference://x/y")
+    assert re.fullmatch(
+        r"checkpoints cannot be kept at reference://x/y \(.* missing 1 required positional argument: 'fo'\); "
+        "see that this host reaches it with what the URL says alone, or give a folder",
+        str(caught.value),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "least"),
+    [
+        ("PACELINE_MAX_STEPS", "0", 1),
+        ("PACELINE_MAX_STEPS", "-3", 1),
+        ("PACELINE_KEEP", "0", 1),
+        ("PACELINE_JOIN_TIMEOUT", "0", 1),
+        ("PACELINE_RANK", "-1", 0),
+    ],
+)
+def test_variables_have_the_bounds_of_the_options(name: str, text: str, least: int) -> None:
+    place = {"PACELINE_WORLD_SIZE": "2", "PACELINE_STORE": "127.0.0.1:1"}
+    with pytest.raises(UsageError) as caught:
+        read_world({**place, name: text})
+    assert str(caught.value) == f"{name}={text} is no whole number {RANGE.format(least)}"
+
+
+# ---- options after the script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["train.py", "--workers", "4", "--lr", "3"], "--workers"),
+        (["train.py", "--workers=4", "--save-every", "9", "--workers", "2"], "--workers, --save-every"),
+        (["train.py", "--own", "4"], ""),  # the script knows it, if it is one of ours
+        (["--", "train.py", "--lr", "3"], ""),
+        (["train.py", "--", "--workers", "4"], ""),  # said on purpose
+        (["--quiet", "train.py", "--workers", "4"], ""),
+    ],
+)
+def test_options_of_ours_after_the_script_are_pointed_out(
+    arguments: list[str], names: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--keep", "1", "--shares", "x", *arguments]) == 2  # so that nothing starts
+    note = f"note: what stands after train.py is the script's own: {names}; "
+    note += "what is meant for paceline stands before train.py"
+    refused = "paceline: shares 'x' are not numbers; give one weight per worker, as 3,1"
+    assert capsys.readouterr().err.splitlines() == [*([note] if names else []), refused]
+
+
+def test_options_that_the_script_has_as_well_are_its_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text("parser.add_argument('--workers')\n")
+    assert main(["run", "--shares", "x", "train.py", "--workers", "4", "--steps", "3"]) == 2
+    assert capsys.readouterr().err.startswith("note: what stands after train.py is the script's own: --steps;")
+
+
+def test_the_script_gets_what_stands_after_it(here: Path) -> None:
+    done = paceline("run", "--run-dir", "run", "train.py", "--workers", "4", cwd=here)
+    assert done.stdout == "train.py --workers 4\n"
+    assert done.stderr.startswith("note: what stands after train.py is the script's own: --workers;")
+
+
+# ---- modules
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Packages, with and without __init__.py, and a module outside of them."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("pkg/__init__", "pkg/train", "pkg/sub/__main__", "ns/deep/train", "ns/both", "ns/both/data", "alone"):
+        path = Path(f"{name}.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("print(__file__)\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("pkg.train", "pkg/train.py"),
+        ("pkg.sub", "pkg/sub/__main__.py"),
+        ("ns.deep.train", "ns/deep/train.py"),
+        ("ns.both", "ns/both.py"),
+        ("alone", "alone.py"),
+    ],
+)
+def test_a_module_is_found_as_python_finds_it(name: str, file: str, modules: Path) -> None:
+    before = {*sys.modules}
+    assert find_module(name) == file
+    assert {*sys.modules} == before, "packages are not imported: they may do anything"
+    ran = subprocess.run([sys.executable, "-m", name], capture_output=True, text=True, check=True).stdout
+    assert ran.splitlines()[-1] == str(modules / file)
+
+
+@pytest.mark.parametrize("name", ["pkg", "pkg.gone", "gone", "sys", "pkg/train", ".train", "pkg..train", "pkg.train."])
+def test_what_is_no_module(name: str, modules: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        find_module(name)
+    assert str(caught.value) == (
+        f"there is no module {name} to run; "
+        "give its name as `python -m` takes it, as package.train; for a file leave -m out"
+    )
+
+
+def test_who_joins_runs_the_same_module(modules: Path) -> None:
+    options = LaunchOptions("pkg/train.py", module="pkg.train")
+    file, module = likeness(LaunchOptions("pkg/train.py")), likeness(options)
+    assert module == {**file, "module": "pkg.train"}
+    Path("pkg/train.py").write_text("pass\n")
+    assert likeness(options)["script"] != module["script"]
+
+
+def test_the_next_command_names_the_module(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/train.py").write_text("raise ValueError('no')\n")
+    done = paceline("run", "--run-dir", "run", "-m", "pkg.train", "--lr", "3", cwd=tmp_path, code=1)
+    assert done.stderr.splitlines()[-1] == (
+        "next: fix the cause; then run `paceline run --workers 1 --run-dir run -m pkg.train --lr 3`: "
+        "it starts anew: no checkpoint was written"
+    )
+
+
+def test_a_run_of_a_module_goes_on_as_one(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/train.py").write_text("from basics import *\nlist(make().steps(data, count=4))[:0] or t\n")
+    path = {**os.environ, "PYTHONPATH": str(SCRIPTS), "PACELINE_RUN_DIR": "run"}
+    subprocess.run([sys.executable, "-m", "pkg.train", "--lr", "3"], cwd=tmp_path, env=path, capture_output=True)
+    said = paceline("explain", "run", cwd=tmp_path).stdout
+    assert said.endswith("Next: paceline run --workers 1 --run-dir run -m pkg.train --lr 3\n")
+
+
+# ---- signals before any worker runs
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Callable[[], None]:
+    """A FIFO, and what waits until somebody opens it to read, and opens it for good."""
+    os.mkfifo(tmp_path / "gate")
+
+    def opened() -> bool:
+        try:
+            os.open(tmp_path / "gate", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return False
+        return True
+
+    return lambda: until(opened)
+
+
+def begin(folder: Path, *options: str, ignored: tuple[int, ...] = ()) -> subprocess.Popen[str]:
+    def dispositions() -> None:  # Tests that run in the background inherit that some are ignored.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline", *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{SOURCE}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=dispositions,
+    )
+
+
+@pytest.mark.parametrize("when", ["importing", "starting"])
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGHUP", 75)])
+def test_a_signal_before_any_worker_runs(
+    when: str, number: str, code: int, here: Path, gate: Callable[[], None]
+) -> None:
+    if when == "importing":  # what the command imports waits
+        Path("rich").mkdir()
+        Path("rich/__init__.py").write_text("open('gate').read()\n")
+        process = begin(here, "run", "train.py")
+    else:
+        process = begin(here, "run", "--join", "127.0.0.1:9", "--token-file", "gate", "train.py")
+    gate()
+    process.send_signal(signal.Signals[number])
+    assert process.communicate(timeout=60) == ("", f"paceline: stopped by {number}; the same command starts again\n")
+    assert process.returncode == code
+
+
+def test_a_signal_that_is_ignored_stays_so(here: Path, gate: Callable[[], None]) -> None:
+    """As under nohup."""
+    join = ("run", "--join", "127.0.0.1:9", "--token-file", "gate", "train.py")
+    process = begin(here, *join, ignored=(signal.SIGHUP,))
+    gate()
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[1] == "paceline: stopped by SIGTERM; the same command starts again\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_rehearsal_that_is_stopped_is_no_failed_one(number: int, code: int, here: Path) -> None:
+    Path("train.py").write_text("import time\nopen('here', 'w')\ntime.sleep(600)\n")
+    process = begin(here, "check", "train.py")
+    until(Path("here").exists)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert "could not be checked" not in errors
+    assert process.returncode == code
+
+
+@pytest.mark.parametrize("start", [[], ["--cold-start"]])
+def test_a_module_runs_as_python_runs_it(tmp_path, start):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/__init__.py").write_text("print('package')\n")
+    (tmp_path / "pkg/numbers.py").write_text("TWO = 2\n")
+    (tmp_path / "pkg/train.py").write_text(
+        "import sys\n"
+        "from .numbers import TWO\n"
+        "print(TWO, __name__, __package__, __spec__.name, sys.argv, sys.path[0], sys.orig_argv[1:])\n"
+        "raise ValueError('to see the traceback')\n"
+    )
+    done = paceline("run", "--run-dir", "run", *start, "-m", "pkg.train", "--lr", "3", cwd=tmp_path, code=1)
+    argv = [str(tmp_path / "pkg/train.py"), "--lr", "3"]
+    words = ["-m", "pkg.train", "--lr", "3"]
+    assert done.stdout == f"package\n2 __main__ pkg pkg.train {argv} {tmp_path} {words}\n"
+    assert "ValueError: to see the traceback\n  at pkg/train.py:4 in <module>: raise" in done.stderr

@@ -1,0 +1,74 @@
+"""Processes of the tests that begin with torch imported: real ones, forked from one warm process per test session.
+
+An agent that is started here holds no torch (it is exec'd), and gets a warm process of its own, which `paceline run`
+otherwise starts by itself, in a fortieth of the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.surroundings import surround
+from paceline.launch.warm import Wanted, Warm
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def environment(**more: str | None) -> dict[str, str]:
+    """What the tests' processes find; None unsets."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS), **more}
+    variables.setdefault("PYTHONFAULTHANDLER", "1")
+    return {name: value for name, value in variables.items() if value is not None}
+
+
+@cache
+def _warm() -> Warm:
+    given = environment(PYTHONUNBUFFERED="1")
+    variables, _, _ = surround(1, given, [0])
+    selector = selectors.DefaultSelector()
+    warm = Warm(["of the tests", " " * 4000], given | variables, selector, lambda: None, print)
+    while not warm.ready:
+        assert warm.trouble is None, warm.trouble
+        for key, _ in selector.select():
+            key.data()
+    return warm
+
+
+class Process(subprocess.Popen[str]):
+    """`command` of ``[sys.executable, SCRIPT, ...]`` with torch imported; any other with a warm process to inherit.
+
+    `inside`: a network namespace, a file of known hosts and a host's name to run it with.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        inside: tuple[str, ...] | None = None,
+        **more: Any,
+    ) -> None:
+        self._inside = inside
+        self._cold = more.get("preexec_fn") is not None or (env or {}).get("PACELINE_COLD_START") == "1"
+        super().__init__([*map(str, command)], env=environment() if env is None else dict(env), text=True, **more)
+
+    def _execute_child(self, args: list[str], *more: Any) -> None:
+        if self._cold:
+            super()._execute_child(args, *more)  # type: ignore[misc]
+            return
+        _, _, _, _, folder, env, _, _, _, *ends = more
+        stdin, _, _, stdout, _, stderr = ends[:6]
+        given = {"command": args, "inside": self._inside, "environment": _warm().environment}
+        program = [str(SCRIPTS / "with_warm.py"), json.dumps(given)]
+        streams = (stdout if stdout >= 0 else 1, stderr if stderr >= 0 else 2)
+        handed = {"PACELINE_TEST_STDIN": stdin} if stdin >= 0 else {}
+        child = _warm().fork(Wanted("python", program, env, streams, handed, str(folder or ".")))
+        self.pid, self._child_created = child.pid, True
+        os.close(child.pidfd)
+        self._close_pipe_fds(*ends[:6])  # type: ignore[attr-defined]
