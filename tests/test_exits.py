@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import SCRIPTS, paceline, train_basics
+from warm import Process, environment
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
@@ -53,22 +54,25 @@ coming = threading.Thread(target=lambda: (began.set(), store.get("what nobody se
 coming.start()
 class Last:
     def __del__(self, sleep=time.sleep):
-        sleep(5)
+        sleep(4)
 sys.modules["last"] = types.ModuleType("last")  # the dying interpreter empties it; ours is held by the thread
 sys.modules["last"].one = Last()
 began.wait()
-time.sleep(1)  # it is in compiled code by now
+time.sleep(0.5)  # it is in compiled code by now
 assert coming.is_alive()
 sys.exit(3)
 """
 
 
-def test_a_thread_that_comes_back_into_a_dying_interpreter_does_not_abort_it(tmp_path):
+@pytest.mark.parametrize("start", ["warm", "cold"])
+def test_a_thread_that_comes_back_into_a_dying_interpreter_does_not_abort_it(start, tmp_path):
     """The store's client comes out of its wait while the interpreter ends, which waits for `last`."""
     (tmp_path / "train.py").write_text(LATE)
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 3, done.stderr
-    assert "timed out after 2000ms" in done.stderr, "it did not come back in time"
+    given = environment(PACELINE_COLD_START=str(int(start == "cold")))
+    process = Process([sys.executable, "train.py"], given, cwd=tmp_path, stderr=subprocess.PIPE)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 3, stderr
+    assert "timed out after 2000ms" in stderr, "it did not come back in time"
 
 
 FORKS = """
