@@ -378,7 +378,7 @@ def test_a_newcomer_makes_the_trainers_that_the_others_made_while_they_trained(t
 @pytest.mark.parametrize(
     ("count", "ending", "formed"),
     [
-        pytest.param(6, "", [[0, 2]], marks=pytest.mark.slow),
+        (6, "", [[0, 2]]),
         pytest.param(9, "    if report.step == 6:\n        trainer.stop()\n", [[0, 2]], marks=pytest.mark.slow),
         pytest.param(6, "list(trainer.steps(data, count=3))\n", [[0, 2], [0, 2, 1]], marks=pytest.mark.slow),
         (9, "    if report.step == 6:\n        break\nlist(trainer.steps(data, count=3))\n", [[0, 2], [0, 2, 1]]),
@@ -396,10 +396,10 @@ def test_who_comes_with_the_last_step_of_a_loop_is_not_of_it(count, ending, form
         "trainer = make(plan='exact')\n"
         f"for report in trainer.steps(data, count={count}):\n"
         "    trainer.save()\n"
-        "    if report.step == 5:\n"
+        "    if report.step == 5 and os.environ['PACELINE_CHAOS']:\n"
         "        open('fifth', 'w').close()\n"
-        "    while report.step == 5 and os.environ['PACELINE_CHAOS'] and not paceline.join().operations.newcomers:\n"
-        "        time.sleep(0.01)\n"
+        "        while not paceline.join().operations.newcomers:\n"
+        "            time.sleep(0.01)\n"
         f"{ending}"
         "trainer.export('weights.safetensors')\n"
     )
