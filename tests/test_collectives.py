@@ -32,8 +32,11 @@ def _small_blocks() -> Iterator[None]:
 
 def team(count: int) -> list[Shared]:
     """The same memory, as each of `count` workers sees it."""
-    memory = mmap.mmap(-1, Shared.size(count))
-    return [Shared(memory, range(count), rank, [os.getpid()] * count, cores=count) for rank in range(count)]
+    file = os.memfd_create("team")
+    os.truncate(file, Shared.size(count))
+    memory = mmap.mmap(file, Shared.size(count))
+    own = [file, *(os.dup(file) for _ in range(1, count))]
+    return [Shared(memory, own[rank], range(count), rank, [os.getpid()] * count, count) for rank in range(count)]
 
 
 def play(works: Sequence[Iterator[Condition]], choose: Callable[[int], int]) -> None:
@@ -70,6 +73,21 @@ def measured(arenas: Sequence[Arena], total: torch.Tensor) -> None:
 def close(workers: Sequence[Shared]) -> None:
     for worker in workers:
         worker.close()
+
+
+def test_a_lane_takes_memory_from_its_first_message_on() -> None:
+    """Of 128 workers all lanes would take 4 GiB."""
+    workers = team(4)
+
+    def taken() -> int:
+        return os.fstat(workers[0]._file).st_blocks * 512
+
+    before = taken()
+    workers[0].lane(0, 2)
+    assert taken() == before
+    play([workers[0].lane(0, 2).send(torch.ones(10, dtype=torch.uint8), 0)], lambda _: 0)
+    assert before < taken() <= before + 2 * LANE + 2 * mmap.PAGESIZE
+    close(workers)
 
 
 counts, sizes = st.integers(2, 5), st.sampled_from([0, 1, 7, 500, 1025, 5000])

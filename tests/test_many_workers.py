@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from paceline.comm import side as sides
-from paceline.comm.side import Side
+from paceline.comm.side import Side, asker
+from paceline.errors import PeerLostError
 from paceline.saving import some
 
 
@@ -20,6 +22,7 @@ class Asked:
 
     def __init__(self, store: dist.Store) -> None:
         self._store, self.requests = store, Counter[str]()
+        self.timeout = timedelta(seconds=60)
 
     def __getattr__(self, name: str) -> Any:
         def ask(*arguments: Any) -> Any:
@@ -40,6 +43,25 @@ def test_where_all_are_is_one_question() -> None:
     for _ in range(10):
         assert [place is None for place in team[3].others()] == [False] * 63 + [True]
     assert asked.requests == {"multi_get": 10}
+
+
+def test_what_all_say_is_one_answer() -> None:
+    asked = Asked(dist.HashStore())
+    for rank in range(64):
+        asked.set(f"host/{rank}", str(rank))
+    asked.requests.clear()
+    assert asker(asked, lambda: False)([f"host/{rank}" for rank in range(64)]) == [*map(str, range(64))]  # type: ignore[arg-type]
+    assert asked.requests == {"check": 1, "multi_get": 1}
+
+
+def test_who_is_missing_is_found_by_halves() -> None:
+    asked = Asked(dist.HashStore())
+    keys = [f"host/{rank}" for rank in range(64)]
+    for key in keys[:-1]:
+        asked.set(key, "")
+    with pytest.raises(PeerLostError, match=r"^a worker did not come \(host/63\)"):
+        asker(asked, lambda: True)(keys)  # type: ignore[arg-type]
+    assert asked.requests["check"] == 1 + 13
 
 
 def test_who_has_no_place_yet_has_not_said_anything() -> None:

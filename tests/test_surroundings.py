@@ -77,7 +77,7 @@ for mine, expected in zip(t.model.parameters(), plain.parameters(), strict=True)
     ("width", "limit", "said"),
     [
         (1 << 11, 24, "32 MB of memory (File too large): gradients are copied to be summed"),
-        (1 << 6, 4, "5 MB of memory (File too large): what they exchange goes over gloo"),
+        (1 << 6, 4, "4 MB of memory (File too large): what they exchange goes over gloo"),
     ],
     ids=["arena", "all"],
 )

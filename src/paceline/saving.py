@@ -15,7 +15,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -127,6 +127,7 @@ class Saving:
         self._again = False  # the last one was lost with a worker
         self._collect = False
         self._attempt, self._number, self._table = "", -1, ""
+        self._streams: list[Any] = []  # the users' own, by rank; one where all have the same
         self._outcome: list[str] | None = None  # what went wrong with the last one, as far as this worker knows
         self._part: Part | None = None
         self._draft: _Draft | None = None
@@ -193,10 +194,26 @@ class Saving:
     def _prepare(self) -> Any:
         group = self.team.group
         group.enter("a checkpoint")
-        said = group.gather_json([user_streams(), new_attempt()])
         self.team.operations.reached("saving")
         writers, trouble = self._who_writes()
-        return {"streams": [streams for streams, _ in said], "by": [said[0][1], writers], "trouble": trouble}
+        self._gather_streams(writers)
+        attempt = group.gather_json(new_attempt())[0]  # whoever has it knows that the streams have arrived
+        return {"by": [attempt, writers], "trouble": trouble}
+
+    def _gather_streams(self, writers: Sequence[int]) -> None:
+        """To the first writer, unless all are the same: of a thousand workers they are 25 MB."""
+        group, mine, members = self.team.group, user_streams(), self.team.operations.members
+        digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+        self._streams = [mine]
+        if len({*group.gather_json(digest)}) == 1 or not writers:
+            return
+        writer = members.index(writers[0])
+        if group.rank != writer:
+            group.send_bytes(pack(mine), writer)
+            self._streams = [mine] * group.size  # theirs take as many bytes
+        else:
+            others = {rank: unpack(group.receive_bytes(rank)) for rank in range(group.size) if rank != writer}
+            self._streams = [others.get(rank, mine) for rank in range(group.size)]
 
     def _who_writes(self) -> tuple[list[int], Any]:
         """The workers that reach the place: those who find in it what the first one puts there."""
@@ -244,9 +261,7 @@ class Saving:
             shapes = whole_shapes(tensors)
             table = [(name, *shapes[name]) for some in (common, cut) for name in some]
             self._table = hashlib.sha256(repr(table).encode()).hexdigest()
-            streams = settled["streams"]
-            same = all(one == streams[0] for one in streams)
-            manifest = {"tree": skeleton, **subject.about(), "streams": streams[:1] if same else streams}
+            manifest = {"tree": skeleton, **subject.about(), "streams": self._streams}
             if me in writers:
                 self._number = writers.index(me)
                 files, reached = plan[self._number], self.team.operations.reached

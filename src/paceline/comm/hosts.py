@@ -121,13 +121,16 @@ class Hosts:
         mine = next((host for host in hosts if rank in host and len(host) > 1), None)
         if mine is not None:
             size_here, otherwise = Shared.size(len(mine)), "what they exchange goes over gloo"
-            memory = map_together(self._ask, store, f"memory/{mine[0]}", mine, rank, size_here, otherwise)
-            if memory is not None:
+            name, reserved = f"memory/{mine[0]}", Shared.reserved(len(mine))
+            mapped = map_together(self._ask, store, name, mine, rank, size_here, otherwise, reserved)
+            if mapped is not None:
                 together = functools.reduce(operator.or_, (int(cores[r], 16) for r in mine))
-                self.shared = Shared(memory, mine, rank, [int(pids[r]) for r in mine], together.bit_count())
+                self.shared = Shared(*mapped, mine, rank, [int(pids[r]) for r in mine], together.bit_count())
         # Whether it worked is said by everybody: all must see the same hosts.
         store.set(f"shares/{rank}", "1" if self.shared is not None else "0")
-        sharing = {r for host in hosts if len(host) > 1 for r in host if self._ask(f"shares/{r}") == "1"}
+        several = [r for host in hosts if len(host) > 1 for r in host]
+        said = self._ask([f"shares/{r}" for r in several]) if several else []
+        sharing = {r for r, shares in zip(several, said, strict=True) if shares == "1"}
         joint = [host for host in hosts if host[0] in sharing]
         self.hosts = sorted(joint + [[r] for r in range(size) if r not in sharing])
         self._places = {r: (number, at) for number, host in enumerate(self.hosts) for at, r in enumerate(host)}
@@ -170,9 +173,11 @@ class Hosts:
         self._arenas += 1
         ranks, step = self.shared.ranks, -(-size // 4096) * 4096
         name, otherwise = f"arena/{ranks[0]}/{self._arenas}", "gradients are copied to be summed"
-        memory = map_together(self._ask, self._store, name, ranks, self.rank, step * len(ranks), otherwise)
-        if memory is None:
+        mapped = map_together(self._ask, self._store, name, ranks, self.rank, step * len(ranks), otherwise)
+        if mapped is None:
             return None
+        memory, file = mapped
+        os.close(file)
         whole = torch.frombuffer(memory, dtype=torch.uint8).view(len(ranks), step)
         return [row[:size] for row in whole.unbind(0)]
 
@@ -304,8 +309,8 @@ def _cores() -> int:
 def _exchange(ask: Ask, store: dist.Store, rank: int, size: int, mine: str) -> list[list[str]]:
     """The first three words and the rest of what everybody says, in columns."""
     store.set(f"host/{rank}", mine)
-    said = [ask(f"host/{other}").split(" ", 3) for other in range(size)]
-    return [list(column) for column in zip(*said, strict=True)]
+    said = ask([f"host/{other}" for other in range(size)])
+    return [list(column) for column in zip(*(one.split(" ", 3) for one in said), strict=True)]
 
 
 def _devices(ask: Ask, store: dist.Store, rank: int, size: int, address: str) -> list[Any]:
@@ -320,8 +325,8 @@ def _devices(ask: Ask, store: dist.Store, rank: int, size: int, address: str) ->
         error = f"GLOO_SOCKET_IFNAME={gloo_interface()}" if gloo_interface() else first_line(reason)
         error += f"\n{', '.join(name for _, name in socket.if_nameindex())}"
     store.set(f"device/{rank}", error)
-    for other in range(size):
-        if error := ask(f"device/{other}"):
+    for other, error in enumerate(ask([f"device/{other}" for other in range(size)])):
+        if error:
             what, _, there = error.partition("\n")
             raise UsageError(
                 f"worker {other} finds no network interface to reach other hosts by ({what})",

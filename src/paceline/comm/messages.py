@@ -92,7 +92,7 @@ class Mailbox:
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
-        own = Lane([0] * 4, 0, list(torch.empty(2, LANE, dtype=torch.uint8)))  # a batch may send to itself
+        own = Lane([0] * 4, 0, list(torch.empty(2, LANE, dtype=torch.uint8)), bool)  # a batch may send to itself
         self._outboxes = {hosts.rank: own}
         self._inboxes = {hosts.rank: _Inbox(own, hosts.rank)}
         if hosts.gloo is None and hosts.shared is not None:

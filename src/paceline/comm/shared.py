@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.side import Ask, workers
+from paceline.errors import UsageError
 
 Condition = Callable[[], bool]
 BLOCK = 1 << 20  # bytes of a staging block; each worker has two
@@ -47,27 +48,36 @@ def host_key() -> str:
 
 
 def map_together(
-    ask: Ask, store: dist.Store, name: str, ranks: Sequence[int], rank: int, size: int, otherwise: str
-) -> mmap.mmap | None:
-    """Maps `size` new bytes, zeros, in all processes of `ranks`; None on all of them if one of them cannot.
+    ask: Ask,
+    store: dist.Store,
+    name: str,
+    ranks: Sequence[int],
+    rank: int,
+    size: int,
+    otherwise: str,
+    reserved: int | None = None,
+) -> tuple[mmap.mmap, int] | None:
+    """Maps `size` new bytes, zeros, in all processes of `ranks`, with the open file; None on all of them if one of them
+    cannot. Of the bytes so many are `reserved`, all if it is None; the file is to be asked for the others before use.
 
     The first of `ranks` makes the file. `name` is fresh in `store`. Raises nothing for want of memory: the first of
-    `ranks` warns why, and of what happens `otherwise`. `ask` waits for what somebody sets in `store`.
+    `ranks` warns why, and of what happens `otherwise`. `ask` waits for what others set in `store`.
     """
     leader = rank == ranks[0]
-    fd, said = -1, ""
+    fd, said, mapped = -1, "", None
+    reserved = size if reserved is None else reserved
     try:
         if leader:
             fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
-            os.posix_fallocate(fd, 0, size)  # what is missing is missing now, and not as a bus error later
+            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, reserved)  # what is missing is missing now, and not as a bus error later
             said = f"/proc/{os.getpid()}/fd/{fd}"
     except OSError as error:
         said = f"!{error.strerror}"
     try:
         if leader:
             store.set(f"{name}/file", said)
-        said = ask(f"{name}/file")
-        mapped = None
+        (said,) = ask([f"{name}/file"])
         if not said.startswith("!"):
             try:
                 fd = fd if leader else os.open(said, os.O_RDWR | os.O_CLOEXEC)
@@ -75,15 +85,15 @@ def map_together(
             except OSError as error:
                 said = f"!{error.strerror}"
         store.set(f"{name}/{rank}", said)
-        everybody = [ask(f"{name}/{other}") for other in ranks]  # also: all have opened it
+        everybody = ask([f"{name}/{other}" for other in ranks])  # also: all have opened it
         if reason := next((answer[1:] for answer in everybody if answer.startswith("!")), None):
             if leader:
-                megabytes = f"{size / (1 << 20):.0f} MB"
+                megabytes = f"{reserved / (1 << 20):.0f} MB"
                 warnings.warn(
                     f"{workers(ranks)} cannot share {megabytes} of memory ({reason}): {otherwise}", stacklevel=2
                 )
-            return None
-        return mapped
+            mapped = None
+        return None if mapped is None else (mapped, os.dup(fd))
     finally:
         if fd >= 0:
             os.close(fd)
@@ -110,28 +120,36 @@ class Shared:
     workers may use so many `cores` altogether.
 
     Arrivals are counted from 1. Each worker may be at most one arrival ahead of another, because it waits for all
-    before it goes on: two staging blocks each are enough, taken in turn.
+    before it goes on: two staging blocks each are enough, taken in turn. A lane takes memory from its first message on:
+    there is one for each ordered pair, and few pairs ever use theirs. `file` is what `memory` maps; it is closed here.
     """
 
-    def __init__(self, memory: mmap.mmap, ranks: Sequence[int], rank: int, pids: Sequence[int], cores: int) -> None:
+    def __init__(
+        self, memory: mmap.mmap, file: int, ranks: Sequence[int], rank: int, pids: Sequence[int], cores: int
+    ) -> None:
         count = len(ranks)
         self.ranks, self.me, self.count = list(ranks), list(ranks).index(rank), count
         self.others = [place for place in range(count) if place != self.me]
         self.crowded = count > cores
-        self._memory = memory
+        self._memory, self._file = memory, file
         head = _head(count)
         self._flags = memoryview(memory)[:head].cast("q")
         bytes_ = torch.frombuffer(memory, dtype=torch.uint8)
         blocks = bytes_[head : head + 2 * count * BLOCK].view(2, count, BLOCK)
         self._blocks = [list(half.unbind(0)) for half in blocks.unbind(0)]
-        self._slots = bytes_[head + 2 * count * BLOCK :].view(count, count, 2, LANE)
+        self._slots = bytes_[self.reserved(count) :].view(count, count, 2, LANE)
         self._turn = 0
         self._arrived = 0
         self._pidfds = {place: os.pidfd_open(pids[place]) for place in self.others}
 
     @staticmethod
     def size(count: int) -> int:
-        return _head(count) + 2 * count * BLOCK + 2 * count * count * LANE
+        return Shared.reserved(count) + 2 * count * count * LANE
+
+    @staticmethod
+    def reserved(count: int) -> int:
+        """Bytes that are needed from the start; behind them lie the lanes."""
+        return _head(count) + 2 * count * BLOCK
 
     # -- arrivals -----------------------------------------------------------------------------------------------
 
@@ -179,12 +197,24 @@ class Shared:
 
     def lane(self, source: int, target: int) -> Lane:
         """The one-way channel between two places."""
-        at = (self.count + source * self.count + target) * LINE
-        return Lane(self._flags, at, list(self._slots[source, target].unbind(0)))
+        pair = source * self.count + target
+        at = (self.count + pair) * LINE
+        return Lane(self._flags, at, list(self._slots[source, target].unbind(0)), partial(self._reserve, pair))
+
+    def _reserve(self, pair: int) -> None:
+        try:
+            os.posix_fallocate(self._file, self.reserved(self.count) + 2 * pair * LANE, 2 * LANE)
+        except OSError as error:
+            source, target = (self.ranks[place] for place in divmod(pair, self.count))
+            raise UsageError(
+                f"worker {source} cannot share {2 * LANE / (1 << 20):.2g} MB of memory with worker {target} for their "
+                f"messages ({error.strerror})",
+                "free memory on this host, give the container more, or start fewer workers here",
+            ) from None
 
     def close(self) -> None:
         """Lets go of the mapping. Tensors that lie in it keep it alive."""
-        for fd in self._pidfds.values():
+        for fd in (*self._pidfds.values(), self._file):
             os.close(fd)
         self._pidfds.clear()
 
@@ -195,14 +225,20 @@ def _head(count: int) -> int:
 
 
 class Lane:
-    """A one-way channel of messages: two slots in turn; its flags are sent, taken, the message's size and tag."""
+    """A one-way channel of messages: two slots in turn; its flags are sent, taken, the message's size and tag.
+    `reserve` is called before the first one is sent.
+    """
 
-    def __init__(self, flags: Any, at: int, slots: list[torch.Tensor]) -> None:
-        self._flags, self._at, self._slots = flags, at, slots
+    def __init__(self, flags: Any, at: int, slots: list[torch.Tensor], reserve: Callable[[], object]) -> None:
+        self._flags, self._at, self._slots, self._reserve = flags, at, slots, reserve
+        self._reserved = False
 
     def send(self, data: torch.Tensor, tag: int) -> Iterator[Condition]:
         """Puts a message of flat bytes in, piece by piece, as space comes."""
         flags, at = self._flags, self._at
+        if not self._reserved:
+            self._reserve()
+            self._reserved = True
         yield lambda: bool(flags[at] == flags[at + 1])  # the message before was taken: its size and tag stand here
         flags[at + 2], flags[at + 3] = data.numel(), tag
         for start in range(0, max(len(data), 1), LANE):

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from paceline.errors import CollectiveMismatchError, PacelineError, PeerLostError, first_line
 
 T = TypeVar("T")
-Ask = Callable[[str], str]
+Ask = Callable[[Sequence[str]], list[str]]
 PATIENCE = 1.0  # seconds of waiting before a worker tells the others where it is, and looks where they are
 PAUSE = 0.05  # seconds between two looks
-RARER, RAREST = 0.1, 2.0  # part of its wait, and seconds at most, that a worker lets pass before it asks again
+RARER, RAREST = 0.1, 2.0  # part of its wait, and seconds at most, that a worker lets pass before it asks again;
+MANY = 64  # with more workers than these the pauses grow, so that all together ask no more often
 LATE = 30.0  # seconds of waiting before it says once on the console who has not arrived
 EXPLAIN = 5.0  # seconds to find the reason after a collective failed
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -53,7 +54,7 @@ class Side:
         self.names: Sequence[int] = range(size)  # what the workers are called, by rank
         self.here: dict[str, Any] = {"sequence": 0, "name": "the start", "site": "", "state": "in"}
         self._said_late = False
-        self._all_there = False  # whether everybody has a place in the store
+        self._there: dict[str, int] = {}  # who has a place in the store, by its key
         self._next = 0.0  # when to ask again
         self._survey: Future[list[dict[str, Any] | None]] | None = None
         store.set(f"at/{rank}", "null")
@@ -74,11 +75,12 @@ class Side:
 
         One request for all: one for each would be a thousand from each of a thousand that wait for one.
         """
-        keys = [f"at/{rank}" for rank in range(self.size)]
-        self._all_there = self._all_there or self._store.check(keys)
-        there = keys if self._all_there else [key for key in keys if self._store.check([key])]
-        said = dict(zip(there, self._store.multi_get(there), strict=True))
-        return [json.loads(said.get(key, "null")) for key in keys]
+        keys = {f"at/{rank}": rank for rank in range(self.size) if f"at/{rank}" not in self._there}
+        self._there.update((key, keys[key]) for key in there(self._store, [*keys]))
+        places: list[dict[str, Any] | None] = [None] * self.size
+        for rank, said in zip(self._there.values(), self._store.multi_get([*self._there]), strict=True):
+            places[rank] = json.loads(said)
+        return places
 
     def _meet(self) -> list[dict[str, Any] | None]:
         self.publish()
@@ -101,7 +103,7 @@ class Side:
         self._survey = self._survey or beside(self._ask)
         try:
             places = self._survey.result(wait)
-            self._survey, self._next = None, time.monotonic() + min(RARER * waited, RAREST)
+            self._survey, self._next = None, time.monotonic() + min(RARER * waited, RAREST) * max(1.0, self.size / MANY)
         except TimeoutError:
             return
         except RuntimeError:  # the store went with worker 0
@@ -187,17 +189,29 @@ class Side:
         return found
 
 
-def asker(store: dist.Store, given_up: Callable[[], bool]) -> Ask:
-    """Waits for what somebody sets in `store`, without blocking in compiled code, which could not be `given_up`."""
+def there(store: dist.Store, keys: Sequence[str]) -> Sequence[str]:
+    """Those of the keys that are set, in few requests if nearly all are or nearly none."""
+    if not keys or store.check([*keys]):
+        return keys
+    half = len(keys) // 2
+    return [] if len(keys) == 1 else [*there(store, keys[:half]), *there(store, keys[half:])]
 
-    def ask(key: str) -> str:
-        pause, deadline = 5e-5, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
-        while not store.check([key]):
+
+def asker(store: dist.Store, given_up: Callable[[], bool]) -> Ask:
+    """Waits for what others set in `store`, without blocking in compiled code, which could not be `given_up`."""
+
+    def ask(keys: Sequence[str]) -> list[str]:
+        pause, longest = 5e-5, 0.005 * max(1.0, len(keys) / MANY)
+        deadline = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
+        while not store.check([*keys]):
             if given_up() or time.monotonic() > deadline:
-                raise PeerLostError(f"a worker did not come ({key})", "see the logs of the others")
+                missing = {*keys} - {*there(store, keys)}
+                raise PeerLostError(
+                    f"a worker did not come ({', '.join(sorted(missing))})", "see the logs of the others"
+                )
             time.sleep(pause)
-            pause = min(2 * pause, 0.005)
-        return store.get(key).decode()
+            pause = min(2 * pause, longest)
+        return [said.decode() for said in store.multi_get([*keys])]
 
     return ask
 

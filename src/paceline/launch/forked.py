@@ -25,7 +25,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import paceline
 from paceline.launch.processes import die_with, name_process
 from paceline.world import World, assume, worker_environment
 
@@ -103,9 +102,10 @@ def main(bare: set[str]) -> None:
     """
     began = Began(bare, fixed(worker_environment()))  # torch adds to both while it is imported
     loaded: dict[str, int] = {}
-    atexit.unregister(paceline._last)  # which came with the import of this file, and would find its modules gone
+    last = sys.modules["paceline"]._last
+    atexit.unregister(last)  # it came with the import of this file, and would find its modules gone
     atexit.register(_leave_whole, loaded)  # before all others, so that it comes after them
-    atexit.register(paceline._last)
+    atexit.register(last)
     load()
     ours = sys.modules.keys() - bare
     loaded |= {name: len(vars(sys.modules[name])) for name in ours if isinstance(sys.modules[name], ModuleType)}
