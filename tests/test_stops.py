@@ -175,9 +175,17 @@ def test_who_is_stopped_and_stays_so_is_lost_as_soon_as_others_can_go_on() -> No
     play.begin()
     play.everybody(stopped=True)
     assert play.journal == []
+    play.coordinator.tick(2.0)
     said(play, 0, stopped=False)
     assert play.journal == ["lost", "generation"]
     assert play.coordinator.roster.members == (0,)
+    play.said[0][1] = Said(1, STORE, newcomer=True)
+    play.tell(0)
+    assert [text.partition("\n")[0] for _, text, _ in play.coordinator.lines] == [
+        "workers 0-1 have been stopped (SIGSTOP) for 2 s, and nobody else has the state of the training: waiting",
+        "worker 0 goes on",
+        "worker 1 was stopped: 1 worker goes on",
+    ]
 
 
 def test_the_last_one_that_has_the_state_is_waited_for() -> None:
@@ -257,6 +265,7 @@ def test_all_start_anew_where_one_is_stopped_before_the_first_step(
     assert (lost["workers"], lost["why"], lost["step"]) == ([worker], "was stopped before the first step", 0)
     assert run.events("generation") == [], "they are the first team"
     assert "go on" not in text
+    assert "goes on\n" not in text
 
 
 def test_one_that_goes_on_in_time_is_not_lost(start: Start, undisturbed: bytes) -> None:

@@ -15,19 +15,21 @@ class Stops:
     """Who is stopped, and since when. `due` is when to look at them again."""
 
     def __init__(self) -> None:
-        self._since: dict[int, float] = {}
+        self._since: dict[int, tuple[int, float]] = {}  # with the life in which it is
         self._named: set[int] = set()
         self.due = math.inf
 
     def hear(self, number: int, said: Said, now: float) -> bool:
         """What is said of a worker: whether it goes on, after it was said that it is stopped."""
-        if said.stopped:
-            self._since.setdefault(number, now - said.since)
+        life, _ = self._since.get(number, (None, 0.0))
+        if said.stopped and life == said.life:
             return False
-        named = number in self._named
+        goes_on = number in self._named and life == said.life and said.status is None
         self._named.discard(number)
         self._since.pop(number, None)
-        return named and said.status is None
+        if said.stopped:
+            self._since[number] = said.life, now - said.since
+        return goes_on
 
     def stopped(self, seats: Mapping[int, Seat]) -> list[int]:
         """Those that still are."""
@@ -43,7 +45,7 @@ class Stops:
         """
         if not stopped:
             return "", False
-        first = min(self._since[number] for number in stopped)
+        first = min(self._since[number][1] for number in stopped)
         over = bool(then) and now >= first + OVER
         named = self._named.issuperset(stopped)
         if now < first + NAMED:
