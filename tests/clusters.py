@@ -43,6 +43,7 @@ class Agent:
     process: subprocess.Popen[str]
     folder: Path
     console: Path
+    again: Callable[[], subprocess.Popen[str]]  # the same command
 
     @property
     def text(self) -> str:
@@ -85,17 +86,20 @@ class Cluster:
             script.write_text(code)
         command = [sys.executable, "-m", "paceline", "run", "--workers", str(workers), "--run-dir", name, *where]
         console = self.folder / f"{name}.console"
-        with console.open("wb") as out:
-            process = Process(
-                [*command, *options, script, "out", str(self.steps)],
-                environment(WAIT=f"{self.gate} go 1", PACELINE_CHAOS=faults),
-                here.inside,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
-        self.agents.append(Agent(process, self.folder / name, console))
+
+        def begin() -> subprocess.Popen[str]:
+            with console.open("ab") as out:
+                return Process(
+                    [*command, *options, script, "out", str(self.steps)],
+                    environment(WAIT=f"{self.gate} go 1", PACELINE_CHAOS=faults),
+                    here.inside,
+                    cwd=self.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+
+        self.agents.append(Agent(begin(), self.folder / name, console, begin))
         return self.agents[-1]
 
     def spread(self, *counts: int, options: Sequence[str] = (), faults: str = "") -> None:
@@ -165,9 +169,9 @@ class Cluster:
 
 def worker_of(folder: Path, rank: int | None = None) -> int:
     """The process of one worker whose run folder is this, if need be of this number."""
-    told = {event["worker"]: event for event in read_journal(folder) if event["event"] == "worker"}
-    there = [event for event in told.values() if event["what"] != "ended" and rank in (None, event["worker"])]
-    return int(there[0]["pid"])
+    told = {event["pid"]: event for event in read_journal(folder) if event["event"] == "worker"}
+    there = {event["worker"]: int(event["pid"]) for event in told.values() if event["what"] != "ended"}
+    return next(iter(there.values())) if rank is None else there[rank]
 
 
 @pytest.fixture

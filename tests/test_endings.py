@@ -151,7 +151,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.slow
 def test_the_workers_of_another_host_bring_the_run_to_its_end(launcher: Launcher) -> None:
     """Those of the first one are lost, and not back yet: what ends with 0 there must be the coordinator's word."""
     first = launcher.start(LATER, workers=1)

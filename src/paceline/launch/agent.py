@@ -11,6 +11,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,8 +96,7 @@ class Agent:
             self._link.start()
             while not self._done():
                 now = time.monotonic()
-                look = now + (LOOK if self._keeper is None else AWAY)
-                due = min(self._deadline, self._output.deadline(), self._still(), look) - now
+                due = min(self._deadline, self._output.deadline(), self._still(), now + LOOK) - now
                 for key, _ in self._workers.selector.select(max(due, 0.0)):
                     key.data()
                 self._output.tick(time.monotonic())
@@ -127,7 +128,7 @@ class Agent:
 
     def _start(self) -> None:
         if self._ending.first:
-            self._workers.start()
+            self._workers.start(dict.fromkeys(self._workers.numbers, 0))
         else:
             for number in self._workers.numbers:
                 self._workers.again(number, 0)
@@ -219,8 +220,7 @@ class Agent:
             if version > self._lines:
                 self._lines = version
                 self.say(line, always)
-        for number, wanted in orders["workers"].items():
-            self._want(int(number), wanted["life"], wanted["out"])
+        self._want({int(number): wanted for number, wanted in orders["workers"].items()})
         generation, told = orders["generation"], []
         if generation is not None and (orders["epoch"], generation["number"]) > self._number:
             self._number = orders["epoch"], generation["number"]
@@ -243,31 +243,45 @@ class Agent:
         if orders["moved"] is not None:
             self._move(tuple(orders["moved"]))
 
-    def _want(self, number: int, life: int, out: bool) -> None:
-        """Brings about that a worker is in the life that it should, and none that is out goes on."""
-        worker = self._workers.now.get(number)
-        if worker is None or worker.life > life or (worker.life == life and not out):
-            return
-        self._workers.lose(worker)
-        if worker.alive and "failed" not in worker.events:
-            worker.process.signal(signal.SIGKILL)  # or it would wake up in a team that is gone, and end its step there
-        if worker.life == life or number in self._declined:
-            return
+    def _want(self, workers: Mapping[int, Mapping[str, Any]]) -> None:
+        """Brings about that each worker is in the life that it should, and none that is out goes on."""
+        together = {}
+        for number, wanted in workers.items():
+            worker, life = self._workers.now.get(number), wanted["life"]
+            if worker is None or worker.life > life or (worker.life == life and not wanted["out"]):
+                continue
+            self._workers.lose(worker)
+            if worker.alive and "failed" not in worker.events:
+                worker.process.signal(signal.SIGKILL)  # or it would wake up in a team that is gone, and end its step
+            if worker.life == life or number in self._declined:
+                continue
+            if wanted["newcomer"]:
+                self._start_again({number: life}, partial(self._workers.again, number, life))
+            else:
+                together[number] = life
+        if together and self._stop is not None:  # nobody has anything to save
+            self._at_once = True
+        elif together:
+            self._start_again(together, partial(self._workers.start, together))
+
+    def _start_again(self, lives: Mapping[int, int], start: Callable[[], None]) -> None:
+        """Starts lost workers in their next lives, or tells why not."""
         error = None
         if self._leaving:  # the coordinator had not heard of it yet
             error = ""
         elif self._script.changed():
             how = f"{self._options.script} has changed since the run began: start the same command again to use it"
-            error = f"{ranks([number])} is not started again: {how}"
+            error = f"{ranks(sorted(lives))} {'is' if len(lives) == 1 else 'are'} not started again: {how}"
         else:
             try:
-                self._workers.again(number, life)
+                start()
             except LaunchError as failure:
                 error = str(failure)
         if error is not None:
             if error:
                 self.say(error, always=True)
-            self._declined[number] = {**worker.said(), "life": life, "declined": True}
+            for number, life in lives.items():
+                self._declined[number] = {**self._workers.now[number].said(), "life": life, "declined": True}
 
     def _fail(self, number: int) -> None:
         """This failure ends the run: sets how long we wait for what else there is to know."""
@@ -279,7 +293,9 @@ class Agent:
         self._deadline = min(self._deadline, time.monotonic() + wait)
 
     def _look_at_the_link(self) -> None:
-        away = self._link.away > AWAY
+        if self._keeper is not None:
+            self._keeper.tend(self._link.answered)
+        away = self._link.away > AWAY and (self._keeper is None or self._away)  # our own is replaced
         if away and not self._away:
             host, port = self._link.home
             then = f"if its host is lost, `paceline run --take-over {short(self._folder)}` goes on without it"
@@ -385,8 +401,10 @@ class Agent:
             self._report = {**self._report, "over": True}
             self._link.put(self._report)
         end = time.monotonic() + (FAREWELL if cut_short else PATIENCE)
-        while self._link.take().get("agents", 1) > 1 and time.monotonic() < end:
-            time.sleep(0.02)
+        with suppress(LaunchError):
+            while self._keeper is not None and self._link.take().get("agents", 1) > 1 and time.monotonic() < end:
+                time.sleep(0.02)
+                self._keeper.tend(self._link.answered)
 
 
 class _Script:

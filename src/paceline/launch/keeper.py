@@ -1,4 +1,4 @@
-"""Keeps the coordinator alive: a process of its own, started again when it dies, on the same port. No torch."""
+"""Keeps the coordinator alive: a process of its own, replaced on the same port if it dies or stands still. No torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.processes import die_with_us
+from paceline.launch.processes import Child, die_with_us
 from paceline.observe.journal import NAME
+from paceline.team.link import AWAY
 
 TAKE_OVER = "take-over"  # in the run folder: a wish that this host's agent keeps the coordinator from now on
 ADDRESS = "coordinator.json"  # in the run folder: where it listens
 PATIENCE = 5.0  # seconds for the agent to see that it is to take over
 OFTEN, WITHIN = 5, 10.0  # so many ends within so many seconds are too many
+LONGEST = 10.0  # seconds that it may be silent at most, also while it starts
+OURS = 1.0  # seconds between two looks, after which it is we who stood still
 
 
 def take_over(folder: Path) -> str:
@@ -52,6 +56,9 @@ class Keeper:
     """Starts a coordinator of an `epoch` on a listening socket. `given` is what it is told: of the `run`, the last
     `generation` that is known here, the address of the coordinator `before`, if one is taken over from, and whether
     there was one (`again`). `say` prints a line.
+
+    One that is stopped or silent is ended before another takes its place, so it needs no higher epoch: that of a host
+    which takes over at the same time counts.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class Keeper:
         self._given = {**given, "folder": str(folder), "since": (folder / NAME).stat().st_size, "address": [host, port]}
         self._log = os.open(folder / "logs" / "coordinator.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._ends: list[float] = []
+        self._gaps: deque[float] = deque(maxlen=40)  # seconds between two of its answers
         said = folder / f".{ADDRESS}"
         said.write_text(json.dumps({"host": host, "port": port, "epoch": self._given["epoch"]}))
         said.chmod(0o600)
@@ -76,7 +84,7 @@ class Keeper:
     def _start(self, again: bool) -> None:
         command = [sys.executable, "-m", "paceline.team.server", str(self._listener.fileno())]
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [*command, json.dumps({**self._given, "again": again})],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -88,30 +96,59 @@ class Keeper:
         except OSError as error:
             cure = "see `ulimit -a`, or take fewer workers"
             raise LaunchError(f"the coordinator cannot be started ({error.strerror})", cure) from error
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._selector.register(self._pidfd, selectors.EVENT_READ, self._ended)
+        self._process: Child | None = Child(process.pid, process)
+        self._began = self._answered = self._looked = self._awake = time.monotonic()
+        self._why = ""  # why we ended it
+        self._selector.register(self._process.pidfd, selectors.EVENT_READ, lambda: None)  # wakes who then tends it
 
-    def _ended(self) -> None:
-        code = self._forget()
+    def tend(self, answered: float) -> None:
+        """Replaces it where it has ended, is stopped, or does not answer. `answered`: when it did last, in monotonic
+        seconds. To be called again and again: while we stand still ourselves its silence means nothing.
+        """
+        if self._process is None:
+            return
+        now, status = time.monotonic(), self._process.status
+        self._awake = now if now - self._looked > OURS else self._awake
+        self._looked = now
+        if answered > self._answered:
+            if self._answered > self._began:
+                self._gaps.append(answered - max(self._answered, self._awake))
+            self._answered = answered
+        slow = min(LONGEST, max(AWAY, 4 * max(self._gaps, default=0.0)))
+        silent = now - max(self._answered, self._awake)
+        if status is not None:
+            self._ended(status)
+        elif self._process.look(os.WSTOPPED) is not None:
+            self._replace(self._process, "was stopped (SIGSTOP)")
+        elif silent > (slow if self._answered > self._began else LONGEST):
+            self._replace(self._process, "does not answer")
+
+    def _replace(self, process: Child, why: str) -> None:
+        """Ends it; another one is started when it has ended."""
+        self._why = self._why or why
+        process.signal(signal.SIGKILL)
+
+    def _ended(self, code: int) -> None:
+        self._forget()
         now = time.monotonic()
         self._ends = [end for end in self._ends if now - end < WITHIN] + [now]
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         log = self._folder / "logs" / "coordinator.log"
         if len(self._ends) >= OFTEN:
             raise LaunchError(f"the coordinator ended {OFTEN} times within {WITHIN:.0f} s ({how})", f"read {log}")
-        self._say(f"the coordinator ended ({how}) and is started again; training goes on")
+        self._say(f"the coordinator {self._why or f'ended ({how})'} and is started again; training goes on")
         self._start(again=True)
 
-    def _forget(self) -> int:
-        """Reaps the process; its exit code."""
-        if self._pidfd >= 0:
-            self._selector.unregister(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
-        return self._process.wait()
+    def _forget(self) -> None:
+        """Reaps the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._selector.unregister(process.pidfd)
+            process.reap()
 
     def close(self) -> None:
         """Ends the coordinator. Before the selector is closed."""
-        self._process.kill()
+        if self._process is not None:
+            self._process.signal(signal.SIGKILL)
         self._forget()
         os.close(self._log)

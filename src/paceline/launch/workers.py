@@ -192,27 +192,32 @@ class Workers:
         if begin is not None:
             begin()
 
-    def start(self) -> None:
-        """Starts all workers. The first serves the store, on a socket that is bound before: no other process can take
-        the port.
+    def start(self, lives: Mapping[int, int]) -> None:
+        """Starts all workers, each in its life, as a team. The first serves the store, on a socket that is bound
+        before: no other process can take the port.
         """
-        sockets = [self._listener() for _ in self.numbers]
-        for rank, listener in zip(self.numbers, sockets, strict=True):
-            self._start(rank, listener, sockets[0].getsockname(), None)
+        sockets = [self._listener() for _ in lives]
+        for (rank, life), listener in zip(sorted(lives.items()), sockets, strict=True):
+            self._follow(rank, life)
+            self._start(rank, life, listener, sockets[0].getsockname(), newcomer=False)
         for listener in sockets:
             listener.close()
 
     def again(self, rank: int, life: int) -> None:
         """Starts a worker that waits until it is admitted."""
+        self._follow(rank, life)
+        listener = self._listener()
+        self._start(rank, life, listener, listener.getsockname(), newcomer=True)
+        listener.close()
+
+    def _follow(self, rank: int, life: int) -> None:
+        """Another process is to be in the place of those before."""
         for worker in self.all:
             if worker.rank == rank:
                 worker.tidy()
         if life:
             self._began = time.time()
             self._output.again(rank)
-        listener = self._listener()
-        self._start(rank, listener, listener.getsockname(), life)
-        listener.close()
 
     def _listener(self) -> socket.socket:
         listener = socket.socket()
@@ -220,7 +225,7 @@ class Workers:
         listener.listen(128)
         return listener
 
-    def _start(self, rank: int, listener: socket.socket, store: tuple[str, int], life: int | None) -> None:
+    def _start(self, rank: int, life: int, listener: socket.socket, store: tuple[str, int], newcomer: bool) -> None:
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
         orders, theirs = socket.socketpair()
         descriptors = {"EVENTS": pipes["events"][1], "ORDERS": theirs.fileno(), "STORE": listener.fileno()}
@@ -232,7 +237,7 @@ class Workers:
             self._environment(
                 PACELINE_RANK=str(rank),
                 PACELINE_LOCAL_RANK=str(self.numbers.index(rank)),
-                PACELINE_NEWCOMER="1" if life is not None else None,
+                PACELINE_NEWCOMER="1" if newcomer else None,
                 PACELINE_STORE=f"{store[0]}:{store[1]}",
                 PACELINE_BEGAN=str(self._began),
             ),
@@ -249,10 +254,8 @@ class Workers:
             for _, write in pipes.values():
                 os.close(write)
         pin(process.pid, self._pins[self.numbers.index(rank)])
-        worker = Worker(
-            rank, life or 0, process, MemoryKills(process.pid), orders, listener.getsockname(), self._output
-        )
-        worker.newcomer = life is not None
+        worker = Worker(rank, life, process, MemoryKills(process.pid), orders, listener.getsockname(), self._output)
+        worker.newcomer = newcomer
         self._take_in(worker, {name: read for name, (read, _) in pipes.items()})
 
     def _fork(self, wanted: Wanted) -> Child | None:

@@ -16,6 +16,7 @@ from paceline.observe.figures import plural, ranks
 from paceline.team.orders import Coming
 from paceline.team.roster import Announcement, Roster
 from paceline.team.seats import UNKNOWN, Said, Seat
+from paceline.team.stops import OVER, Stops
 
 BEAT = 0.25  # seconds between two reports of an agent
 HELD = 20.0  # seconds that its request for orders is held open
@@ -57,6 +58,7 @@ class Coordinator:
         self._asked = self._judged = self._again = math.inf  # when to act on notices, on exceptions, on who is alone
         self._now = 0.0  # when we were last told something
         self._starts: dict[int, tuple[float, int]] = {}  # who is started again later: when, and in which life
+        self._stops = Stops()
         self._raised_now: list[int] = []
         self._raised: set[Any] = set()  # the exceptions that were survived
         self._causes: Counter[str] = Counter()
@@ -82,6 +84,7 @@ class Coordinator:
             seat.agent = agent
             if number in members and not self.roster.begun:
                 seat.newcomer = False
+                seat.life = seat.life if self.recovering == math.inf else UNKNOWN
             elif known and seat.said == Said():
                 seat.life = UNKNOWN
         return [number for number, seat in self.seats.items() if seat.agent == agent]
@@ -113,8 +116,8 @@ class Coordinator:
             self._advanced(number, seat, before, now)
         for number, seat, before in changed:
             self._ended(number, seat, before, now)
-        self._stopped([number for number, seat, before in changed if seat.said.stopped and not before.stopped])
         if changed:
+            self._look_at_stops(now, [number for number, _, _ in changed])
             self._let_in()
             self._announce(self.roster.plan())
             if self.roster.leaving:  # now or before: who was to stay may be gone
@@ -164,7 +167,8 @@ class Coordinator:
     @property
     def due(self) -> float:
         """When `tick` is to be called next."""
-        return min(self._asked, self._judged, self._again, self.recovering, *(at for at, _ in self._starts.values()))
+        starts = (at for at, _ in self._starts.values())
+        return min(self._asked, self._judged, self._again, self._stops.due, self.recovering, *starts)
 
     def tick(self, now: float) -> None:
         """What was put off, if it is time."""
@@ -175,6 +179,8 @@ class Coordinator:
                 self._start(number, life)
         if self.recovering < math.inf:
             self._recover(now)
+        if now >= self._stops.due:
+            self._look_at_stops(now)
         if now >= self._judged:
             self._judge()
         if now >= self._asked:
@@ -213,12 +219,11 @@ class Coordinator:
                 "detection": self._detection,
                 "hold": self._too_few(order.members),
             }
-        mine = {number: seat for number, seat in self.seats.items() if seat.agent == agent}
         return {
             "epoch": self.epoch,
             "version": self.version,
             "generation": generation,
-            "workers": {number: {"life": seat.life, "out": seat.out} for number, seat in mine.items()},
+            "workers": {number: seat.wanted for number, seat in self.seats.items() if seat.agent == agent},
             "failing": [[number, self.seats[number].agent, why] for number, why in self.failing.items()],
             "over": self.over,
             "finished": self.finished,
@@ -293,7 +298,9 @@ class Coordinator:
     def _ended(self, number: int, seat: Seat, before: Said, now: float) -> None:
         """How it ended, or that it is about to."""
         said = seat.said
-        if said.declined:
+        if said.declined and not seat.newcomer and not self.roster.begun:
+            self._fail([number], "cannot be started anew")
+        elif said.declined:
             seat.out = True
         elif said.failed is not None and before.failed is None:
             if not seat.newcomer and not seat.out and self.roster.begun:
@@ -321,14 +328,42 @@ class Coordinator:
         """Whether it ended without a word, in the midst of training."""
         return self.roster.begun and not said.ended
 
-    def _stopped(self, stopped: list[int]) -> None:
-        """The others go on without these, if there are enough; else whoever stopped them may let them go on."""
-        stopped = [number for number in stopped if self.seats[number].alive]
-        if stopped and self.max_restarts and self.roster.begun and self._survivors(stopped):
+    def _look_at_stops(self, now: float, told: Iterable[int] = ()) -> None:
+        """Whoever is stopped is lost where others can go on. Else whoever stopped it may let it go on: not for long, if
+        the first step is not made or no loss is survived. Of those in `told` there is news.
+        """
+        for number in told:
+            if self._stops.hear(number, self.seats[number].said, now):
+                self._say(f"{ranks([number])} goes on")
+        stopped, begun = self._stops.stopped(self.seats), self.roster.begun
+        if not stopped or self.over or self.failing:
+            return
+        if self.max_restarts and begun and self._survivors(stopped):
             how = "was stopped" if len(stopped) == 1 else "were stopped"
             self._lose(stopped, how, detection=max(self.seats[number].said.since for number in stopped))
             for number in stopped:
                 self._restart(number)
+            return
+        often = self._causes["was stopped"] >= self.max_restarts
+        then = "" if begun and self.max_restarts else "the run ends" if often else "all workers start anew"
+        stopped = [number for number in stopped if not self.seats[number].newcomer]
+        text, over = self._stops.wait(stopped, now, begun, then)
+        if text:
+            self._say(text)
+        if over and often:
+            self._fail(stopped, f"was stopped (SIGSTOP) for {OVER:.0f} s")
+        elif over:
+            self._causes["was stopped"] += 1
+            self.record("lost", workers=stopped, why="was stopped before the first step", step=self.step)
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        """The workers of the first generation, of whom none has made a step, in processes that meet each other."""
+        self.roster, self._again = Roster(self.roster.members), math.inf
+        for number in self.roster.members:
+            seat = self.seats[number]
+            self.seats[number] = Seat(seat.agent, seat.life + 1)
+        self.version += 1
 
     def _judge(self) -> None:
         """Goes on without whoever raised an exception, unless all the others did as well."""
@@ -543,10 +578,10 @@ class Coordinator:
             self._ended(number, seat, Said(), now)
             if seat.said.alone >= 0:
                 self._again = min(self._again, now + ALONE)
-        self._stopped([number for number, said in here.items() if said.stopped])
+        self._look_at_stops(now, here)
         if roster.leaving:
             self._asked = now
-        if self.order is None and roster.established and roster.entered != set(roster.members):
+        if self.order is None and roster.begun and roster.entered != set(roster.members):
             self._announce(roster.renew())  # the last one was journaled, and did not come to everybody
         self._let_in()
         self._announce(roster.plan())

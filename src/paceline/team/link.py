@@ -36,6 +36,7 @@ class Link:
     def __init__(self, address: tuple[str, int], token: bytes, introduction: Mapping[str, Any]) -> None:
         self.address, self._token, self._introduction = address, token, dict(introduction)
         self.newest: dict[str, Any] = {}
+        self._taken = 0  # the version of those that the agent has heard of
         self.epoch = 0
         self.run: dict[str, Any] = {}  # what all agents must know of it
         self.others: list[tuple[str, int]] = []  # where a coordinator may be that has taken over
@@ -80,7 +81,9 @@ class Link:
         with suppress(BlockingIOError):
             while self._news.recv(4096):
                 pass
-        return self.newest
+        newest = self.newest  # a thread brings others
+        self._taken = newest.get("version", 0)
+        return newest
 
     def put(self, report: Mapping[str, Any]) -> None:
         """The state that is to be reported."""
@@ -89,9 +92,9 @@ class Link:
             self._fresh.notify_all()
 
     def settled(self, report: Mapping[str, Any]) -> bool:
-        """Whether the coordinator knows of a report, has judged it, and its orders since then have come."""
+        """Whether the coordinator knows of a report, has judged it, and its orders since then were taken."""
         heard, answer = self._heard
-        return heard is report and not answer["open"] and self.newest.get("version", 0) >= answer["version"]
+        return heard is report and not answer["open"] and self._taken >= answer["version"]
 
     def move(self, address: tuple[str, int]) -> None:
         """The coordinator is elsewhere from now on."""

@@ -67,6 +67,11 @@ class Seat:
     def alive(self) -> bool:
         return self.said.status is None and not self.out
 
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """What its agent is to bring about."""
+        return {"life": self.life, "out": self.out, "newcomer": self.newcomer}
+
 
 def read_said(given: Mapping[str, Any]) -> Said:
     """What JSON holds of a worker. ValueError, TypeError: it is not that."""

@@ -1,0 +1,356 @@
+"""Who is stopped (SIGSTOP), or stands still, is noticed by its agent from the first moment on: workers, coordinator."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agents import alive, until
+from launching import paceline
+from replay import STORE, Replay
+from warm import Process, environment
+
+from paceline.observe.journal import effective_steps, read_journal
+from paceline.team.coordinator import RETURN, Coordinator
+from paceline.team.roster import Roster
+from paceline.team.seats import Said
+
+# A worker waits at a place as long as there is a file that says so; all go slowly until there is "gate".
+SCRIPT = """
+import os, time
+def here(place):
+    number = os.environ.get("PACELINE_RANK", "0")
+    open(f"{place}-{number}-{os.getpid()}", "w").close()
+    while os.path.exists(f"hold-{place}-{number}"):
+        time.sleep(0.01)
+here("importing")
+from basics import *
+def model():
+    here("building")
+    return net()
+t = make(model=model)
+here("built")
+for report in t.steps(data, count=30):
+    here("training")
+    time.sleep(0 if os.path.exists("gate") else 0.05)
+t.export("out.safetensors")
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What one worker gives."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for name, text in (("train.py", SCRIPT), ("gate", "")):
+        (folder / name).write_text(text)
+    paceline("run", "--plan", "exact micro=3", "train.py", cwd=folder)
+    return (folder / "out.safetensors").read_bytes()
+
+
+@dataclass
+class Running:
+    """A run of `SCRIPT`."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    console: Path
+
+    @property
+    def text(self) -> str:
+        return self.console.read_text()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        journal = self.folder / "run" / "journal.jsonl"
+        return [event for event in read_journal(journal.parent) if event["event"] == kind] if journal.exists() else []
+
+    def started(self, number: int) -> list[int]:
+        """The processes that were started for a worker."""
+        told = (event for event in self.events("worker") if event["what"] == "started")
+        return [int(event["pid"]) for event in told if event["worker"] == number]
+
+    def stop(self, pid: int) -> int:
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        return pid
+
+    def coordinator(self) -> int | None:
+        for child in psutil.Process(self.process.pid).children():
+            try:
+                if "paceline.team.server" in child.cmdline():
+                    return int(child.pid)
+            except psutil.Error:
+                continue
+        return None
+
+    def says(self, line: str) -> None:
+        """Waits for a line of the console."""
+        until(lambda: re.search(f"^{re.escape(line)}$", self.text, re.M) is not None or self.ended)
+        assert re.search(f"^{re.escape(line)}$", self.text, re.M), self.text
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def end(self, undisturbed: bytes) -> str:
+        """Its console; nothing was lost."""
+        (self.folder / "gate").touch()
+        assert self.process.wait(120) == 0, self.text
+        assert (self.folder / "out.safetensors").read_bytes() == undisturbed
+        assert sum(event["steps"] for event in effective_steps(read_journal(self.folder / "run"))) == 30
+        return self.text
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made: list[Running] = []
+
+    def begin(workers: int, *options: str, hold: str = "", **env: str) -> Running:
+        (tmp_path / "train.py").write_text(SCRIPT)
+        if hold:
+            (tmp_path / f"hold-{hold}").touch()
+        command = [sys.executable, "-m", "paceline", "run", "--workers", str(workers), "--run-dir", "run"]
+        console = tmp_path / "console"
+        with console.open("wb") as out:
+            process = Process(
+                [*command, "--plan", "exact micro=3", *options, "train.py"],
+                environment(**env),
+                cwd=tmp_path,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        made.append(Running(process, tmp_path, console))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.process.kill()
+        one.process.wait()
+
+
+# ---- the coordinator's decisions
+
+
+def first(workers: int = 2) -> Replay:
+    """A team that has not begun."""
+    return Replay(1, workers)
+
+
+def said(play: Replay, worker: int, **fields: Any) -> None:
+    play.said[0][worker] = replace(play.said[0][worker], **fields)
+    play.tell(0)
+
+
+def again(play: Replay) -> None:
+    """The coordinator dies and is started again."""
+    before = play.coordinator
+    play.coordinator = Coordinator(3, 1, before.record, Roster(tuple(play.hosts[0])), recovering=play.now + RETURN)
+    play.coordinator.join("agent 0", "logs", STORE, play.hosts[0], len(play.hosts[0]))
+    play.tell(0)
+
+
+def test_who_is_stopped_and_stays_so_is_lost_as_soon_as_others_can_go_on() -> None:
+    play = first()
+    said(play, 1, ready=True)
+    said(play, 1, stopped=True)
+    assert play.journal == []
+    said(play, 0, ready=True)
+    assert play.journal == ["lost", "generation"]
+    assert play.coordinator.roster.members == (0,)
+
+    play = first()
+    play.begin()
+    play.everybody(stopped=True)
+    assert play.journal == []
+    play.coordinator.tick(2.0)
+    said(play, 0, stopped=False)
+    assert play.journal == ["lost", "generation"]
+    assert play.coordinator.roster.members == (0,)
+    play.said[0][1] = Said(1, STORE, newcomer=True)
+    play.tell(0)
+    assert [text.partition("\n")[0] for _, text, _ in play.coordinator.lines] == [
+        "workers 0-1 have been stopped (SIGSTOP) for 2 s, and nobody else has the state of the training: waiting",
+        "worker 0 goes on",
+        "worker 1 was stopped: 1 worker goes on",
+    ]
+
+
+def test_the_last_one_that_has_the_state_is_waited_for() -> None:
+    play = first(1)
+    play.begin()
+    said(play, 0, stopped=True)
+    for play.now in (2.0, 10.0, 100.0):
+        play.coordinator.tick(play.now)
+    said(play, 0, stopped=False)
+    assert [text for _, text, _ in play.coordinator.lines] == [
+        "worker 0 has been stopped (SIGSTOP) for 2 s, and nobody else has the state of the training: waiting",
+        "worker 0 goes on",
+    ]
+    assert play.journal == []
+
+
+def test_a_coordinator_that_is_started_again_before_the_first_step() -> None:
+    """One worker has come to it, and another is in its second life: they are the first team all the same."""
+    play = first()
+    play.everybody(life=1)
+    said(play, 0, ready=True)
+    again(play)
+    assert play.coordinator.roster.members == (0, 1)
+    assert {number: wanted["life"] for number, wanted in play.ask(0)["workers"].items()} == {0: 1, 1: 1}
+    said(play, 1, ready=True)
+    assert play.coordinator.roster.begun
+    assert play.journal == []
+
+
+def test_all_start_anew_so_often_and_then_the_run_ends() -> None:
+    play = first()
+    for life in range(4):
+        said(play, 1, stopped=True)
+        for seconds in (2.0, 3.0):
+            play.now += seconds
+            play.coordinator.tick(play.now)
+        if life < 3:
+            wanted = play.ask(0)["workers"]
+            assert wanted == {n: {"life": life + 1, "out": False, "newcomer": False} for n in (0, 1)}
+            play.said[0] = {n: Said(life + 1, STORE) for n in (0, 1)}
+            play.tell(0)
+    assert play.coordinator.failing == {1: "was stopped (SIGSTOP) for 5 s"}
+
+
+# ---- a worker before the first step
+
+
+def stopped_at(place: str, worker: int, run: Running) -> int:
+    until(lambda: any(run.folder.glob(f"{place}-{worker}-*")) or run.ended)
+    return run.stop(run.started(worker)[0])
+
+
+@pytest.mark.parametrize(
+    ("place", "worker"),
+    [
+        ("importing", 1),
+        pytest.param("importing", 0, marks=pytest.mark.slow),
+        pytest.param("building", 0, marks=pytest.mark.slow),
+        ("built", 0),
+        pytest.param("built", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_all_start_anew_where_one_is_stopped_before_the_first_step(
+    place: str, worker: int, start: Start, undisturbed: bytes
+) -> None:
+    """The others wait for it in the rendezvous, in what the Trainer does together, or in the first step."""
+    run = start(2, hold=f"{place}-{worker}")
+    stopped = stopped_at(place, worker, run)
+    (run.folder / f"hold-{place}-{worker}").unlink()
+    where = f"worker {worker} has been stopped (SIGSTOP) for"
+    run.says(f"{where} 2 s, before the first step: all workers start anew, unless it goes on within 3 s")
+    run.says(f"{where} 5 s, before the first step: all workers start anew")
+    text = run.end(undisturbed)
+    assert not alive(stopped)
+    assert [len(run.started(number)) for number in (0, 1)] == [2, 2]
+    (lost,) = run.events("lost")
+    assert (lost["workers"], lost["why"], lost["step"]) == ([worker], "was stopped before the first step", 0)
+    assert run.events("generation") == [], "they are the first team"
+    assert "go on" not in text
+    assert "goes on\n" not in text
+
+
+def test_one_that_goes_on_in_time_is_not_lost(start: Start, undisturbed: bytes) -> None:
+    run = start(2, hold="building-1")
+    stopped = stopped_at("building", 1, run)
+    (run.folder / "hold-building-1").unlink()
+    run.says(
+        "worker 1 has been stopped (SIGSTOP) for 2 s, before the first step: all workers start anew, unless it goes "
+        "on within 3 s"
+    )
+    os.kill(stopped, signal.SIGCONT)
+    run.says("worker 1 goes on")
+    run.end(undisturbed)
+    assert [len(run.started(number)) for number in (0, 1)] == [1, 1]
+    assert run.events("lost") == []
+
+
+def test_where_no_loss_is_survived_a_stop_ends_the_run(start: Start) -> None:
+    run = start(2, "--max-restarts", "0", hold="importing-1")
+    stopped_at("importing", 1, run)
+    assert run.process.wait(120) == 1
+    line = "worker 1 has been stopped (SIGSTOP) for 5 s, before the first step: the run ends\n"
+    block = re.sub(r"\(host \S+, pid \d+", "(host H, pid P", run.text[run.text.index(line) :])
+    assert block == (
+        f"{line}\nworker 1 failed (host H, pid P)\n"
+        "  was stopped (SIGSTOP) for 5 s\n"
+        "the others were stopped by us: worker 0\n"
+        "logs: run/logs/\n"
+        "next: see its log; then run `paceline run --workers 2 --run-dir run --plan 'exact micro=3' train.py`: it "
+        "starts anew: no checkpoint was written\n"
+    )
+
+
+# ---- the coordinator
+
+
+def test_a_coordinator_that_is_stopped_is_replaced(start: Start, undisturbed: bytes) -> None:
+    """And a worker that is lost meanwhile is survived."""
+    run = start(3)
+    until(lambda: run.events("step") or run.ended)
+    stopped = run.coordinator()
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(run.started(1)[0], signal.SIGKILL)
+    run.says("the coordinator was stopped (SIGSTOP) and is started again; training goes on")
+    run.says("worker 1 was killed by SIGKILL: 2 workers go on")
+    assert not alive(stopped)
+    until(lambda: len(run.events("formed")) == 2 or run.ended)
+    text = run.end(undisturbed)
+    assert "no word from the coordinator" not in text
+
+
+HANGS = """
+import signal, sys, time
+if "paceline.team.server" in sys.orig_argv:
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1000))
+"""
+
+
+def test_a_coordinator_that_runs_and_does_not_answer_is_replaced(
+    start: Start, undisturbed: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)
+    run = start(3, PYTHONPATH=f"{tmp_path / 'site'}:{environment()['PYTHONPATH']}")
+    until(lambda: run.events("step") or run.ended)
+    hung = run.coordinator()
+    assert hung is not None
+    os.kill(hung, signal.SIGUSR1)
+    os.kill(run.started(1)[0], signal.SIGKILL)
+    run.says("the coordinator does not answer and is started again; training goes on")
+    run.says("worker 1 was killed by SIGKILL: 2 workers go on")
+    assert not alive(hung)
+    until(lambda: len(run.events("formed")) == 2 or run.ended)
+    text = run.end(undisturbed)
+    assert "no word from the coordinator" not in text
+
+
+def test_an_agent_that_was_stopped_itself_replaces_nobody(start: Start, undisturbed: bytes) -> None:
+    run = start(2, hold="training-1")
+    until(lambda: any(run.folder.glob("training-1-*")) or run.ended)
+    run.process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    run.process.send_signal(signal.SIGCONT)
+    time.sleep(1)  # in which it looks at the coordinator
+    (run.folder / "hold-training-1").unlink()
+    text = run.end(undisturbed)
+    assert "is started again" not in text
