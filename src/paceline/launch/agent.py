@@ -64,6 +64,7 @@ class Agent:
         self._stopping = math.inf  # when it came
         self._at_once = self._over = self._leaving = self._away = False
         self._deadline = math.inf  # of the wait after a failure
+        self._orders = link.newest  # those that were followed last
         self._lines = 0  # the version of the orders with the last line that was shown
         self._coming: dict[str, Any] = {}  # who is sent the state, as the workers were told
         self._number = (0, 0)  # epoch and number of the generation that the workers were told
@@ -147,7 +148,8 @@ class Agent:
             return False
         if not self._ending.first and any(worker.alive and not worker.out for worker in self._workers.all):
             return False  # they wait to be admitted
-        return self._link.settled(self._report) or self._link.away > GIVEN_UP
+        settled = self._link.settled(self._report) and self._link.newest is self._orders
+        return settled or self._link.away > GIVEN_UP
 
     # ---- hearing
 
@@ -215,7 +217,7 @@ class Agent:
             self._link.put(report)
 
     def _ordered(self) -> None:
-        orders = self._link.take()
+        orders = self._orders = self._link.take()
         if not orders:
             return
         for version, line, always in orders["lines"]:
