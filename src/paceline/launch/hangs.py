@@ -96,10 +96,12 @@ class Hangs:
         if stopping and watch.asked is None:
             watch.asked = watch.stood
         tell, end = self._limits(pulse, watch)
-        if watch.stood >= min(tell, end) / 2 and watch.halfway == 0.0:
-            if is_traced(pid):
-                self._watches[pid] = _Watch(pulse[BEATS])
-                return
+        if watch.stood < min(tell, end) / 2:
+            return
+        if is_traced(pid):
+            self._watches[pid] = _Watch(pulse[BEATS])
+            return
+        if watch.halfway == 0.0:
             watch.halfway, watch.computed = watch.stood, computed(self._family(worker))
         if watch.stood < min(tell, end):
             return
@@ -171,6 +173,6 @@ class Hangs:
         text = f"worker {worker.rank} has made no progress for {hung.seconds:.0f} s: {hung.how}"
         text = f"{text}\n  all its stacks: {log}{where}"
         if self._alone_here:
-            self._say(text, always=True)
+            self._say(text)
         else:
             worker.stands = text

@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline.observe.traces import FRAME, is_users, short
 from paceline.pulse import is_pulse
 
+WIDEST = 200  # characters of a line that are shown
 _FORKED = f"multiprocessing{os.sep}process.py"  # what is above it in a child's stack is its parent's
 
 
@@ -72,7 +73,7 @@ def read_place(text: str, child: bool = False) -> Place | None:
         return None
     found = next((frame for frame in frames if is_users(frame["path"])), frames[0])
     path, number = found["path"], int(found["line"])
-    return Place(f"{short(path)}:{number} in {found['name']}", linecache.getline(path, number).strip())
+    return Place(f"{short(path)}:{number} in {found['name']}", linecache.getline(path, number).strip()[:WIDEST])
 
 
 def catches(pid: int, number: int, writes: int) -> bool:

@@ -286,7 +286,7 @@ class Coordinator:
         if said.leaves and not before.leaves:
             roster.leaves(number)
         if said.stands and said.stands != before.stands:
-            self._say(said.stands, always=True)
+            self._say(said.stands)
         if said.alone > before.alone:
             self._again = min(self._again, now + ALONE)
         if said.ended and not before.ended:
