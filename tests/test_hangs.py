@@ -106,7 +106,7 @@ def test_wherever_it_hangs_its_line_is_told_and_it_is_replaced(tmp_path: Path) -
     assert {*ended} == {*STANDS} >= {*told} > set()  # where steps are as slow as that, it is ended at once
     for worker, (source, function, busy) in STANDS.items():
         line, log = place(tmp_path, source, function), f"out/logs/worker-{worker}.log"
-        at = f"it {'is busy' if busy else 'waits'} at {line}: {source}\n  all its stacks: {log}\n"
+        at = f"{'busy' if busy else 'waiting'} at {line}: {source}\n  all its stacks: {log}\n"
         for seconds in told.get(worker, []):
             assert f"\nworker {worker} has made no progress for {seconds}: {at}" in said
         doing = f"{'busy' if busy else 'waiting'}: {source}"
@@ -142,7 +142,7 @@ def test_a_loader_process_that_hangs_is_told_by_its_own_line(tmp_path: Path) -> 
     said = trained(tmp_path, LOADERS, 2, "--hang-timeout", str(ENDS), **PATIENCE)
     line = place(tmp_path, "while True: pass", "__getitem__")
     (told, *_), (ended,) = waited(tmp_path, ended=False)[1], waited(tmp_path, ended=True)[1]
-    stands = rf"its loader process (\d+) is busy at {line}: while True: pass\n  all its stacks: out/logs/worker-1\.log"
+    stands = rf"busy in its loader process (\d+) at {line}: while True: pass\n  all its stacks: out/logs/worker-1\.log"
     loader = re.findall(rf"^worker 1 has made no progress for {told}: {stands}$", said, re.M)[0]
     log = (tmp_path / "out" / "logs" / "worker-1.log").read_text()
     own = log.partition(f"process {loader}:\n")[2].partition("\n\nprocess ")[0]
@@ -204,7 +204,7 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     body = f"{ONCE}if rank == 1:\n    time.sleep(600)\nt = make()\nlist(t.steps(data, count=3))\n"
     said = trained(tmp_path, body, 2, "--hang-timeout", str(ENDS), code=1, **PATIENCE)
     line = place(tmp_path, "time.sleep(600)", "<module>")
-    told = f"worker 1 has made no progress for {{}} s: it waits at {line}: time.sleep(600)\n"
+    told = f"worker 1 has made no progress for {{}} s: waiting at {line}: time.sleep(600)\n"
     assert [said.count(told.format(seconds)) for seconds in (TELLS, 2 * TELLS)] == [1, 1]
     assert block_of(said)[:2] == [
         "worker 1 failed (host H, pid P)",
@@ -240,7 +240,7 @@ def interrupted(folder: Path, body: str, workers: int) -> str:
     (folder / "train.py").write_text("from basics import *\n" + body)
     command = [sys.executable, "-m", "paceline", "run", "--workers", str(workers), "--run-dir", "out"]
     command += ["--plan", "exact micro=3", "--save-every", "2", "train.py"]
-    with Process(command, environment(HANG="1", PACELINE_STANDSTILL="6"), cwd=folder, stderr=PIPE) as process:
+    with Process(command, environment(HANG="1", PACELINE_STANDSTILL="18"), cwd=folder, stderr=PIPE) as process:
         until(lambda: (folder / "hung-0").exists())
         process.send_signal(signal.SIGINT)
         try:
@@ -313,7 +313,7 @@ def test_a_hang_on_another_host_is_told_on_every_console(tmp_path: Path) -> None
     assert (first.returncode, joined.returncode) == (0, 0), "\n".join(said)
     line = place(tmp_path, "time.sleep(600)", "loss")
     (told, *_), (ended,) = waited(tmp_path, ended=False)[1], waited(tmp_path, ended=True)[1]
-    told = f"worker 1 has made no progress for {told}: it waits at {line}: time.sleep(600)\n"
+    told = f"worker 1 has made no progress for {told}: waiting at {line}: time.sleep(600)\n"
     where = f"  all its stacks: out/logs/worker-1.log on {os.uname().nodename}\n"
     for console in said:
         assert f"\n{told}{where}" in console
@@ -327,7 +327,7 @@ def test_started_cold_and_with_a_debugger(tmp_path: Path) -> None:
     said = trained(tmp_path, body, 2, "--cold-start", "--hang-timeout", "0", **PATIENCE)
     line = place(tmp_path, "time.sleep(7)", "loss")
     seconds = waited(tmp_path, ended=False)[0][0]
-    assert f"\nworker 0 has made no progress for {seconds}: it waits at {line}: time.sleep(7)\n" in said
+    assert f"\nworker 0 has made no progress for {seconds}: waiting at {line}: time.sleep(7)\n" in said
     (tmp_path / "hung-0").unlink()
     debugged = tmp_path / "debugged"
     debugged.mkdir()

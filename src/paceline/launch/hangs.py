@@ -28,7 +28,7 @@ MOST = 1.0  # of those between two looks, so many count: were they more, it was 
 SLOW = 10  # usual steps that one may take
 UNATTENDED = 1800.0  # seconds after which a worker is ended where nobody looks at the console
 ANSWER = 1.0  # seconds that stacks may take
-BUSY = 0.1  # of a core: who computes so much does not wait
+BUSY = 0.5  # of the time: who computes so long, or would if there were a core, does not wait
 _LOADS = (f"{os.sep}multiprocessing{os.sep}", f"{os.sep}dataloader.py")  # in the stack of who waits for a child
 
 
@@ -170,8 +170,8 @@ class Hangs:
             return
         log = short(self._folder / "logs" / f"worker-{worker.rank}.log")
         where = "" if self._alone_here else f" on {socket.gethostname()}"
-        text = f"worker {worker.rank} has made no progress for {hung.seconds:.0f} s: {hung.how}"
-        text = f"{text}\n  all its stacks: {log}{where}"
+        stands = f"worker {worker.rank} has made no progress for {hung.seconds:.0f} s: {hung.state}"
+        text = f"{stands} at {hung.place or hung.where}\n  all its stacks: {log}{where}"
         if self._alone_here:
             self._say(text)
         else:

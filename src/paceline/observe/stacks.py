@@ -47,17 +47,13 @@ class Hung:
         return f"hung at {self.where} for {self.seconds:.0f} s"
 
     @property
-    def doing(self) -> str:
+    def state(self) -> str:
         who = "" if self.loader is None else f" in its loader process {self.loader}"
-        source = f": {self.place.source}" if self.place is not None and self.place.source else ""
-        return f"{'busy' if self.busy else 'waiting'}{who}{source}"
+        return f"{'busy' if self.busy else 'waiting'}{who}"
 
     @property
-    def how(self) -> str:
-        who = "it" if self.loader is None else f"its loader process {self.loader}"
-        if self.place is None:
-            return f"{who} {'is busy' if self.busy else 'waits'}; where is not known before it imports paceline"
-        return f"{who} {'is busy' if self.busy else 'waits'} at {self.place}"
+    def doing(self) -> str:
+        return f"{self.state}: {self.place.source}" if self.place is not None else self.state
 
 
 def read_place(text: str, child: bool = False) -> Place | None:
@@ -97,13 +93,19 @@ def held_up(pid: int, number: int) -> int:
 
 
 def computed(pids: Iterable[int]) -> dict[int, float]:
-    """Seconds that each process has computed so far, with all its threads."""
+    """Seconds that each process has computed so far, or stood in line for a core, with all its threads."""
     found = {}
     for pid in pids:
         with suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            found[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            found[pid] = sum(_computed(task) for task in Path(f"/proc/{pid}/task").iterdir())
     return found
+
+
+def _computed(task: Path) -> float:
+    with suppress(OSError):  # not every kernel counts the time in line
+        return sum(map(int, (task / "schedstat").read_text().split()[:2])) / 1e9
+    fields = (task / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _status(process: int | str) -> dict[str, str]:
