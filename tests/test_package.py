@@ -29,7 +29,7 @@ from paceline.errors import UsageError
 from paceline.launch.surroundings import HUGE, surround
 from paceline.plan import Plan
 from paceline.run import Member
-from paceline.world import began, inherited_warm, read_world, starts_cold
+from paceline.world import began, inherited_warm, pulse_descriptor, read_world, standstill, starts_cold
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
@@ -268,6 +268,7 @@ def asked() -> Iterator[str]:
         environment = Asked(**values)
         assert read_world(environment).size == (2 if values else 1)
         assert (began(environment), starts_cold(environment), inherited_warm(environment)) == (None, False, None)
+        assert (pulse_descriptor(environment), standstill(environment)) == (None, 30.0)
         yield from environment.names - {""}
 
 

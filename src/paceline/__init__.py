@@ -12,6 +12,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from paceline.pulse import PULSE
+
 if TYPE_CHECKING:
     import paceline.data as data
     from paceline.data.order import sample_index as sample_index
@@ -72,5 +74,6 @@ def _last() -> None:
 
 
 atexit.register(_last)
+PULSE.take()  # a worker that was forked has done so already
 if "torch.distributed.distributed_c10d" in sys.modules:
     import_module("paceline.comm.autoload").register()

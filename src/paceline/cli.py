@@ -24,6 +24,7 @@ from paceline.observe.summary import explain
 from paceline.plan import describe
 from paceline.world import parse_whole
 
+HANGS = "ends a worker that does nothing for so long (default 1800, or 0, which is never, at a terminal)"
 RESTARTS = "how often workers lost to one cause are started again (default 10); 0: any loss ends the run"
 
 ELSEWHERE = ("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes")
@@ -268,6 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
     option("--max-restarts", least=0, default=10, metavar="N", help=RESTARTS)
     option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer (default 1)")
+    option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
     option("--cold-start", action="store_true", help="start each worker from nothing, and not from a warm process")
     option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--quiet", action="store_true", help="print only how the run ended, where it did not finish")

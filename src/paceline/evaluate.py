@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError
+from paceline.pulse import PULSE
 from paceline.step import Grid, stream_seed
 from paceline.strategies.base import Job
 from paceline.strategies.pieces import Piece, to_device
@@ -66,6 +67,7 @@ def evaluate(
                         continue
                     found = metric(output, batch)
                 sums[base + micro_batch.index] = _pairs(found)
+                PULSE.beat()
             base += len(grid.cut(count))
             rows += count
     return {**_together(team, sums, base), "n": rows}

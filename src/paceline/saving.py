@@ -41,6 +41,7 @@ from paceline.checkpoint.storage import Folder, Storage
 from paceline.checkpoint.tree import flatten_rows
 from paceline.comm.places import Rows
 from paceline.errors import CheckpointError
+from paceline.pulse import PULSE
 from paceline.step import Agreed
 from paceline.team.ahead import pack, unpack
 from paceline.team.operations import Simple
@@ -363,6 +364,7 @@ class Saving:
         trouble: list[str] | None = self.team.operations.run(Simple(self._wait, self._close, spends="saving"))
         return trouble
 
+    @PULSE.waiting()  # for a disk, or a store
     def _wait(self) -> Any:
         group = self.team.group
         group.enter("the end of a checkpoint")
@@ -389,6 +391,7 @@ class Saving:
 
     # -- a run that goes on -----------------------------------------------------------------------------------------
 
+    @PULSE.waiting()
     def find(self, say: Callable[[str], None]) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]] | None:
         """Step, manifest and tensors of the newest good checkpoint, the same on every worker. Collective. Who does not
         see it gets it from one who does.

@@ -14,6 +14,7 @@ import torch
 from paceline.data.balance import Balance
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
 from paceline.plan import Plan
+from paceline.pulse import PULSE
 from paceline.run import Run
 from paceline.step import Agreed, VectorLayout, exact_sum
 from paceline.strategies.base import Job, Orders, Strategy, Sums
@@ -79,6 +80,7 @@ class Stepper:
         self.run.agreed(one.agreed)
         self._name_unused(one.agreed.unused)
         self.waiting_since = time.perf_counter()
+        PULSE.step()
         return one
 
     def house(self, name: str) -> None:
@@ -319,7 +321,8 @@ class OneStep:
         }
         packed = layout.pack(group.rank, seconds, sums.metrics, sums.unused, fields)
         rows = layout.rows(sums.parts, whole.count) if of.plan.exact else []
-        vector = of.top.agree(torch.tensor(packed + rows, dtype=torch.float64), sums).tolist()
+        with PULSE.waiting():  # also where NCCL does
+            vector = of.top.agree(torch.tensor(packed + rows, dtype=torch.float64), sums).tolist()
         agreed = layout.unpack(vector[: len(packed)])
         return layout.exactly(agreed, vector[len(packed) :]) if rows else agreed
 

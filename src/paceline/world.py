@@ -253,6 +253,17 @@ def began(env: Mapping[str, str] | None = None) -> float | None:
     return float(text) if text else None
 
 
+def pulse_descriptor(env: Mapping[str, str] | None = None) -> int | None:
+    """What we share with our agent, see `paceline.pulse`."""
+    text = (os.environ if env is None else env).get("PACELINE_PULSE_FD", "")
+    return int(text) if text.isdecimal() else None
+
+
+def standstill(env: Mapping[str, str] | None = None) -> float:
+    """Seconds that a worker may do nothing before its agent says so."""
+    return float(_number(os.environ if env is None else env, "PACELINE_STANDSTILL", 30, least=1))
+
+
 def starts_cold(env: Mapping[str, str] | None = None) -> bool:
     """Whether the user wants every worker started from nothing."""
     return (os.environ if env is None else env).get("PACELINE_COLD_START", "0") not in ("", "0")

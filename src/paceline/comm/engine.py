@@ -23,6 +23,7 @@ import torch.distributed as dist
 from paceline.comm.shared import Condition, MismatchError
 from paceline.comm.tensors import outside_inference
 from paceline.errors import PacelineError, UnsupportedError
+from paceline.pulse import PULSE
 
 Steps = Generator[Condition, None, None]
 SPIN = 2e-4  # seconds of looking without a pause, while there is a core for each worker
@@ -241,7 +242,7 @@ class Engine:
         began = time.perf_counter()
         looked, owner = began, operation.owner
         moved, turns = began, self.turns
-        me = threading.get_ident()
+        me, long = threading.get_ident(), False
         self._waiters.add(me)
         try:
             while not self.poke(operation):
@@ -251,6 +252,9 @@ class Engine:
                 self._pause(now - moved, owner.crowded)
                 if now - looked > LOOK:
                     looked = now
+                    if not long:
+                        long = True
+                        PULSE.wait(1)
                     try:
                         owner.look(operation, now - began)
                     except _REASONS as error:  # found out, or broken: it ends here
@@ -258,10 +262,13 @@ class Engine:
                 if timeout is not None and now - began > timeout:
                     raise TimeoutError(f"{operation.name} took longer than {timeout:g} s ({operation.site})")
         finally:
+            if long:
+                PULSE.wait(-1)
             self._waiters.discard(me)
             if not self._waiters and self._queues:
                 self._wanted.set()
         owner.account(operation, time.perf_counter() - began)
+        PULSE.beat()
 
     @staticmethod
     def _pause(waited: float, crowded: bool) -> None:

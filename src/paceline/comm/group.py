@@ -25,6 +25,7 @@ from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
 from paceline.comm.side import call_site, unless
 from paceline.errors import LaunchError, PeerLostError, UsageError
+from paceline.pulse import PULSE
 from paceline.world import World
 
 # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
@@ -52,7 +53,8 @@ class Group:
         self._lends = False
         self._lent: Any = None  # torch's default group
         if world.size > 1 and not world.newcomer:
-            self._take(world, *self._connect(world, never))
+            with PULSE.waiting():
+                self._take(world, *self._connect(world, never))
 
     def _connect(self, world: World, given_up: Callable[[], bool]) -> tuple[dist.Store, ProcessGroup]:
         store = self._rendezvous.open(world, given_up)
@@ -78,7 +80,9 @@ class Group:
             return
         why = PeerLostError("a generation was given up", "wait for the next")
         try:  # gloo, too, can be left behind
-            self._take(world, *unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up)))
+            with PULSE.waiting():  # not in the thread, which may be left behind
+                made = unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up))
+            self._take(world, *made)
             for size in self._replicas:
                 self.replica(size)
         except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
@@ -141,7 +145,8 @@ class Group:
 
         def channel(store: dist.Store) -> Channel:
             make = partial(Channel, store, world.rank, world.size, FOR_EVER, lambda: over.broken is not None)
-            return unless(lambda: over.broken, make)
+            with PULSE.waiting():
+                return unless(lambda: over.broken, make)
 
         if self._group is not None and self._group.rank() != world.rank:  # a newcomer whose mates were lost
             if self._lent is not None:
@@ -241,7 +246,8 @@ class Group:
         """A flat tensor of zeros for sums: on CPU in memory that the workers of a host share. Collective."""
         if self.size > 1 and device.type == "cpu":
             try:
-                return self.channel.allocate(numel, dtype)
+                with PULSE.waiting():
+                    return self.channel.allocate(numel, dtype)
             except dist.DistError as error:  # the store went
                 raise PeerLostError(f"a worker was lost while memory was shared ({error})", "see its log") from error
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -383,8 +389,9 @@ class Group:
 
     def wait_for_flag(self, name: str) -> None:
         """Waits for a flag as long as it takes: the launcher ends us if its owner dies."""
-        while self._store is not None and not self._store.check([f"flag/{name}"]):
-            time.sleep(0.05)
+        with PULSE.waiting():
+            while self._store is not None and not self._store.check([f"flag/{name}"]):
+                time.sleep(0.05)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -428,8 +435,9 @@ class Group:
             self._side.publish()
             store.set(f"closed/{self.rank}", "1")
             others = [f"closed/{rank}" for rank in range(self.size)]
-            while self.rank == 0 and not (failed or self.channel.broken or store.check(others)):
-                time.sleep(0.02)
+            with PULSE.waiting():
+                while self.rank == 0 and not (failed or self.channel.broken or store.check(others)):
+                    time.sleep(0.02)
         self._release(failed)
 
     def _release(self, failed: bool) -> None:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data.order import sample_index
 from paceline.errors import DatasetError, Noting, UsageError, a
+from paceline.pulse import PULSE
 from paceline.step import Grid, deal_rows, stream_seed
 from paceline.strategies.pieces import MicroBatch, rows_told
 from paceline.strategies.streams import Streams
@@ -310,6 +311,7 @@ class Feed:
 
         with Noting(told):
             slot, batch = next(self._iterator)
+        PULSE.beat()
         where = self._where(slot)
         return MicroBatch(slot.index, slot.stop - slot.start, batch, where, slot.part, slot.blank, slot.rows)
 
@@ -439,6 +441,7 @@ class _Stream:
                 held = next(self.samples, None)
             self._held = held
             self._step += 1
+            PULSE.beat()
         return True
 
     def deal(self, step: int, place: Place) -> Batch:

@@ -19,6 +19,7 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launch.ending import Ending
+from paceline.launch.hangs import Hangs
 from paceline.launch.keeper import TAKE_OVER, Keeper
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
@@ -75,6 +76,7 @@ class Agent:
         raw = None if options.quiet or (sys.stderr.isatty() and sys.stdout.isatty()) else 1
         self._output = Output(logs, numbers, self.say, raw)
         self._workers = Workers(options, folder, numbers, self._output, journal, self._told, self.say)
+        self._hangs = Hangs(self._workers, options, folder, journal, self._output, self.say)
         self._script = _Script(Path(options.script))
         self._declined: dict[int, dict[str, Any]] = {}  # what is reported of workers that were not started again
         self._report: dict[str, Any] = {}
@@ -96,10 +98,11 @@ class Agent:
             self._link.start()
             while not self._done():
                 now = time.monotonic()
-                due = min(self._deadline, self._output.deadline(), self._still(), now + LOOK) - now
+                due = min(self._deadline, self._output.deadline(), self._still(), self._hangs.due, now + LOOK) - now
                 for key, _ in self._workers.selector.select(max(due, 0.0)):
                     key.data()
                 self._output.tick(time.monotonic())
+                self._hangs.look(time.monotonic(), self._stop is not None)
                 self._look_at_the_link()
                 self._tell()
         finally:

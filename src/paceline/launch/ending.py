@@ -68,6 +68,10 @@ class Ending:
         if at_once:
             self._say(self._how_stopped(workers, "stopped at once"), always=True)
             return asked
+        if stop is not None and failures and all(worker.hung for worker in failures):
+            hung = ", ".join(f"worker {worker.rank} {worker.how}" for worker in failures)
+            self._say(self._how_stopped(workers, f"stopped; {hung}, and was ended"), always=True)
+            return asked
         if failures:
             return self._failed(workers, failures, failing)
         for number, agent, why in (entry for entry in told if entry[0] not in mine):
@@ -132,6 +136,8 @@ class Ending:
             told, grown = worker.events.get("failed", {}), worker.memory.grown()
             why = VANISHED if worker.vanished else "" if worker.status or told else failing[worker.rank]
             failure = Failure(worker.rank, worker.process.pid, worker.ended, status, told, self._output, grown, why)
+            if worker.hung is not None:
+                failure.hangs(worker.hung)
             needs = worker.events.get("needs")
             if failure.out_of_memory and needs is not None:
                 room = worker.memory.room(self._options.workers)
@@ -184,6 +190,8 @@ class Ending:
 
 
 def exception_of(worker: Worker) -> tuple[object, ...] | None:
-    """What tells exceptions apart: kind, step and text."""
+    """What tells exceptions apart: kind, step and text; or lines at which workers hung."""
+    if worker.hung is not None:
+        return ("hung", worker.hung.where)
     told = worker.events.get("failed")
     return (told.get("kind"), told.get("step"), told.get("text")) if told else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.launch.output import Output
 from paceline.observe.figures import ranks
 from paceline.observe.journal import Event
+from paceline.observe.stacks import Hung
 from paceline.observe.traces import read_trace
 
 WEIGHTS = {"CollectiveMismatchError": 1, "PeerLostError": 2}  # the higher, the less a cause; others have 0
@@ -80,6 +81,12 @@ class Failure:
         self.cure = NO_TERMINAL.format(rank) if what.startswith(ASKED) else "fix the cause" if what else "see its log"
         if out_of_memory:  # it was a child of the worker, which raised for that
             self.cure += " (the kernel's out-of-memory killer ended a process here)"
+
+    def hangs(self, hung: Hung) -> None:
+        """It did nothing, and so we ended it."""
+        self.what = f"{hung.why}, {hung.doing}"
+        self.cure = f"see {'why it does not end' if hung.busy else 'what it waits for'}; all its stacks are in its log"
+        self.frame, self.code = None, 1
 
 
 def culprit(failures: Sequence[Failure]) -> Failure:

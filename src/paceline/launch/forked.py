@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from paceline.launch.processes import die_with, name_process
+from paceline.pulse import PULSE
 from paceline.world import World, assume, worker_environment
 
 # Neither what lies where the agent was started nor what lies beside this file is to be found by an import.
@@ -244,6 +245,7 @@ def become(given: Mapping[str, Any]) -> None:
     os.chdir(given["folder"])
     environment = {**given["environment"], **dict(zip(given["numbered"], map(str, numbered), strict=True))}
     assume(environment)
+    PULSE.take()
     _seed_anew()
     _limit_pool(environment)
     run(given["program"], given["name"], environment)
@@ -336,6 +338,7 @@ def _anew(variable: str, environment: dict[str, str]) -> NoReturn:
     events = environment.get("PACELINE_EVENTS_FD")
     why = f"the script sets {variable} before it imports torch"
     World(events_fd=int(events) if events else None).tell("cold", why=why)
+    PULSE.hand_on()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, sys.orig_argv, environment)

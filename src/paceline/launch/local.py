@@ -33,7 +33,7 @@ from paceline.team.link import Link
 from paceline.team.token import keep_token, make_token
 from paceline.world import parse_save_every, parse_shares
 
-FILES = 7  # that are open for a worker: three pipes, two sockets, its log, its pidfd
+FILES = 8  # that are open for a worker: three pipes, two sockets, its log, its pidfd, its pulse
 
 
 def launch(options: LaunchOptions) -> int:

@@ -22,9 +22,10 @@ class LaunchOptions:
     one of the same command. `checkpoints`: a folder or URL for them, other than the run folder's own; of which the
     newest `keep` stay; `mirror`: steps between two copies of a lone worker's state in memory. `environment`: further
     variables for the workers. `max_restarts`: how often workers that were lost to one cause are started again; 0: any
-    loss ends the run. With fewer than `min_workers` it pauses. `join`: the run folder or HOST:PORT of a run that these
-    workers are to join, `token_file` its token; `listen`: the address at which other hosts reach this one; `store`: the
-    etcd that decides who keeps the coordinator. `address` and `size` (workers that the run began with) are found out.
+    loss ends the run. With fewer than `min_workers` it pauses. `hang_timeout`: seconds after which a worker that does
+    nothing is ended; 0: never, None: as the console is. `join`: the run folder or HOST:PORT of a run that these workers
+    are to join, `token_file` its token; `listen`: the address at which other hosts reach this one; `store`: the etcd
+    that decides who keeps the coordinator. `address` and `size` (workers that the run began with) are found out.
     """
 
     script: str
@@ -46,6 +47,7 @@ class LaunchOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     cold_start: bool = False
     max_restarts: int = 10
+    hang_timeout: int | None = None
     min_workers: int = 1
     join: str | None = None
     token_file: str | None = None

@@ -8,6 +8,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,6 +127,11 @@ class Output:
         """Another process takes its place: what the one before wrote is not its own."""
         self._feeds[rank].tail.clear()
         self._feeds[rank].errors.clear()
+
+    def note(self, rank: int, text: str) -> None:
+        """Into a worker's log alone; what it writes itself begins on a line of its own."""
+        with suppress(OSError):
+            _write_all(self._feeds[rank].log, f"\n{text}".encode())
 
     def failing(self, rank: int) -> None:
         """The worker is about to die of its exception, or has."""

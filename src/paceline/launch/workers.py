@@ -26,7 +26,9 @@ from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, re
 from paceline.launch.surroundings import pin, surround
 from paceline.launch.warm import ColdError, Wanted, Warm
 from paceline.observe.journal import Journal
+from paceline.observe.stacks import Hung
 from paceline.observe.traces import before_the_trace, read_trace
+from paceline.pulse import View
 from paceline.team.coordinator import STOPPED
 from paceline.world import starts_cold, worker_environment
 
@@ -52,6 +54,7 @@ class Worker:
     orders: socket.socket
     store: tuple[str, int]
     output: Output
+    pulse: View
     pipes: dict[int, Callable[[bytes], None]] = field(default_factory=dict)  # by descriptor: who takes what arrives
     status: int | None = None
     ended: float = math.inf  # monotonic seconds of its end, or of its word that it fails
@@ -60,6 +63,8 @@ class Worker:
     newcomer: bool = False
     out: bool = False
     killed: bool = False
+    hung: Hung | None = None  # it did nothing, and so we ended it
+    stands: str = ""  # what is told to others than those at our console: where it does nothing
     events: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last one of each kind
     loaders: set[int] = field(default_factory=set)
     unread: bytes = b""
@@ -83,6 +88,8 @@ class Worker:
         """How it ended, in words."""
         if self.status is None:
             return ""
+        if self.hung is not None:
+            return self.hung.why
         if self.status >= 0:
             return f"ended with exit code {self.status}"
         if self.status == -signal.SIGKILL and self.memory.grown():
@@ -110,6 +117,8 @@ class Worker:
             "final": told is not None and told.get("kind") in FINAL,
             "stopped": self.still,
             "since": STILL if self.still else 0.0,
+            "hung": self.hung.where if self.hung is not None else "",
+            "stands": self.stands,
             "status": self.status,
             "why": self.how,
             **(self._loss(told) if told or self.still or self.status not in (None, STOPPED) else {}),
@@ -117,7 +126,9 @@ class Worker:
 
     def _loss(self, told: dict[str, Any] | None) -> dict[str, list[str]]:
         """What the others' console tells of it, should they go on without it."""
-        if told is None and self.status not in (None, 0):
+        if self.hung is not None:
+            told = {"what": self.hung.doing}
+        elif told is None and self.status not in (None, 0):
             what, at = read_trace(self.output.errors(self.rank), crash=self.status < 0)
             told = {"what": what, "at": at}
         told = told or {}
@@ -228,7 +239,9 @@ class Workers:
     def _start(self, rank: int, life: int, listener: socket.socket, store: tuple[str, int], newcomer: bool) -> None:
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
         orders, theirs = socket.socketpair()
+        pulse = View()
         descriptors = {"EVENTS": pipes["events"][1], "ORDERS": theirs.fileno(), "STORE": listener.fileno()}
+        descriptors["PULSE"] = pulse.fd
         if not self._options.max_restarts:
             del descriptors["ORDERS"]
         wanted = Wanted(
@@ -254,7 +267,9 @@ class Workers:
             for _, write in pipes.values():
                 os.close(write)
         pin(process.pid, self._pins[self.numbers.index(rank)])
-        worker = Worker(rank, life, process, MemoryKills(process.pid), orders, listener.getsockname(), self._output)
+        worker = Worker(
+            rank, life, process, MemoryKills(process.pid), orders, listener.getsockname(), self._output, pulse
+        )
         worker.newcomer = newcomer
         self._take_in(worker, {name: read for name, (read, _) in pipes.items()})
 
@@ -405,6 +420,7 @@ class Workers:
             worker.process.reap()
             worker.tidy()
             worker.orders.close()
+            worker.pulse.close()
             for fd in worker.pipes:
                 os.close(fd)
         self.selector.close()

@@ -13,7 +13,7 @@ TRACEBACK = "Traceback (most recent call last):"
 _CRASH = "Fatal Python error: "
 _INSIDE = "Original "  # torch: the trace of another process in the text of an exception
 _CHAIN = ("the direct cause of the following exception:", "another exception occurred:")
-_FRAME = re.compile(r'^\s*File "(?P<path>.+?)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
+FRAME = re.compile(r'^\s*File "(?P<path>.+?)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -29,15 +29,15 @@ def read_trace(errors: Sequence[str], crash: bool = False) -> tuple[str, str | N
         starts = [at for at, line in enumerate(lines) if line.startswith("Current thread")]
     else:  # a script that cannot be compiled has no stack, only a place
         starts = [at for at, line in enumerate(lines) if line.endswith(TRACEBACK)]
-        starts = starts or [at - 1 for at, line in enumerate(lines) if _FRAME.match(line)]
+        starts = starts or [at - 1 for at, line in enumerate(lines) if FRAME.match(line)]
     frames: list[tuple[str, str]] = []
     exception = ""
     for at in range(starts[-1] + 1 if starts else len(lines), len(lines)):
-        found = _FRAME.match(lines[at])
+        found = FRAME.match(lines[at])
         if found:
             path, number = found["path"], int(found["line"])
             source = linecache.getline(path, number) if crash else "".join(lines[at + 1 : at + 2])
-            source = "" if _FRAME.match(source) else source.strip()
+            source = "" if FRAME.match(source) else source.strip()
             where = f"{short(path)}:{number}" + (f" in {found['name']}" if found["name"] else "")
             frames.append((path, f"{where}: {source}" if source else where))
         elif frames and not lines[at].startswith(" "):
@@ -47,10 +47,10 @@ def read_trace(errors: Sequence[str], crash: bool = False) -> tuple[str, str | N
         frames.reverse()  # faulthandler begins with the innermost
     if not frames or not (crash or exception):
         return "", None
-    return exception, next((where for path, where in frames if _is_users(path)), frames[0][1])
+    return exception, next((where for path, where in frames if is_users(path)), frames[0][1])
 
 
-def _is_users(path: str) -> bool:
+def is_users(path: str) -> bool:
     installed = "/site-packages/" in path or "/dist-packages/" in path
     return not installed and not path.startswith(("<", _LIBRARY, _PACKAGE))
 

@@ -60,7 +60,7 @@ class Coordinator:
         self._starts: dict[int, tuple[float, int]] = {}  # who is started again later: when, and in which life
         self._stops = Stops()
         self._raised_now: list[int] = []
-        self._raised: set[Any] = set()  # the exceptions that were survived
+        self._raised: set[Any] = set()  # the exceptions, and lines that a worker hung at, that were survived
         self._causes: Counter[str] = Counter()
         self._detection = 0.0  # of the generation that was announced
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
@@ -290,6 +290,8 @@ class Coordinator:
                 self._say(f"{ranks([number])} has joined: {plural(len(roster.members), 'worker')}")
         if said.leaves and not before.leaves:
             roster.leaves(number)
+        if said.stands and said.stands != before.stands:
+            self._say(said.stands)
         if said.alone > before.alone:
             self._again = min(self._again, now + ALONE)
         if said.ended and not before.ended:
@@ -431,9 +433,10 @@ class Coordinator:
         if self.failing or not self.max_restarts or not self.roster.begun:
             return False
         said, why = seat.said, self._why(number)
-        known = said.failed is not None and (said.final or said.failed in self._raised)
-        if said.failed is not None:
-            self._raised.add(said.failed)
+        what = said.failed or said.hung
+        known = bool(what) and (said.final or what in self._raised)
+        if what:
+            self._raised.add(what)
         left = self._survivors([number])
         self._causes[why] += 1
         restarts = not known and self._causes[why] <= self.max_restarts

@@ -22,6 +22,7 @@ from paceline.checkpoint.tree import flatten, unflatten
 from paceline.comm.group import Group
 from paceline.errors import PeerLostError, UsageError
 from paceline.observe.account import Account
+from paceline.pulse import PULSE
 from paceline.step import Moment, StateLostError, Status, Transaction, resolve, spread
 from paceline.team.ahead import Ahead, Learner, Taker, digests, pack, raw, unpack
 from paceline.team.chaos import Chaos, parse_faults
@@ -166,6 +167,7 @@ class Operations:
 
     def reached(self, moment: str) -> None:
         """A moment at which a rehearsal may let something happen."""
+        PULSE.beat()
         if self._chaos is not None and self.holder is not None:
             self._chaos.reached(moment, self.holder.step)
 
@@ -183,7 +185,7 @@ class Operations:
         self._comes(self._orders.coming)
         if self.holder is not None:
             self.ahead.turn(self.holder.hand_over, self.holder.changing)
-        with self.account.of("paused"):
+        with self.account.of("paused"), PULSE.waiting():
             while self._orders.wait_here and not self._orders.newer(self.number):
                 time.sleep(PAUSE)
 
@@ -225,6 +227,7 @@ class Operations:
                 finally:
                     if self._tx.moment in (Moment.COMPUTING, Moment.PREPARED):
                         self._void(operation)
+            PULSE.beat()
             try:
                 operation.applied()
             except PeerLostError as error:
@@ -266,7 +269,8 @@ class Operations:
         else:
             taker = Taker(self.world.store[0])
             self.world.tell("waiting", at=taker.at)
-            self._followed = taker.follow(self.holder, self._first, partial(self.world.tell, "current"))
+            with PULSE.waiting():
+                self._followed = taker.follow(self.holder, self._first, partial(self.world.tell, "current"))
         self._form(None, None)
         self.waiting = False
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from paceline.pulse import PULSE
 from paceline.world import World
 
 At = tuple[str, int, str]  # where a newcomer takes the state: host, port, and the secret that it wants to hear first
@@ -81,7 +82,7 @@ class Orders:
         wait for the coordinator. `expected` is called if it is not there soon.
         """
         deadline = time.monotonic() + EXPECTED
-        with self._news:
+        with self._news, PULSE.waiting():
             while not self.newer(than, at_once):
                 if expected is not None and time.monotonic() > deadline:
                     expected()

@@ -18,7 +18,8 @@ class Said:
     one. A model lives on a `replica` of so many workers. It is `waiting` to be admitted; `at` is where it takes the
     state beforehand (host, port, secret), `current` says that it has, or that nobody sends it. `formed` is the last
     generation that it entered, `alone` the one in which it misses others; `failed` what it said of its exception,
-    `final` one that another worker would raise as well; it has been `stopped` for `since` seconds; `status` is its exit
+    `final` one that another worker would raise as well; it has been `stopped` for `since` seconds; it was
+    ended because it `hung` at that line, or what people are to know of how it `stands` still; `status` is its exit
     code and `why` how it ended, in words, `cause` what else is known of that, and `tail` the last lines of its log;
     `declined`: it cannot be started again.
     """
@@ -39,6 +40,8 @@ class Said:
     final: bool = False
     stopped: bool = False
     since: float = 0.0
+    hung: str = ""
+    stands: str = ""
     status: int | None = None
     why: str = ""
     cause: tuple[str, ...] = ()

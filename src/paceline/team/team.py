@@ -19,6 +19,7 @@ from paceline.comm.group import Group
 from paceline.comm.side import call_site
 from paceline.data.loader import Place
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError
+from paceline.pulse import PULSE
 from paceline.team.exits import Exits, exception_told
 from paceline.team.operations import Operations, Simple
 from paceline.world import World
@@ -149,7 +150,8 @@ class Team:
                 raise PeerLostError(
                     f"worker 0 failed inside main_first at {call_site()}", "see the log of worker 0"
                 ) from None
-        yield
+        with PULSE.free():
+            yield
         if self.rank == 0:
             self.group.flag(name)
 
@@ -162,7 +164,8 @@ class Team:
         """Ends this worker's part; called by itself when the script ends."""
         alone = self.code is not None or self.left or self.operations.waiting
         if not alone:
-            self._together(self.group.meet)
+            with PULSE.waiting():
+                self._together(self.group.meet)
         for close in reversed(self.closing):
             close(alone)
         self.closing.clear()

@@ -1,0 +1,178 @@
+"""Workers that do nothing and wait for nobody: hung code of the user's, at which line, and its end. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.launch.options import LaunchOptions
+from paceline.launch.output import Output
+from paceline.launch.processes import session_members
+from paceline.launch.workers import Worker, Workers
+from paceline.observe.journal import Journal
+from paceline.observe.stacks import Hung, catches, computed, held_up, is_traced, read_place
+from paceline.observe.traces import short
+from paceline.pulse import BEATS, DONE, FREE, SIGNAL, USUAL, WAITS, WRITES, View
+from paceline.world import standstill
+
+LOOK = 0.5  # seconds between two looks
+MOST = 1.0  # of those between two looks, so many count: were they more, it was us who stood still
+SLOW = 10  # usual steps that one may take
+UNATTENDED = 1800.0  # seconds after which a worker is ended where nobody looks at the console
+ANSWER = 1.0  # seconds that stacks may take
+BUSY = 0.5  # of the time: who computes so long, or would if there were a core, does not wait
+_LOADS = (f"{os.sep}multiprocessing{os.sep}", f"{os.sep}dataloader.py")  # in the stack of who waits for a child
+
+
+@dataclass
+class _Watch:
+    """Of a process: what it had done when it last did something, and seconds since. It was `told` of so many times, and
+    had stood for `asked` seconds when it was asked to stop. Halfway to the next word, processes had `computed` so much.
+    """
+
+    beats: float = -1.0
+    stood: float = 0.0
+    told: int = 0
+    asked: float | None = None
+    halfway: float = 0.0
+    computed: Mapping[int, float] = field(default_factory=dict)
+
+
+class Hangs:
+    """Looks at the workers of an agent. `say` prints a line.
+
+    A worker that waits for others is never meant: whom they all wait for waits for nobody. A debugger, `main_first`, a
+    stopped worker, and our own stop don't count.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        options: LaunchOptions,
+        folder: Path,
+        journal: Journal,
+        output: Output,
+        say: Callable[..., None],
+    ) -> None:
+        self._workers, self._folder, self._journal, self._output, self._say = workers, folder, journal, output, say
+        given = options.hang_timeout
+        self._patience = standstill()
+        self._timeout = float(given) if given is not None else 0.0 if sys.stderr.isatty() else UNATTENDED
+        self._off = options.debug is not None  # somebody thinks, and all wait
+        self._alone_here = options.join is None  # others than those at this console are told by the coordinator
+        self._watches: dict[int, _Watch] = {}  # by process
+        self._looked = time.monotonic()
+
+    @property
+    def due(self) -> float:
+        """When to look again."""
+        return math.inf if self._off else self._looked + LOOK
+
+    def look(self, now: float, stopping: bool) -> None:
+        """Notes who does something; tells of who does not, and ends who is given up. `stopping`: we were asked to."""
+        if now < self.due:
+            return
+        passed, self._looked = min(now - self._looked, MOST), now
+        for worker in self._workers.all:
+            if worker.alive and not worker.out and worker.hung is None:
+                self._look_at(worker, passed, stopping)
+
+    def _look_at(self, worker: Worker, passed: float, stopping: bool) -> None:
+        pulse, pid = worker.pulse, worker.process.pid
+        watch = self._watches.setdefault(pid, _Watch())
+        excused = pulse[WAITS] or (pulse[FREE] and not stopping) or worker.stopped < math.inf
+        if excused or pulse[BEATS] != watch.beats:
+            self._watches[pid] = _Watch(pulse[BEATS])
+            return
+        watch.stood += passed
+        if stopping and watch.asked is None:
+            watch.asked = watch.stood
+        tell, end = self._limits(pulse, watch)
+        if watch.stood < min(tell, end) / 2:
+            return
+        if is_traced(pid):
+            self._watches[pid] = _Watch(pulse[BEATS])
+            return
+        if watch.halfway == 0.0:
+            watch.halfway, watch.computed = watch.stood, computed(self._family(worker))
+        if watch.stood < min(tell, end):
+            return
+        hung = self._examine(worker, watch, min(tell, end) if watch.asked is None else watch.stood)
+        watch.told, watch.halfway = watch.told + 1, 0.0
+        self._tell(worker, hung, ended=watch.stood >= end)
+
+    def _limits(self, pulse: View, watch: _Watch) -> tuple[float, float]:
+        """Seconds of standing still after which it is told of next, and after which it is ended."""
+        slow = SLOW * pulse[USUAL]
+        tell = max(self._patience, slow) * 2.0**watch.told
+        end = max(self._timeout, slow) * (1 if pulse[DONE] else 2) if self._timeout else math.inf
+        if watch.asked is not None:
+            end = min(end, watch.asked + max(self._patience / 3, 2 * pulse[USUAL]))
+        return tell, end
+
+    @staticmethod
+    def _family(worker: Worker) -> list[int]:
+        """Its processes, with its own first."""
+        pid = worker.process.pid
+        return [pid, *(other for other in session_members({pid}) if other != pid)]
+
+    def _examine(self, worker: Worker, watch: _Watch, seconds: float) -> Hung:
+        """Where it stands, and whether it computes; all stacks go to its log."""
+        family, until = self._family(worker), time.monotonic() + ANSWER
+        now = computed(family)
+        pid = family[0]
+        stacks = {pid: self._stacks(worker.pulse, pid, until)}
+        place, loader = read_place(stacks[pid]), None
+        if any(word in stacks[pid].rpartition("\n\n")[2] for word in _LOADS):
+            for child in family[1:]:
+                stacks[child] = self._stacks(worker.pulse, child, until)
+                found = read_place(stacks[child], child=True)
+                if found is not None and loader is None:
+                    place, loader = found, child
+        who = loader or pid
+        share = (now.get(who, 0.0) - watch.computed.get(who, 0.0)) / max(watch.stood - watch.halfway, LOOK)
+        hung = Hung(seconds, share > BUSY, place, loader)
+        at = time.strftime("%Y-%m-%d %H:%M:%S")
+        title = f"---- all stacks at {at}, after {seconds:.0f} s without progress ----"
+        parts = (f"process {process}:\n{text.strip() or 'no stack'}\n" for process, text in stacks.items())
+        self._output.note(worker.rank, "\n".join([title, *parts, "----", ""]))
+        return hung
+
+    @staticmethod
+    def _stacks(pulse: View, pid: int, until: float) -> str:
+        """All stacks of a process, if it has said that it writes them."""
+        if SIGNAL is None or not catches(pid, SIGNAL, int(pulse[WRITES])):
+            return ""
+        pulse.clear()
+        before, looks = held_up(pid, SIGNAL), 0
+        with suppress(ProcessLookupError):
+            os.kill(pid, SIGNAL)
+        while looks < 2 and time.monotonic() < until:  # one look may fall between two of its threads
+            time.sleep(0.005)
+            looks = looks + 1 if held_up(pid, SIGNAL) <= before else 0
+        return pulse.stacks
+
+    def _tell(self, worker: Worker, hung: Hung, ended: bool) -> None:
+        place = str(hung.place) if hung.place is not None else None
+        about = {"worker": worker.rank, "life": worker.life, "host": socket.gethostname(), "pid": worker.process.pid}
+        self._journal.write("hang", **about, seconds=hung.seconds, line=place, busy=hung.busy, ended=ended)
+        if ended:  # what is said of it is what is said of any loss
+            worker.hung = hung
+            worker.process.signal(signal.SIGKILL)
+            return
+        log = short(self._folder / "logs" / f"worker-{worker.rank}.log")
+        where = "" if self._alone_here else f" on {socket.gethostname()}"
+        stands = f"worker {worker.rank} has made no progress for {hung.seconds:.0f} s: {hung.state}"
+        text = f"{stands} at {hung.place or hung.where}\n  all its stacks: {log}{where}"
+        if self._alone_here:
+            self._say(text)
+        else:
+            worker.stands = text
