@@ -28,7 +28,7 @@ from paceline.launch.local import launch
 from paceline.launch.options import LaunchOptions
 assert "torch" not in sys.modules
 given = json.loads(sys.argv[1])
-vars(agent).update(given.pop("seconds"))
+vars(agent).update(given.pop("seconds", {}))
 try:
     code = launch(LaunchOptions(**given))
 except PacelineError as error:

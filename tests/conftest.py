@@ -25,6 +25,11 @@ def lacking(what: str) -> NoReturn:
     pytest.skip(what)
 
 
+def pytest_configure() -> None:
+    """What runs in the background of a shell ignores Ctrl-C, and so would all that the tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("root") and os.geteuid() != 0:
         lacking("it needs root")
