@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from agents import Launcher
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from paceline.run import Run
+
+# How long an example takes says how much else this machine does.
+settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("paceline")
 
 
 def lacking(what: str) -> NoReturn:
