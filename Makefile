@@ -12,6 +12,9 @@ ONE := runs/demo-one
 
 COLD := tests/test_launch.py tests/test_launch_ends.py tests/test_errors.py tests/test_exits.py
 
+# Else each of the thousands of processes that the tests start would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint types bench clean
 
@@ -48,10 +51,10 @@ demo: $(ALONE) ## train a small GPT on this Python's own source with two workers
 	@$(BIN)/paceline run --workers 2 --run-dir $(RUN) --against $(ONE) examples/gpt.py
 	@echo "open $(RUN)/report.html in a browser: it needs nothing but that file"
 
-# Types are checked beside the tests, and told of after them.
+# Types are checked beside the tests, and told of after them. Three tests at a time: each waits for something now and then.
 test: lint ## lint, types, and all tests but the slow ones
 	@$(BIN)/mypy > $(VENV)/types.log 2>&1 & types=$$!; \
-	  $(BIN)/pytest -m "not slow" -n 2 --dist worksteal; tests=$$?; \
+	  $(BIN)/pytest -m "not slow" -n 3 --dist worksteal; tests=$$?; \
 	  wait $$types || tests=1; cat $(VENV)/types.log; exit $$tests
 
 # What starts workers is tested both ways: forked from a warm process, and cold.

@@ -17,17 +17,20 @@ from warm import Process, environment
 
 SOURCE = Path(__file__).parents[1] / "src"
 
-# What stands for the command line: the options as JSON.
+# What stands for the command line: the options as JSON, and seconds of the agent's that a test says otherwise.
 MAIN = """
 import json, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from paceline.errors import PacelineError
+from paceline.launch import agent
 from paceline.launch.local import launch
 from paceline.launch.options import LaunchOptions
 assert "torch" not in sys.modules
+given = json.loads(sys.argv[1])
+vars(agent).update(given.pop("seconds", {}))
 try:
-    code = launch(LaunchOptions(**json.loads(sys.argv[1])))
+    code = launch(LaunchOptions(**given))
 except PacelineError as error:
     print(error, file=sys.stderr)
     code = 2
@@ -90,13 +93,15 @@ class Launcher:
         /,
         preexec: Callable[[], None] | None = None,
         env: Mapping[str, str] | None = None,
+        seconds: Mapping[str, float] | None = None,
         **options: Any,
     ) -> subprocess.Popen[str]:
+        """`seconds`: constants of the agent's."""
         (self.folder / "train.py").write_text(WORKER + textwrap.dedent(script))
         cold = preexec is not None  # it may leave no room for torch
-        given = {"script": "train.py", "workers": 2, "run_dir": "run", "cold_start": cold, **options}
+        given = {"script": "train.py", "workers": 2, "run_dir": "run", "cold_start": cold, "seconds": seconds or {}}
         process = Process(
-            [sys.executable, "-c", MAIN, json.dumps(given)],
+            [sys.executable, "-c", MAIN, json.dumps(given | options)],
             environment(**(env or {})),
             cwd=self.folder,
             stdin=subprocess.DEVNULL,

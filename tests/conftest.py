@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from agents import Launcher
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from paceline.run import Run
+
+# How long an example takes says how much else this machine does.
+settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("paceline")
 
 
 def lacking(what: str) -> NoReturn:
@@ -23,6 +28,11 @@ def lacking(what: str) -> NoReturn:
     if os.environ.get("PACELINE_CI") == "1":
         pytest.fail(f"this test must run in CI, and {what}", pytrace=False)
     pytest.skip(what)
+
+
+def pytest_configure() -> None:
+    """What runs in the background of a shell ignores Ctrl-C, and so would all that the tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from subprocess import PIPE
 
@@ -67,11 +68,18 @@ def equal_bytes(folder: Path, body: str, workers: int, plan: str, alone: str = "
     assert one.read_bytes() == several.read_bytes()
 
 
+def free_port() -> int:
+    """A port that nobody gets meanwhile by asking for any."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = 10_000 + secrets.randbelow(first - 10_000)
+        with suppress(OSError), closing(socket.create_server(("127.0.0.1", port))):
+            return port
+
+
 def without_an_agent(*scripts: Path, cwd: Path | None = None, **env: str) -> list[tuple[int, str]]:
     """Workers started as torchrun starts them, one per script: the exit code of each, and what it said."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(len(scripts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
+    shared = {"WORLD_SIZE": str(len(scripts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
     workers = [
         Process([sys.executable, script], environment(**shared, RANK=str(rank)), cwd=cwd, stderr=PIPE)
         for rank, script in enumerate(scripts)

@@ -6,11 +6,14 @@ import json
 import re
 import signal
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import psutil
 import pytest
 from launching import paceline, train_basics, without_an_agent
+
+from paceline.errors import LossError
 
 MEET = (
     "every worker must call the same ones in the same order: remove the condition around the call "
@@ -46,27 +49,29 @@ def test_plans_are_refused_before_anything_starts(plan, workers, message, tmp_pa
 LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        ("F.cross_entropy(o, b[1], reduction='none')", "the loss returned a tensor of shape (3,)"),
-        ("F.cross_entropy(o, b[1]).item()", "the loss returned a float"),
-        ("(o.sum(), 3, {}, {})", "the loss returned a tuple of 4"),
-        ("(o.sum(), 3, {'a': 1})", "the loss returned metrics {'a': 1}"),
-    ],
-)
-def test_a_loss_of_another_form(loss, message, tmp_path):
-    block = fails(f"list(make(loss=lambda o, b: {loss}).steps(data))", tmp_path, workers=1)
-    assert f"  LossError: {message}; {LOSS_FORMS}\n" in block
-    assert "at train.py:2 in <module>: list(make(" in block
+LOSSES = {
+    "lambda o, b: F.cross_entropy(o, b[1], reduction='none')": "the loss returned a tensor of shape (3,); "
+    + LOSS_FORMS,
+    "lambda o, b: F.cross_entropy(o, b[1]).item()": "the loss returned a float; " + LOSS_FORMS,
+    "lambda o, b: (o.sum(), 3, {}, {})": "the loss returned a tuple of 4; " + LOSS_FORMS,
+    "lambda o, b: (o.sum(), 3, {'a': 1})": "the loss returned metrics {'a': 1}; " + LOSS_FORMS,
+    "lambda o, b: F.cross_entropy(o, b[1]).detach()": "the loss does not depend on any trainable parameter; "
+    "compute it from the model's output, without detach(), item() or no_grad()",
+}
 
 
-def test_a_loss_without_gradient(tmp_path):
-    block = fails("list(make(loss=lambda o, b: F.cross_entropy(o, b[1]).detach()).steps(data))", tmp_path, workers=1)
-    assert (
-        "LossError: the loss does not depend on any trainable parameter; "
-        "compute it from the model's output, without detach(), item() or no_grad()\n" in block
-    )
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_of_another_form(loss, run):
+    basics = import_module("basics")
+    with pytest.raises(LossError) as caught:
+        list(basics.make(loss=eval(loss, vars(basics))).steps(basics.data))
+    assert str(caught.value) == LOSSES[loss]
+
+
+def test_a_loss_of_another_form_ends_the_run_with_the_users_line(tmp_path):
+    loss, message = next(iter(LOSSES.items()))
+    block = fails(f"list(make(loss={loss}).steps(data))", tmp_path, workers=1)
+    assert f"  LossError: {message}\n  at train.py:2 in <module>: list(make(" in block
 
 
 def test_a_loss_that_is_not_a_number_names_worker_and_rows(tmp_path):
@@ -332,24 +337,28 @@ def test_names_of_any_length_meet_and_differ(tmp_path):
     assert "CollectiveMismatchError: workers do not meet: worker 0 is in any 'aaaa" in block
 
 
-@pytest.mark.parametrize("dtype", ["int16", "uint16", "uint64", "bool", "float8_e4m3fn"])
-def test_dtypes_that_cannot_be_added_are_refused_before_they_travel(dtype, tmp_path):
-    block = fails(f"paceline.join().all_reduce(torch.ones(3).to(torch.{dtype}), name='flags')\n", tmp_path, code=2)
-    assert (
-        f"  UsageError: all_reduce 'flags' cannot add {dtype}; convert it to one of float64, float32, float16, "
-        "bfloat16, int64, int32, int8, uint8, complex128, complex64\n" in block
-    )
-
-
-def test_dtypes_that_can_be_added_are(tmp_path):
+def test_dtypes_that_can_be_added_are_and_others_are_refused_before_they_travel(tmp_path):
+    """On every worker alike, and the team goes on after it."""
     (tmp_path / "train.py").write_text(
         "import paceline, torch\nfrom paceline.team.team import SUMS\nteam = paceline.join()\n"
+        "for name in ('int16', 'uint16', 'uint64', 'bool', 'float8_e4m3fn'):\n"
+        "    try:\n"
+        "        team.all_reduce(torch.ones(3).to(getattr(torch, name)), name='flags')\n"
+        "    except paceline.PacelineError as error:\n"
+        "        print(type(error).__name__, error)\n"
         "for name in SUMS:\n"
         "    found = team.all_reduce(torch.ones(3).to(getattr(torch, name)))\n"
         "    assert found.tolist() == [2, 2, 2] and found.dtype == getattr(torch, name), name\n"
         "print(len(SUMS))\n"
     )
-    assert paceline("run", "--workers", "2", "train.py", cwd=tmp_path, code=None).stdout == "10\n"
+    paceline("run", "--workers", "2", "--run-dir", "out", "train.py", cwd=tmp_path)
+    refused = [
+        f"UsageError all_reduce 'flags' cannot add {name}; convert it to one of float64, float32, float16, bfloat16, "
+        "int64, int32, int8, uint8, complex128, complex64\n"
+        for name in ("int16", "uint16", "uint64", "bool", "float8_e4m3fn")
+    ]
+    for worker in (0, 1):
+        assert (tmp_path / f"out/logs/worker-{worker}.log").read_text() == "".join([*refused, "10\n"])
 
 
 def test_worker_0_failing_inside_main_first_is_what_the_others_say(tmp_path):

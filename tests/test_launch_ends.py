@@ -14,8 +14,6 @@ from agents import AGAIN, Launcher, alive, family, journal, until
 from conftest import MemoryGroup, enter_group
 from warm import Process
 
-from paceline.launch.agent import TWICE
-
 # ---- failures
 
 
@@ -195,7 +193,6 @@ def test_lost_peers_are_a_consequence(launcher: Launcher) -> None:
             time.sleep(600)
         if RANK == 1:
             wait_for("lost", 0, 2)
-            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         event("failed", kind="PeerLostError", step=11)
         mark("lost")
@@ -263,10 +260,16 @@ def test_two_that_fail_by_themselves(launcher: Launcher) -> None:
         if RANK == 2:
             event("failed", kind="KeyError", step=1)
             mark("first")
+            wait_for("second", 0)
+            other = int(open(os.path.join(RUN, "second-0")).read())
+            while open(f"/proc/{other}/stat").read().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.01)
             raise KeyError("label")
         wait_for("first", 2)
         if RANK == 0:
-            time.sleep(0.2)
+            with open(os.path.join(RUN, "second.new"), "w") as file:
+                file.write(str(os.getpid()))
+            os.rename(file.name, os.path.join(RUN, "second-0"))
             raise OSError("disk")
         time.sleep(600)
         """,
@@ -284,7 +287,8 @@ def test_two_that_fail_by_themselves(launcher: Launcher) -> None:
 
 def test_one_that_fails_and_does_not_end(launcher: Launcher) -> None:
     """A thread that is not a daemon keeps the interpreter alive after the exception."""
-    ended = launcher.run("""
+    ended = launcher.run(
+        """
         import threading
         event("join")
         if RANK == 1:
@@ -292,12 +296,31 @@ def test_one_that_fails_and_does_not_end(launcher: Launcher) -> None:
             event("failed", kind="ValueError", step=4)
             raise ValueError("stuck")
         time.sleep(600)
-        """)
+        """,
+        seconds={"EXIT": 0.5},
+    )
     assert ended.code == 1
     assert ended.block.splitlines()[:2] == [
         "worker 1 failed (host H, pid P, after step 4)",
         "  ValueError: stuck",
     ]
+
+
+def test_one_that_ends_after_its_word_that_it_fails(launcher: Launcher) -> None:
+    """Its end is waited for for long, and no longer than to its end."""
+    ended = launcher.run(
+        """
+        event("join")
+        if RANK == 1:
+            event("failed", kind="ValueError", step=4)
+            time.sleep(1)  # its failure has ended the run by now
+            raise ValueError("late")
+        time.sleep(600)
+        """,
+        seconds={"EXIT": 3600.0},
+    )
+    assert ended.code == 1
+    assert ended.block.splitlines()[1] == "  ValueError: late"
 
 
 def test_a_loader_childs_exception_names_the_users_line(launcher: Launcher) -> None:
@@ -379,27 +402,44 @@ def test_a_polite_stop(launcher: Launcher, number: str, code: int) -> None:
     )
 
 
+DEAF = """
+event("join")
+signal.signal(signal.SIGUSR2, lambda *_: mark("heard"))
+mark("up")
+while True:
+    time.sleep(1)
+"""
+
+
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
 def test_a_second_signal_stops_at_once(launcher: Launcher, number: str, code: int) -> None:
-    """A second SIGTERM that comes with the first is the same one: they are sent to a group and to its members."""
-    process = launcher.start("""
-        event("join")
-        signal.signal(signal.SIGUSR2, lambda *_: mark("heard"))
-        mark("up")
-        while True:
-            time.sleep(1)
-        """)
+    process = launcher.start(DEAF, seconds={"TWICE": 0.0})
     launcher.wait_for("up")
     process.send_signal(signal.Signals[number])
     launcher.wait_for("heard")
     process.send_signal(signal.Signals[number])
-    if number == "SIGTERM":
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(TWICE)
-        process.send_signal(signal.SIGTERM)
     ended = launcher.end(process)
     assert ended.code == code
     assert ended.stderr == f"{START}{STOPPING}stopped at once; no checkpoint was written\nstart again with: {AGAIN}\n"
+
+
+def pending(pid: int, number: int) -> bool:
+    """Whether a signal to a process was not delivered yet."""
+    found = re.search(r"^ShdPnd:\s(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    assert found
+    return bool(int(found[1], 16) >> (number - 1) & 1)
+
+
+def test_a_second_sigterm_that_comes_with_the_first_is_the_same_one(launcher: Launcher) -> None:
+    """They are sent to a group and to its members."""
+    process = launcher.start(DEAF, seconds={"TWICE": 3600.0})
+    launcher.wait_for("up")
+    process.send_signal(signal.SIGTERM)
+    launcher.wait_for("heard")
+    process.send_signal(signal.SIGTERM)
+    until(lambda: not pending(process.pid, signal.SIGTERM))
+    process.send_signal(signal.SIGINT)
+    assert launcher.end(process).code == 130, "it would be 75, had the second one counted"
 
 
 def test_a_stop_before_a_worker_is_ready(launcher: Launcher) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from clusters import Cluster, processes, same
 from clusters import cluster as cluster
 from clusters import undisturbed as undisturbed
 from conftest import lacking
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, free_port, paceline
 from networks import hosts as hosts
 
 from paceline.errors import LaunchError, UsageError
@@ -41,9 +39,7 @@ def test_what_is_no_store(text, tmp_path):
 
 
 def test_there_is_no_etcd(tmp_path):
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
-    where = f"127.0.0.1:{port}"
+    where = f"127.0.0.1:{free_port()}"
     done = paceline("run", "--store", f"etcd://{where}/run", SCRIPTS / "survivor.py", "out", "5", cwd=tmp_path, code=2)
     assert done.stderr.splitlines()[-1] == (
         f"paceline: no etcd answers at {where} ([Errno 111] Connection refused); "

@@ -115,7 +115,7 @@ def test_a_position_may_hold_any_sample(size: int) -> None:
         assert abs(surprise(counts, draws / bins, bins - 1)) < 4
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, pytest.param(7, marks=pytest.mark.slow)])
 def test_every_permutation_is_equally_likely(size: int) -> None:
     draws = 20_000 if size < 6 else 40_000
     places, by = range(size), "epoch" if size % 2 else "seed"

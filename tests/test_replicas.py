@@ -5,12 +5,14 @@ training ends with the bytes of the undisturbed one.
 from __future__ import annotations
 
 import re
+import threading
 
 import pytest
+from agents import until
 from launching import train_basics
 from test_team import LONG, STEPS, WORKERS, Ended, fired, same, train, undisturbed  # noqa: F401 - a fixture
 
-from paceline.team.chaos import read_log
+from paceline.team.chaos import GO, read_log
 
 MOMENTS = ("loading", "forward", "backward", "summed", "reduced", "applied", "saving", "writing")
 QUICK = {("reduced", 0, 1), ("backward", 3, 3), ("applied", 1, 1)}
@@ -52,11 +54,22 @@ def test_a_lost_worker_takes_its_replica_and_nothing_else(moment, worker, zero, 
 @pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_lost_between_the_sums_of_the_two_places(zero, undisturbed, tmp_path):  # noqa: F811
     """Worker 0 has the sums of its rows over all replicas; those of the other rows wait for worker 3."""
-    faults = {"kill:0@11.summed", "slow:3@11.backward"}
+    faults = ["wait:3@11.backward", "kill:0@11.summed"]
+    run, waited = tmp_path / "run", threading.Event()
+
+    def let_go() -> None:
+        """Worker 3 waits in its backward until worker 0 is lost."""
+        try:
+            until(lambda: faults == [entry["fault"] for entry in read_log(run)])
+            waited.set()
+        finally:
+            (run / GO).touch()
+
+    watcher = threading.Thread(target=let_go)
+    watcher.start()
     ended = train(tmp_path, 4, STEPS, ",".join(faults), plan=plan(zero))
-    assert fired(ended) == faults
-    at = {entry["fault"]: entry["at"] for entry in read_log(ended.folder)}
-    assert 0 < at["kill:0@11.summed"] - at["slow:3@11.backward"] < 1, "the other sums were not waited for"
+    watcher.join()
+    assert waited.is_set(), "the other sums were not waited for"
     same(ended, undisturbed[STEPS])
 
 

@@ -327,14 +327,16 @@ def test_a_url_is_no_run_folder(tmp_path: Path) -> None:
     ("cost", "losses", "wanted"),
     [(0.0, 0, 1.0), (0.5, 0, math.sqrt(2 * 0.5 * 14400)), (0.5, 99, 0.5 / 0.03), (600.0, 0, 1800.0), (None, 0, 60.0)],
 )
-def test_how_often(cost: float | None, losses: int, wanted: float) -> None:
+def test_how_often(cost: float | None, losses: int, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     team: Any = SimpleNamespace()
     saving = Saving(team, None, "auto", 2)
     saving._cost, saving.losses = cost, losses
     assert saving._interval() == pytest.approx(wanted, rel=1e-3)
-    saving._saved_at = time.monotonic() - wanted * 1.01
+    saving._saved_at = now - wanted * 1.01
     assert saving.wants(5)
-    saving._saved_at = time.monotonic() - wanted * 0.5
+    saving._saved_at = now - wanted * 0.5
     assert not saving.wants(5)
 
 

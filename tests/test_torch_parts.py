@@ -92,9 +92,18 @@ def test_the_parts_train_one_model(trained, size: int) -> None:
         assert apart(halves, whole) < 1e-12
 
 
-@pytest.mark.parametrize("imports", ["import torch, paceline", "import paceline, torch", "import torch"])
-@pytest.mark.parametrize("autoload", ["1", "0"])
-def test_the_backend_is_known_after_the_import(imports: str, autoload: str) -> None:
+@pytest.mark.parametrize(
+    ("autoload", "imports"),
+    [
+        ("1", "import torch"),
+        ("1", "import paceline, torch"),
+        pytest.param("1", "import torch, paceline", marks=pytest.mark.slow),  # it is known before the second one
+        ("0", "import torch, paceline"),
+        ("0", "import paceline, torch"),
+        pytest.param("0", "import torch", marks=pytest.mark.slow),  # nothing of ours takes part
+    ],
+)
+def test_the_backend_is_known_after_the_import(autoload: str, imports: str) -> None:
     """With the autoload of torch's, in any order and even alone; without it, where `import paceline` comes last."""
     done = subprocess.run(
         [sys.executable, "-c", f"{imports}; {READY}{MAKE}{USE}"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
+from functools import lru_cache
 
 import pytest
 import torch
@@ -22,10 +23,15 @@ MOVED = [*WHOLE, torch.bool, torch.complex64]
 SIZES = [7, 300_001, 1, 1000, 1_100_000]  # within a block of staging memory, and beyond
 
 
+@lru_cache(200)
+def drawn(rank: int, number: int, salt: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * salt + 10 * number + rank)
+    return torch.randint(1, 3, (number,), generator=generator, dtype=torch.uint8)
+
+
 def brought(rank: int, number: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
     """Ones and twos: sums and products are exact in every dtype, in whatever order."""
-    generator = torch.Generator().manual_seed(1000 * salt + 10 * number + rank)
-    return torch.randint(1, 3, (number,), generator=generator).to(dtype)
+    return drawn(rank, number, salt).to(dtype, copy=True)
 
 
 def same(found: torch.Tensor, expected: torch.Tensor, *what: object) -> None:

@@ -90,6 +90,9 @@ def leave():
     libc = ctypes.CDLL(None)
     libc.fopen.restype = ctypes.c_void_p
     libc.fputs(b"written", ctypes.c_void_p(libc.fopen(os.fsencode(OUT / "by C"), b"w")))
+    (OUT / "removed by C").write_text("there")
+    libc.strdup.restype = ctypes.c_void_p
+    libc.__cxa_atexit(libc.unlink, ctypes.c_void_p(libc.strdup(os.fsencode(OUT / "removed by C"))), None)
     atexit.register(lambda: (OUT / "at exit").write_text("yes"))
     globals()["finalized"] = Path
     weakref.finalize(Kept, (OUT / "finalized").write_text, "yes")

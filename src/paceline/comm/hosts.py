@@ -14,6 +14,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
@@ -328,6 +329,10 @@ def _devices(ask: Ask, store: dist.Store, rank: int, size: int, address: str) ->
     for other, error in enumerate(ask([f"device/{other}" for other in range(size)])):
         if error:
             what, _, there = error.partition("\n")
+            store.set(f"heard/{rank}", "1")
+            with suppress(PeerLostError):  # the store goes with worker 0
+                for reader in range(size if rank == 0 else 0):
+                    ask(f"heard/{reader}")
             raise UsageError(
                 f"worker {other} finds no network interface to reach other hosts by ({what})",
                 f"set GLOO_SOCKET_IFNAME on its host to the one that the others can reach; there are {there}",

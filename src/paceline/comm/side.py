@@ -87,11 +87,17 @@ class Side:
         return self.others()
 
     def _ask(self) -> list[dict[str, Any] | None]:
-        places = self._meet()
-        if self._trouble(places) is not None:
-            time.sleep(1.5 * PATIENCE)  # until everybody who waits has said where
-            places = self.others()
+        places, pause, end = self._meet(), PAUSE, time.monotonic() + 1.5 * PATIENCE
+        # Everybody who waits says where before long; it is asked less and less often, or many would ask too much.
+        while self._trouble(places) is not None and not self._all_said(places) and time.monotonic() < end:
+            time.sleep(pause)
+            places, pause = self.others(), 2 * pause
         return places
+
+    def _all_said(self, places: Sequence[dict[str, Any] | None]) -> bool:
+        """Whether each has come as far as this worker, or comes no further, and has said so."""
+        here = self.here["sequence"]
+        return all(place and (place["sequence"] >= here or place["state"] in ("ended", "failed")) for place in places)
 
     def look(self, waited: float, missing: Sequence[int], wait: float = 0.0) -> None:
         """After a long wait: raises the reason if the others' places show one. `missing` are known not to be here.

@@ -65,11 +65,11 @@ class Agent:
         self._stop: int | None = None  # the signal that asked for a polite stop
         self._stopping = math.inf  # when it came
         self._at_once = self._over = self._leaving = self._away = False
-        self._deadline = math.inf  # of the wait after a failure
         self._lines = 0  # the version of the orders with the last line that was shown
         self._coming: dict[str, Any] = {}  # who is sent the state, as the workers were told
         self._number = (0, 0)  # epoch and number of the generation that the workers were told
         self._failing: dict[int, str] = {}  # whose failure ends the run, and how they failed
+        self._since: dict[int, float] = {}  # when that was known
         logs = folder / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
         # Where both are the terminal, output must not tear the progress line; else bytes stay bytes.
@@ -287,13 +287,22 @@ class Agent:
                 self._declined[number] = {**self._workers.now[number].said(), "life": life, "declined": True}
 
     def _fail(self, number: int) -> None:
-        """This failure ends the run: sets how long we wait for what else there is to know."""
-        worker, wait = self._workers.now.get(number), OTHERS
-        if worker is not None:
+        """This failure ends the run."""
+        self._since[number] = time.monotonic()
+        if number in self._workers.now:
             self._output.failing(number)
-            lost = worker.events.get("failed", {}).get("kind") == "PeerLostError"
-            wait = EXIT if worker.alive else CAUSE if lost else OTHERS
-        self._deadline = min(self._deadline, time.monotonic() + wait)
+
+    @property
+    def _deadline(self) -> float:
+        """Until when we wait for what else there is to know of failures."""
+        return min((since + self._patience(number) for number, since in self._since.items()), default=math.inf)
+
+    def _patience(self, number: int) -> float:
+        worker = self._workers.now.get(number)
+        if worker is None:
+            return OTHERS
+        lost = worker.events.get("failed", {}).get("kind") == "PeerLostError"
+        return EXIT if worker.alive else CAUSE if lost else OTHERS
 
     def _look_at_the_link(self) -> None:
         if self._keeper is not None:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,8 @@ def load() -> None:
         import_module(name)
     gc.enable()
     gc.freeze()  # a collection would write to each object, and so copy it
+    for finalizer in [*getattr(weakref.finalize, "_registry", ())]:  # they take torch's operators back, one by one
+        finalizer.atexit = False
 
 
 def _leave_whole(loaded: Mapping[str, int]) -> None:
@@ -248,6 +251,8 @@ def become(given: Mapping[str, Any]) -> None:
     PULSE.take()
     _seed_anew()
     _limit_pool(environment)
+    if "LD_PRELOAD" not in environment:  # it may be there for what it does at the end
+        _end_after_the_script()
     run(given["program"], given["name"], environment)
 
 
@@ -291,6 +296,15 @@ def _seed_anew() -> None:
     """
     sys.modules["torch"].default_generator.seed()
     sys.modules["numpy"].random.seed()
+
+
+def _end_after_the_script() -> None:
+    """The process is gone before the destructors of torch's libraries run, which take most of the time that its end
+    takes. C calls what is to be called at the end from the last one backwards: so what the script loads comes first.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # it is given the exit code
+    libc.__cxa_atexit(libc.fflush, None, None)
 
 
 def _limit_pool(environment: Mapping[str, str]) -> None:
