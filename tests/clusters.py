@@ -86,6 +86,7 @@ class Cluster:
             script.write_text(code)
         command = [sys.executable, "-m", "paceline", "run", "--workers", str(workers), "--run-dir", name, *where]
         console = self.folder / f"{name}.console"
+        console.unlink(missing_ok=True)
 
         def begin() -> subprocess.Popen[str]:
             with console.open("ab") as out:

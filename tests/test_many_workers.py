@@ -50,7 +50,7 @@ def test_what_all_say_is_one_answer() -> None:
     for rank in range(64):
         asked.set(f"host/{rank}", str(rank))
     asked.requests.clear()
-    assert asker(asked, lambda: False)([f"host/{rank}" for rank in range(64)]) == [*map(str, range(64))]  # type: ignore[arg-type]
+    assert asker(asked, lambda: False)(*(f"host/{rank}" for rank in range(64))) == [*map(str, range(64))]  # type: ignore[arg-type]
     assert asked.requests == {"check": 1, "multi_get": 1}
 
 
@@ -60,7 +60,7 @@ def test_who_is_missing_is_found_by_halves() -> None:
     for key in keys[:-1]:
         asked.set(key, "")
     with pytest.raises(PeerLostError, match=r"^a worker did not come \(host/63\)"):
-        asker(asked, lambda: True)(keys)  # type: ignore[arg-type]
+        asker(asked, lambda: True)(*keys)  # type: ignore[arg-type]
     assert asked.requests["check"] == 1 + 13
 
 

@@ -130,7 +130,7 @@ class Hosts:
         # Whether it worked is said by everybody: all must see the same hosts.
         store.set(f"shares/{rank}", "1" if self.shared is not None else "0")
         several = [r for host in hosts if len(host) > 1 for r in host]
-        said = self._ask([f"shares/{r}" for r in several]) if several else []
+        said = self._ask(*(f"shares/{r}" for r in several)) if several else []
         sharing = {r for r, shares in zip(several, said, strict=True) if shares == "1"}
         joint = [host for host in hosts if host[0] in sharing]
         self.hosts = sorted(joint + [[r] for r in range(size) if r not in sharing])
@@ -310,7 +310,7 @@ def _cores() -> int:
 def _exchange(ask: Ask, store: dist.Store, rank: int, size: int, mine: str) -> list[list[str]]:
     """The first three words and the rest of what everybody says, in columns."""
     store.set(f"host/{rank}", mine)
-    said = ask([f"host/{other}" for other in range(size)])
+    said = ask(*(f"host/{other}" for other in range(size)))
     return [list(column) for column in zip(*(one.split(" ", 3) for one in said), strict=True)]
 
 
@@ -326,13 +326,13 @@ def _devices(ask: Ask, store: dist.Store, rank: int, size: int, address: str) ->
         error = f"GLOO_SOCKET_IFNAME={gloo_interface()}" if gloo_interface() else first_line(reason)
         error += f"\n{', '.join(name for _, name in socket.if_nameindex())}"
     store.set(f"device/{rank}", error)
-    for other, error in enumerate(ask([f"device/{other}" for other in range(size)])):
+    for other, error in enumerate(ask(*(f"device/{other}" for other in range(size)))):
         if error:
             what, _, there = error.partition("\n")
             store.set(f"heard/{rank}", "1")
-            with suppress(PeerLostError):  # the store goes with worker 0
-                for reader in range(size if rank == 0 else 0):
-                    ask(f"heard/{reader}")
+            if rank == 0:
+                with suppress(PeerLostError):  # the store goes with it
+                    ask(*(f"heard/{reader}" for reader in range(size)))
             raise UsageError(
                 f"worker {other} finds no network interface to reach other hosts by ({what})",
                 f"set GLOO_SOCKET_IFNAME on its host to the one that the others can reach; there are {there}",

@@ -77,7 +77,7 @@ def map_together(
     try:
         if leader:
             store.set(f"{name}/file", said)
-        (said,) = ask([f"{name}/file"])
+        (said,) = ask(f"{name}/file")
         if not said.startswith("!"):
             try:
                 fd = fd if leader else os.open(said, os.O_RDWR | os.O_CLOEXEC)
@@ -85,7 +85,7 @@ def map_together(
             except OSError as error:
                 said = f"!{error.strerror}"
         store.set(f"{name}/{rank}", said)
-        everybody = ask([f"{name}/{other}" for other in ranks])  # also: all have opened it
+        everybody = ask(*(f"{name}/{other}" for other in ranks))  # also: all have opened it
         if reason := next((answer[1:] for answer in everybody if answer.startswith("!")), None):
             if leader:
                 megabytes = f"{reserved / (1 << 20):.0f} MB"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from paceline.errors import CollectiveMismatchError, PacelineError, PeerLostError, first_line
 
 T = TypeVar("T")
-Ask = Callable[[Sequence[str]], list[str]]
+Ask = Callable[..., list[str]]  # of any number of keys
 PATIENCE = 1.0  # seconds of waiting before a worker tells the others where it is, and looks where they are
 PAUSE = 0.05  # seconds between two looks
 RARER, RAREST = 0.1, 2.0  # part of its wait, and seconds at most, that a worker lets pass before it asks again;
@@ -206,7 +206,7 @@ def there(store: dist.Store, keys: Sequence[str]) -> Sequence[str]:
 def asker(store: dist.Store, given_up: Callable[[], bool]) -> Ask:
     """Waits for what others set in `store`, without blocking in compiled code, which could not be `given_up`."""
 
-    def ask(keys: Sequence[str]) -> list[str]:
+    def ask(*keys: str) -> list[str]:
         pause, longest = 5e-5, 0.005 * max(1.0, len(keys) / MANY)
         deadline = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while not store.check([*keys]):
