@@ -377,7 +377,7 @@ class Coordinator:
 
     def _fail(self, numbers: Iterable[int], why: str = "") -> None:
         """These end the run."""
-        self.failing = {number: why or self._why(number) for number in numbers} | self.failing
+        self.failing = {number: why or self.seats[number].said.loss for number in numbers} | self.failing
         self.version += 1
 
     # ---- who is of the team
@@ -432,7 +432,7 @@ class Coordinator:
             return True
         if self.failing or not self.max_restarts or not self.roster.begun:
             return False
-        said, why = seat.said, self._why(number)
+        said, why = seat.said, seat.said.loss
         what = said.failed or said.hung
         known = bool(what) and (said.final or what in self._raised)
         if what:
@@ -449,13 +449,6 @@ class Coordinator:
         if restarts:
             self._restart(number)
         return True
-
-    def _why(self, number: int) -> str:
-        said = self.seats[number].said
-        if said.failed is None:
-            return said.why
-        kind, _, text = said.failed
-        return f"ended with {text}" if kind == "SystemExit" else f"raised {kind}"
 
     def _restart(self, number: int) -> None:
         """Its agent starts another process in its place, after a pause where the one before never came to the team."""

@@ -48,6 +48,14 @@ class Said:
     tail: tuple[str, ...] = ()
     declined: bool = False
 
+    @property
+    def loss(self) -> str:
+        """How it failed, in words."""
+        if self.failed is None:
+            return self.why
+        kind, _, text = self.failed
+        return f"ended with {text}" if kind == "SystemExit" else f"raised {kind}"
+
     def epitaph(self, log: str) -> list[str]:
         """What is left of it when it is lost: lines for the console. `log` is where its log is."""
         return [*self.cause, f"the end of {log}:" if self.tail else f"log: {log}", *(f"| {line}" for line in self.tail)]
