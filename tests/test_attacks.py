@@ -200,7 +200,7 @@ def test_a_flood_hinders_nobody(target: Target, undisturbed: Path) -> None:
         status = target.ask("GET", "/status")[1]["workers"]
         assert {worker["state"] for worker in status.values()} == {"member"}
         os.kill(worker_of(target.folder), signal.SIGKILL)
-        until(lambda: len(target.members()) == 1)
+        until(lambda: any(event["event"] == "lost" for event in read_journal(target.folder)))
         until(lambda: len(target.members()) == 2)
     finally:
         done.set()
