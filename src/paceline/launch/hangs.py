@@ -105,9 +105,10 @@ class Hangs:
             watch.halfway, watch.computed = watch.stood, computed(self._family(worker))
         if watch.stood < min(tell, end):
             return
-        hung = self._examine(worker, watch, min(tell, end) if watch.asked is None else watch.stood)
+        ended = watch.stood >= end
+        hung = self._examine(worker, watch, watch.stood if watch.asked is not None else end if ended else tell)
         watch.told, watch.halfway = watch.told + 1, 0.0
-        self._tell(worker, hung, ended=watch.stood >= end)
+        self._tell(worker, hung, ended)
 
     def _limits(self, pulse: View, watch: _Watch) -> tuple[float, float]:
         """Seconds of standing still after which it is told of next, and after which it is ended."""
