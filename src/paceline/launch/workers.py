@@ -334,6 +334,7 @@ class Workers:
             PACELINE_LOCAL_SIZE=str(len(self.numbers)),
             PACELINE_RUN_DIR=str(self._folder.absolute()),
             PYTHONUNBUFFERED="1",
+            PACELINE_WARM=None,  # it is this agent's
             **seat,
         )
         environment |= {name: str(value) for name, value in given.items() if value is not None}
