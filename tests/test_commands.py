@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -278,18 +279,25 @@ def test_a_run_of_a_module_goes_on_as_one(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Callable[[], None]:
-    """A FIFO, and what waits until somebody opens it to read, and opens it for good."""
+def gate(tmp_path: Path) -> Callable[..., None]:
+    """A FIFO, and what signals a process that waits for it. Nothing comes out of it, and then its end: the signal may
+    have come just before the process was to wait.
+    """
     os.mkfifo(tmp_path / "gate")
+    ends: list[int] = []
 
     def opened() -> bool:
-        try:
-            os.open(tmp_path / "gate", os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:
-            return False
-        return True
+        with suppress(OSError):
+            ends.append(os.open(tmp_path / "gate", os.O_WRONLY | os.O_NONBLOCK))
+        return bool(ends)
 
-    return lambda: until(opened)
+    def send(process: subprocess.Popen[str], *names: str) -> None:
+        until(opened)
+        for name in names:
+            process.send_signal(signal.Signals[name])
+        os.close(ends.pop())
+
+    return send
 
 
 def begin(folder: Path, *options: str, ignored: tuple[int, ...] = ()) -> subprocess.Popen[str]:
@@ -311,7 +319,7 @@ def begin(folder: Path, *options: str, ignored: tuple[int, ...] = ()) -> subproc
 @pytest.mark.parametrize("when", ["importing", "starting"])
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGHUP", 75)])
 def test_a_signal_before_any_worker_runs(
-    when: str, number: str, code: int, here: Path, gate: Callable[[], None]
+    when: str, number: str, code: int, here: Path, gate: Callable[..., None]
 ) -> None:
     if when == "importing":  # what the command imports waits
         Path("rich").mkdir()
@@ -319,19 +327,16 @@ def test_a_signal_before_any_worker_runs(
         process = begin(here, "run", "train.py")
     else:
         process = begin(here, "run", "--join", "127.0.0.1:9", "--token-file", "gate", "train.py")
-    gate()
-    process.send_signal(signal.Signals[number])
+    gate(process, number)
     assert process.communicate(timeout=60) == ("", f"paceline: stopped by {number}; the same command starts again\n")
     assert process.returncode == code
 
 
-def test_a_signal_that_is_ignored_stays_so(here: Path, gate: Callable[[], None]) -> None:
+def test_a_signal_that_is_ignored_stays_so(here: Path, gate: Callable[..., None]) -> None:
     """As under nohup."""
     join = ("run", "--join", "127.0.0.1:9", "--token-file", "gate", "train.py")
     process = begin(here, *join, ignored=(signal.SIGHUP,))
-    gate()
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGTERM)
+    gate(process, "SIGHUP", "SIGTERM")
     assert process.communicate(timeout=60)[1] == "paceline: stopped by SIGTERM; the same command starts again\n"
 
 
