@@ -17,7 +17,7 @@ _FORKED = f"multiprocessing{os.sep}process.py"  # what is above it in a child's 
 
 
 @dataclass(frozen=True)
-class Place:
+class CodeLine:
     """A line of the user's: ``train.py:12 in loss``, and what stands there."""
 
     line: str
@@ -35,7 +35,7 @@ class Hung:
 
     seconds: float
     busy: bool
-    place: Place | None
+    place: CodeLine | None
     loader: int | None = None
 
     @property
@@ -56,7 +56,7 @@ class Hung:
         return f"{self.state}: {self.place.source}" if self.place is not None else self.state
 
 
-def read_place(text: str, child: bool = False) -> Place | None:
+def read_place(text: str, child: bool = False) -> CodeLine | None:
     """Where the main thread stands, in all stacks of a process: at the user's innermost line, or else at the innermost.
     None: it has no stack, or it is a `child` that does nothing of the user's.
     """
@@ -69,7 +69,7 @@ def read_place(text: str, child: bool = False) -> Place | None:
         return None
     found = next((frame for frame in frames if is_users(frame["path"])), frames[0])
     path, number = found["path"], int(found["line"])
-    return Place(f"{short(path)}:{number} in {found['name']}", linecache.getline(path, number).strip()[:WIDEST])
+    return CodeLine(f"{short(path)}:{number} in {found['name']}", linecache.getline(path, number).strip()[:WIDEST])
 
 
 def catches(pid: int, number: int, writes: int) -> bool:
