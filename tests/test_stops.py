@@ -302,20 +302,23 @@ def test_where_no_loss_is_survived_a_stop_ends_the_run(start: Start) -> None:
 # ---- the coordinator
 
 
-def test_a_coordinator_that_is_stopped_is_replaced(start: Start, undisturbed: bytes) -> None:
-    """And a worker that is lost meanwhile is survived."""
-    run = start(3)
+def replaced(run: Running, number: int, why: str, undisturbed: bytes) -> None:
+    """The coordinator gets a signal in the midst of training. A worker that is lost meanwhile is survived."""
     until(lambda: run.events("step") or run.ended)
-    stopped = run.coordinator()
-    assert stopped is not None
-    os.kill(stopped, signal.SIGSTOP)
+    before = run.coordinator()
+    assert before is not None
+    os.kill(before, number)
     os.kill(run.started(1)[0], signal.SIGKILL)
-    run.says("the coordinator was stopped (SIGSTOP) and is started again; training goes on")
+    run.says(f"the coordinator {why} and is started again; training goes on")
     run.says("worker 1 was killed by SIGKILL: 2 workers go on")
-    assert not alive(stopped)
+    assert not alive(before)
     until(lambda: len(run.events("formed")) == 2 or run.ended)
     text = run.end(undisturbed)
     assert "no word from the coordinator" not in text
+
+
+def test_a_coordinator_that_is_stopped_is_replaced(start: Start, undisturbed: bytes) -> None:
+    replaced(start(3), signal.SIGSTOP, "was stopped (SIGSTOP)", undisturbed)
 
 
 HANGS = """
@@ -331,17 +334,7 @@ def test_a_coordinator_that_runs_and_does_not_answer_is_replaced(
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)
     run = start(3, PYTHONPATH=f"{tmp_path / 'site'}:{environment()['PYTHONPATH']}")
-    until(lambda: run.events("step") or run.ended)
-    hung = run.coordinator()
-    assert hung is not None
-    os.kill(hung, signal.SIGUSR1)
-    os.kill(run.started(1)[0], signal.SIGKILL)
-    run.says("the coordinator does not answer and is started again; training goes on")
-    run.says("worker 1 was killed by SIGKILL: 2 workers go on")
-    assert not alive(hung)
-    until(lambda: len(run.events("formed")) == 2 or run.ended)
-    text = run.end(undisturbed)
-    assert "no word from the coordinator" not in text
+    replaced(run, signal.SIGUSR1, "does not answer", undisturbed)
 
 
 def test_an_agent_that_was_stopped_itself_replaces_nobody(start: Start, undisturbed: bytes) -> None:
