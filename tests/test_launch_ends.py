@@ -1,18 +1,15 @@
-"""How runs under the agent end: failures, stops, and nothing that stays behind. With real processes."""
+"""How runs under the agent end: failures and stops. With real processes."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from agents import AGAIN, Launcher, alive, family, journal, until
+from agents import AGAIN, Launcher, journal, until
 from conftest import MemoryGroup, enter_group
-from warm import Process
 
 # ---- failures
 
@@ -503,120 +500,3 @@ def test_a_failure_while_stopping_is_a_failure(launcher: Launcher) -> None:
     ended = launcher.end(process)
     assert ended.code == 1
     assert ended.block.splitlines()[1] == "  ZeroDivisionError: division by zero"
-
-
-# ---- nothing stays behind
-
-FAMILY = """
-import subprocess
-event("join")
-child = subprocess.Popen(["sleep", "600"])
-moved = subprocess.Popen(["sleep", "600"], process_group=0)
-code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
-stubborn = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-stubborn.stdout.readline()
-with open(f"{RUN}/pids-{RANK}.new", "w") as file:
-    print(os.getpid(), child.pid, moved.pid, stubborn.pid, file=file)
-os.rename(f"{RUN}/pids-{RANK}.new", f"{RUN}/pids-{RANK}")
-"""
-
-
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_no_process_is_left(launcher: Launcher, end: str) -> None:
-    ended = launcher.run(FAMILY + end)
-    pids = family(launcher)
-    assert len(pids) == 8
-    assert not [pid for pid in pids if alive(pid)]
-    if not end:
-        left = [line for line in ended.stderr.splitlines() if line.startswith("ended what the workers left running: ")]
-        assert len(left) == 1
-        assert left[0].count("sleep (") == 4
-
-
-def test_workers_and_loader_children_die_with_a_killed_agent(launcher: Launcher) -> None:
-    """A loader child asks for the signal itself, as the trainer's worker_init does."""
-    process = launcher.start("""
-        import ctypes, subprocess
-        event("join")
-        def loader():
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        child = os.fork()
-        if child == 0:
-            loader()
-            mark("loader")
-            time.sleep(600)
-        wait_for("loader", RANK)
-        with open(f"{RUN}/pids-{RANK}", "w") as file:
-            print(os.getpid(), child, file=file)
-        mark("up")
-        while True:
-            time.sleep(1)
-        """)
-    launcher.wait_for("up")
-    pids = family(launcher)
-    assert len(pids) == 4
-    assert all(alive(pid) for pid in pids)
-    process.kill()
-    process.wait()
-    until(lambda: not any(alive(pid) for pid in pids))
-    assert launcher.run('event("join")').code == 0  # the folder is free at once
-
-
-def test_the_shared_memory_of_a_killed_worker_is_tidied_by_its_own_tracker(launcher: Launcher) -> None:
-    ended = launcher.run("""
-        from multiprocessing.shared_memory import SharedMemory
-        event("join")
-        memory = SharedMemory(create=True, size=4096)
-        with open(f"{RUN}/name-{RANK}", "w") as file:
-            file.write(memory.name)
-        meet("up")
-        if RANK == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
-        """)
-    assert ended.code == 137
-    names = [(ended.folder / f"name-{rank}").read_text() for rank in range(2)]
-    assert not [name for name in names if Path("/dev/shm", name.lstrip("/")).exists()]
-
-
-def test_the_agent_itself_leaves_nothing_open(launcher: Launcher) -> None:
-    """Several launches in one process: same open files, no child, handlers as before."""
-    (launcher.folder / "train.py").write_text(
-        "import os\nos.write(int(os.environ['PACELINE_EVENTS_FD']), b'{\"event\": \"join\"}\\n')\n"
-    )
-    code = """
-import os, signal
-from paceline.launch.local import launch
-from paceline.launch.options import LaunchOptions
-handler = signal.getsignal(signal.SIGINT)
-counts = []
-for number in range(3):
-    assert launch(LaunchOptions("train.py", workers=2, run_dir=f"run{number}", cold_start=number > 0)) == 0
-    counts.append(len(os.listdir("/proc/self/fd")))
-assert counts[0] == counts[1] == counts[2], counts
-assert signal.getsignal(signal.SIGINT) is handler
-try:
-    os.waitpid(-1, os.WNOHANG)
-except ChildProcessError:
-    print("no child")
-"""
-    process = Process([sys.executable, "-c", code], cwd=launcher.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    stdout, stderr = process.communicate(timeout=120)
-    assert (process.returncode, stdout) == (0, "no child\n"), stderr
-
-
-def test_a_grandchild_that_keeps_the_pipes_open_holds_up_nothing(launcher: Launcher) -> None:
-    """A daemon of the user's own, in a session of its own, is left alone."""
-    ended = launcher.run("""
-        import subprocess
-        event("join")
-        daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        with open(f"{RUN}/pids-{RANK}", "w") as file:
-            file.write(str(daemon.pid))
-        print("done")
-        """)
-    pids = family(launcher)
-    lives = [alive(pid) for pid in pids]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    assert (ended.code, ended.stdout, lives) == (0, "done\n", [True, True])
