@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from replay import Replay
 
-from paceline.team.coordinator import ALONE, RETURN, Coordinator
+from paceline.team.coordinator import ALONE, LONGEST, RETURN, Coordinator
 from paceline.team.roster import Announcement, Roster
 from paceline.team.seats import Said
 
@@ -184,10 +184,14 @@ BACK_AFTER_THE_COORDINATOR: list[tuple[str, Any]] = [
 ]
 ALL_TOLD_ONE_AFTER_ANOTHER: list[tuple[str, Any]] = [("leave", 0), ("moment", None), ("moment", None), ("leave", 3)]
 TOLD_BEFORE_THE_COORDINATOR: list[tuple[str, Any]] = [("leave", 0), ("moment", None), ("moment", None), ("again", None)]
+SILENT_OFTEN: list[tuple[str, Any]] = [
+    *[("silent", "b"), ("back", "b"), ("silent", "b"), ("back", "b"), ("wait", None), ("kill", 2), ("wait", None)],
+]
 
 
 @settings(max_examples=400, deadline=None)
 @example((1, SILENT_WHILE_RECOVERING))
+@example((1, SILENT_OFTEN))
 @example((1, BACK_AFTER_THE_COORDINATOR))
 @example((2, ALL_TOLD_ONE_AFTER_ANOTHER))
 @example((2, TOLD_BEFORE_THE_COORDINATOR))
@@ -203,7 +207,7 @@ def test_whatever_happens_one_team_is_left_with_all_that_live(case: tuple[int, l
     for agent in sorted(play.silent):
         happen(play, "back", agent)
     for _ in range(4):
-        play.settle(5.0)
+        play.settle(max(5.0, min(play.coordinator.due, play.now + LONGEST) - play.now))  # who failed often waits for long
         for workers in play.workers.values():
             for number in workers:
                 happen(play, "arrive", number)
@@ -427,3 +431,28 @@ def test_a_thousand_workers_on_125_hosts_are_not_looked_for_one_among_all() -> N
         looks[act] = max(looks.get(act, 0), Number.looks // 1000)
     assert max(looks["lose_worker"], looks["lose_host"]) < 50, looks
     assert max(looks.values()) < 10 * 125, looks
+
+
+def test_a_host_that_was_silent_is_no_failure_of_its_workers() -> None:
+    """Who fails once is started again after the first pause, however often its host was silent before."""
+    play = Play()
+    for what, who in SILENT_OFTEN:
+        happen(play, what, who)
+    assert [seat.failures for _, seat in sorted(play.coordinator.seats.items())] == [0] * 5
+    happen(play, "wait", None)
+    happen(play, "arrive", 2)
+    play.settle()
+    assert 2 in play.members
+
+
+def test_a_run_with_too_few_workers_says_that_it_is_paused() -> None:
+    play = Replay(1, 2)
+    play.coordinator.min_workers = 2
+    play.begin()
+    assert not play.coordinator.status()["paused"]
+    play.lose_worker()
+    assert play.coordinator.status()["paused"]
+    play.enter()
+    assert play.coordinator.status()["paused"]
+    play.come_back()
+    assert not play.coordinator.status()["paused"]

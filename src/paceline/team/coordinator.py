@@ -461,7 +461,7 @@ class Coordinator:
     def _start(self, number: int, life: int) -> None:
         seat = self.seats.get(number)
         if seat is not None and seat.life < life and seat.agent not in self.leaving and not seat.said.declined:
-            failures = seat.failures + 1 if seat.newcomer else 0
+            failures = seat.failures + (seat.said.status is not None) if seat.newcomer else 0
             self.seats[number] = Seat(seat.agent, life, newcomer=True, failures=failures)
             self.version += 1
 
