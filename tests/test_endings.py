@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,12 @@ class Running:
 
     def port(self) -> int:
         return int(json.loads((self.folder / "run/coordinator.json").read_text())["port"])
+
+    def works(self) -> bool:
+        """Whether the coordinator knows its agent."""
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port()}/status") as answer:
+            return bool(json.load(answer)["workers"])
+        return False
 
     def worker(self, number: int) -> int:
         return next(int(event["pid"]) for event in self.events("worker") if event["worker"] == number)
@@ -118,6 +125,32 @@ def test_strangers_do_not_keep_the_agent_from_its_coordinator(running: Running) 
         until(lambda: len(running.events("formed")) == 2, 20)
         text = running.end(losses=1)
     assert "\nworker 1 was killed by SIGKILL: 4 workers go on\n" in text
+
+
+@pytest.mark.parametrize("running", [(2, 100)], indirect=True)
+def test_a_coordinator_that_others_end_again_and_again_is_started_again(running: Running) -> None:
+    """Seven times within ten seconds, and each one has worked before."""
+    ended: set[int | None] = {None}
+    for _ in range(7):
+        until(lambda: running.coordinator() not in ended)
+        coordinator = running.coordinator()
+        assert coordinator is not None
+        until(running.works)
+        ended.add(coordinator)
+        os.kill(coordinator, signal.SIGKILL)
+        until(lambda coordinator=coordinator: not alive(coordinator))
+    text = running.end(losses=0)
+    assert text.count("the coordinator ended (SIGKILL) and is started again; training goes on\n") == 7
+
+
+def test_a_coordinator_that_cannot_work_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "site" / "tornado").mkdir(parents=True)
+    (tmp_path / "site" / "tornado" / "__init__.py").write_text("raise ImportError('no tornado today')\n")
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
+    done = paceline("run", "--run-dir", "run", "train.py", cwd=tmp_path, code=2, PYTHONPATH=str(tmp_path / "site"))
+    told = "paceline: the coordinator ended 5 times within 10 s (exit code 1); read run/logs/coordinator.log\n"
+    assert done.stderr.endswith(told)
+    assert "no tornado today" in (tmp_path / "run" / "logs" / "coordinator.log").read_text()
 
 
 # ---- what counts as the end

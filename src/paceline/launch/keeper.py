@@ -24,6 +24,7 @@ TAKE_OVER = "take-over"  # in the run folder: a wish that this host's agent keep
 ADDRESS = "coordinator.json"  # in the run folder: where it listens
 PATIENCE = 5.0  # seconds for the agent to see that it is to take over
 OFTEN, WITHIN = 5, 10.0  # so many ends within so many seconds are too many
+WORKED = 4  # and so many times as many of coordinators that have answered before: somebody else ended them
 LONGEST = 10.0  # seconds that it may be silent at most, also while it starts
 OURS = 1.0  # seconds between two looks, after which it is we who stood still
 
@@ -73,7 +74,7 @@ class Keeper:
         host, port = listener.getsockname()[:2]
         self._given = {**given, "folder": str(folder), "since": (folder / NAME).stat().st_size, "address": [host, port]}
         self._log = os.open(folder / "logs" / "coordinator.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._ends: list[float] = []
+        self._ends: list[tuple[float, float]] = []  # when, and how much of an end it is
         self._gaps: deque[float] = deque(maxlen=40)  # seconds between two of its answers
         said = folder / f".{ADDRESS}"
         said.write_text(json.dumps({"host": host, "port": port, "epoch": self._given["epoch"]}))
@@ -131,11 +132,13 @@ class Keeper:
     def _ended(self, code: int) -> None:
         self._forget()
         now = time.monotonic()
-        self._ends = [end for end in self._ends if now - end < WITHIN] + [now]
+        weight = 1.0 if self._answered <= self._began else 1.0 / WORKED
+        self._ends = [end for end in self._ends if now - end[0] < WITHIN] + [(now, weight)]
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         log = self._folder / "logs" / "coordinator.log"
-        if len(self._ends) >= OFTEN:
-            raise LaunchError(f"the coordinator ended {OFTEN} times within {WITHIN:.0f} s ({how})", f"read {log}")
+        if sum(weight for _, weight in self._ends) >= OFTEN:
+            what = f"the coordinator ended {len(self._ends)} times within {WITHIN:.0f} s ({how})"
+            raise LaunchError(what, f"read {log}")
         self._say(f"the coordinator {self._why or f'ended ({how})'} and is started again; training goes on")
         self._start(again=True)
 
