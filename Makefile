@@ -51,16 +51,16 @@ demo: $(ALONE) ## train a small GPT on this Python's own source with two workers
 	@$(BIN)/paceline run --workers 2 --run-dir $(RUN) --against $(ONE) examples/gpt.py
 	@echo "open $(RUN)/report.html in a browser: it needs nothing but that file"
 
-# Types are checked beside the tests, and told of after them. Three tests at a time: each waits for something now and then.
+# Types are checked beside the tests, and told of after them. Four tests at a time: each waits for something now and then.
 test: lint ## lint, types, and all tests but the slow ones
 	@$(BIN)/mypy > $(VENV)/types.log 2>&1 & types=$$!; \
-	  $(BIN)/pytest -m "not slow" -n 3 --dist worksteal; tests=$$?; \
+	  $(BIN)/pytest -m "not slow" -n 4 --dist worksteal; tests=$$?; \
 	  wait $$types || tests=1; cat $(VENV)/types.log; exit $$tests
 
 # What starts workers is tested both ways: forked from a warm process, and cold.
 test-all: lint types ## lint, types, and all tests
-	@$(BIN)/pytest
-	@PACELINE_COLD_START=1 $(BIN)/pytest -n 2 $(COLD)
+	@$(BIN)/pytest -n 3 --dist worksteal
+	@PACELINE_COLD_START=1 $(BIN)/pytest -n 3 --dist worksteal $(COLD)
 
 lint: $(TOOLS) ## ruff: rules and format
 	@$(BIN)/ruff check

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from launching import SCRIPTS, paceline
 from networks import Network
+from safetensors.torch import load_file
 from warm import Process, environment
 
 from paceline.observe.journal import effective_steps, read_journal
@@ -190,8 +191,10 @@ def cluster(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Callabl
 
 def same(cluster: Cluster, undisturbed: Path, first: int = 0) -> None:
     """Equal bytes and losses; with one writer, whose run folder is that of agent `first`, every step once."""
-    for name in ("out.safetensors", "out.json"):
-        assert (cluster.folder / name).read_bytes() == (undisturbed / name).read_bytes()
+    assert json.loads((cluster.folder / "out.json").read_text()) == json.loads((undisturbed / "out.json").read_text())
+    mine, other = (load_file(folder / "out.safetensors") for folder in (cluster.folder, undisturbed))
+    assert [name for name, value in other.items() if not value.equal(mine[name])] == []
+    assert (cluster.folder / "out.safetensors").read_bytes() == (undisturbed / "out.safetensors").read_bytes()
     steps = effective_steps(cluster.agents[first].events("step"))
     assert [event["step"] for event in steps] == sorted({event["step"] for event in steps})
     if first == 0:

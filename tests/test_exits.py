@@ -30,7 +30,9 @@ def test_clean_exits_in_a_row(times, tmp_path):
         assert "train.py finished at step 4" in done.stderr
         left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path) and p.pid != os.getpid()]
         assert left == []
-        assert set(Path("/dev/shm").iterdir()) <= shared
+        new = set(Path("/dev/shm").iterdir()) - shared
+        # No process of this run is alive to remove one of its own; what runs beside it removes its own.
+        until(lambda new=new: not any(path.exists() for path in new))
 
 
 def test_threads_of_gloo_do_not_enter_the_interpreter(tmp_path):

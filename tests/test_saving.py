@@ -275,7 +275,7 @@ def test_how_many_stay(tmp_path: Path) -> None:
     train_basics(tmp_path, "list(make().steps(data, count=9))\n", 2, "--save-every", "2", "--keep", "3")
     assert len(list_checkpoints(tmp_path / "out")) == 3
     done = paceline("run", "--keep", "0", "train.py", cwd=tmp_path, code=2)
-    assert done.stderr == "paceline: --keep 0 would leave no checkpoint; give 1 or more\n"
+    assert done.stderr == "paceline: --keep 0 is no whole number from 1 to 999,999,999,999; give one, in digits\n"
 
 
 @pytest.mark.slow

@@ -234,7 +234,7 @@ def test_all_start_anew_so_often_and_then_the_run_ends() -> None:
 
 
 def stopped_at(place: str, worker: int, run: Running) -> int:
-    until(lambda: any(run.folder.glob(f"{place}-{worker}-*")) or run.ended)
+    until(lambda: (any(run.folder.glob(f"{place}-{worker}-*")) and run.started(worker)) or run.ended)
     return run.stop(run.started(worker)[0])
 
 

@@ -55,8 +55,9 @@ class Process(subprocess.Popen[str]):
         **more: Any,
     ) -> None:
         self._inside = inside
-        self._cold = more.get("preexec_fn") is not None or (env or {}).get("PACELINE_COLD_START") == "1"
-        super().__init__([*map(str, command)], env=environment() if env is None else dict(env), text=True, **more)
+        given = environment() if env is None else dict(env)
+        self._cold = more.get("preexec_fn") is not None or given.get("PACELINE_COLD_START") == "1"
+        super().__init__([*map(str, command)], env=given, text=True, **more)
 
     def _execute_child(self, args: list[str], *more: Any) -> None:
         if self._cold:

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from paceline.world import inherited_warm
 
 PATIENCE = 10.0  # seconds for an answer, which takes some hundredths
 OFTEN = 3  # so many ends of the warm process are too many
+LAST = 2000  # bytes of what it printed, of which the last line may be told
 
 
 class ColdError(Exception):
@@ -98,7 +98,7 @@ class Warm:
         self.ready = False
         self.trouble: str | None = None  # why it will never fork
         self._ends = 0
-        self._printed: deque[str] = deque(maxlen=5)
+        self._printed = b""  # the end of it
         self._process: Child | None = None
         self._output: FileIO | None = None  # what it prints, where we started it
         adopt_orphans()
@@ -200,7 +200,7 @@ class Warm:
     def _print(self) -> None:
         assert self._output is not None
         data = self._output.readall()
-        self._printed += [line for line in (data or b"").decode("utf-8", "replace").splitlines() if line.strip()]
+        self._printed = (self._printed + (data or b""))[-LAST:]
         if data == b"":
             self._forget(self._output)
 
@@ -231,6 +231,7 @@ class Warm:
             self._start()
             return
         times = "" if self._ends == 1 else f" {self._ends} times"
-        last = f": {self._printed[-1]}" if self._printed else ""
+        lines = self._printed.decode("utf-8", "replace").split("\n")
+        last = next((f": {line}" for line in reversed(lines) if line.strip()), "")
         self.trouble = f"the warm process ended{times} ({how}){last}"
         self._changed()
