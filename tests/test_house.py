@@ -20,7 +20,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # anywhere and came from anywhere; 16,400 until checkpoints were written beside training; 16,900 until a model
 # could be larger than a worker; 19,300 until workers were forked from a warm process, every option had bounds, and
 # a thousand workers cost a coordinator as much as ten; 21,500 until code that hangs was named by its line.
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 21_900, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 22_100, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.tree import flatten, unflatten
 from paceline.data.loader import Source
-from paceline.errors import DatasetError
+from paceline.errors import DatasetError, UsageError
 from paceline.observe.figures import ranks
 from paceline.step import Grid, deal
 
@@ -79,22 +80,56 @@ class State(dict[str, Any]):
     """`trainer.state`: the user's own values. In a resumed run the checkpoint's value wins over the script's first one.
 
     Numbers, text, tensors and nestings of them are kept as they are; an object with `state_dict()` and
-    `load_state_dict()` is filled when the script puts it here again.
+    `load_state_dict()` is filled once: where it is, or else when the script puts it here.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._waiting: dict[str, Any] = {}
+        self._steps = 0
+        self._moved: set[str] = set()  # what the code of a step changes by itself: a loss, a forward, a dataset
+        self._before: dict[str, Any] = {}
+        self._stamps: dict[str, Any] | None = None
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         self._waiting = dict(saved)
         for key, (kind, value) in saved.items():
             if kind == "plain":
                 super().__setitem__(key, value)
+            elif key in self:  # the script of a newcomer put it here before it was given anything
+                self[key].load_state_dict(value)
+                del self._waiting[key]
 
     def begin(self) -> None:
         """Training goes on: from here on an assignment is one, not the script's first."""
         self._waiting = {key: entry for key, entry in self._waiting.items() if entry[0] == "object"}
+
+    def step_begins(self) -> None:
+        """What its own code changes, and not the body, is brought back should it be computed again. Looked for in steps
+        1, 2, 4, 8, ...; from then on a copy is kept.
+        """
+        self._steps += 1
+        self._before = {key: _copy(self[key]) for key in self._moved & self.keys()}
+        looks = self._steps & (self._steps - 1) == 0
+        self._stamps = {key: _stamp(value) for key, value in self.items()} if looks else None
+
+    def step_computed(self) -> None:
+        if self._stamps is not None:
+            self._moved |= {key for key, value in self.items() if _stamp(value) != self._stamps.get(key)}
+
+    def step_again(self) -> None:
+        """All is as it was before the step. Containers and tensors stay the same objects."""
+        for key, (kind, saved) in self._before.items():
+            live = self.get(key)
+            if kind == "object":
+                self[key].load_state_dict(_copied(saved))
+            elif isinstance(live, torch.Tensor) and live.shape == saved.shape:
+                live.detach().copy_(saved)
+            elif isinstance(live, list | dict):
+                live.clear()
+                (live.extend if isinstance(live, list) else live.update)(_copied(saved))
+            else:
+                super().__setitem__(key, saved)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._waiting:
@@ -121,10 +156,31 @@ class State(dict[str, Any]):
     def saved(self) -> dict[str, Any]:
         """What a checkpoint holds: ("plain", value), or ("object", its state_dict), by key."""
         kept: dict[str, Any] = {key: value for key, value in self._waiting.items() if key not in self}
-        for key, value in self.items():
-            filled = hasattr(value, "state_dict") and not isinstance(value, torch.Tensor)
-            kept[key] = ("object", value.state_dict()) if filled else ("plain", value)
-        return kept
+        return kept | {key: _entry(value) for key, value in self.items()}
+
+
+def _entry(value: Any) -> tuple[str, Any]:
+    filled = hasattr(value, "state_dict") and not isinstance(value, torch.Tensor)
+    return ("object", value.state_dict()) if filled else ("plain", value)
+
+
+def _copied(tree: Any) -> Any:
+    tensors, skeleton = flatten(tree, "")
+    return unflatten(skeleton, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+
+
+def _copy(value: Any) -> tuple[str, Any]:
+    kind, plain = _entry(value)
+    return kind, _copied(plain)
+
+
+def _stamp(value: Any) -> Any:
+    """Differs where a value was changed."""
+    try:
+        tensors, skeleton = flatten(_entry(value)[1], "")
+    except UsageError:  # what cannot be kept is refused by the next checkpoint
+        return None
+    return skeleton, {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
 
 
 def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None) -> str:

@@ -350,7 +350,7 @@ class Run:
         before = signal.signal(signal.SIGINT, self._interrupted) if handles else None
         try:
             yield
-        except GeneratorExit:
+        except (GeneratorExit, KeyboardInterrupt):
             self._left_loops.append(phase)
             raise
         finally:
@@ -516,7 +516,7 @@ class Run:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def leave(self, code: int, why: str) -> None:
-        """Ends the script here, politely, after a checkpoint."""
+        """Ends the script here, politely, after a checkpoint; in a notebook or at a prompt the cell alone."""
         self.save(wait=True)
         saved = self.saving.committed
         path = f"checkpoints/{folder_of(saved)}" if self.folder and saved else None
@@ -527,6 +527,9 @@ class Run:
         if self.progress is not None:
             then = f"; the same command continues from {self.folder}"
             self.say(f"stopped at step {self.step}{then if path else ': there is no run folder, nothing was saved'}")
+        if hasattr(sys, "ps1"):  # more is to come from whoever sits there
+            self.notice, self._stop_due = None, False
+            raise KeyboardInterrupt
         self._left = True
         raise SystemExit(code)
 

@@ -161,6 +161,8 @@ class OneStep:
         self.generation = of.run.team.operations.number
         of.house(self._name)
         of.run.team.operations.reached("loading")
+        for member in of.run.members:
+            member.state.step_begins()
         whole = self._load()
         loaded = time.perf_counter()
         self._scale = 1.0 if of.scaling is None else of.scaling.scale
@@ -188,11 +190,14 @@ class OneStep:
                 divided = whole.fine and self.agreed.strict > 0
                 if not sums.redo and not divided and not self._overflows():
                     break
+                self._again()
                 of.top.abort(again=True)
                 if divided and of.balance is not None:  # it draws or remembers now: everybody takes whole ones
                     of.balance.divide(tested=False, strict=True)
                     whole = self._load()
             self._refuse(sums, self.agreed)
+        for member in of.run.members:
+            member.state.step_computed()
         self._sums = sums
         self._per_row = (computed - loaded) / max(1, sum(m.rows for m in whole.share))
         self.spent = {"data": loaded - began, "compute": computed - loaded}
@@ -273,9 +278,14 @@ class OneStep:
         put(trainer, dataclasses.asdict(self.agreed), self.norm, self._orders.expected, self._sums.records)
 
     def void(self) -> None:
+        self._again()
         if self._begun:
             self._begun = False
             self._of.top.abort()
+
+    def _again(self) -> None:
+        for member in self._of.run.members:
+            member.state.step_again()
 
     def taken(self, result: Any) -> Any:
         """This worker's own part was lost; the step was not."""

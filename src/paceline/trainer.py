@@ -46,7 +46,7 @@ from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
 from paceline.strategies.pieces import MicroBatch, cut, rows_of
 from paceline.strategies.scaling import LossScale
-from paceline.strategies.state import refuse_mixing
+from paceline.strategies.state import hidden_in, refuse_mixing
 from paceline.strategies.streams import Streams
 from paceline.team.operations import Simple
 
@@ -151,6 +151,8 @@ class Trainer:
             self._stepper.balance = Balance(self._grid, run.team.operations.members, whole)
         self._ledger = Ledger()
         self._phases: list[Phase] = []
+        self._looked = False  # for what optimizers hide
+        self._untouched: list[Phase] = []  # loops that were made and not gone through
         self._stopped = False
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
@@ -228,6 +230,7 @@ class Trainer:
         self._loader = {"collate": collate, "options": dict(loader or {})}
         source = Source.of(dataset, self._seed, collate, order, loader or {})
         phase = self._enter_phase(source, 1 if epochs is None and count is None else epochs, count)
+        self._untouched.append(phase)
         return self._loop(phase, source, self._grid)
 
     def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> Phase:
@@ -274,6 +277,7 @@ class Trainer:
 
     def _loop(self, phase: Phase, source: Source, grid: Grid) -> Iterator[StepReport]:
         run = self._run
+        self._untouched.remove(phase)
         run.calls.update(phase.inside)
         if phase.complete or self._stopped:
             return
@@ -448,6 +452,9 @@ class Trainer:
     def export(self, path: str | Path) -> None:
         """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""
         self._run.need_team()
+        if self._untouched and not self.steps_done:
+            what = "these weights are not trained: nothing went through what steps() returned"
+            self._run.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
         self._run.team.operations.run(Simple(partial(self._write, Path(path))))
 
     def _write(self, path: Path) -> None:
@@ -468,6 +475,10 @@ class Trainer:
 
     def snapshot(self) -> dict[str, Any]:
         """Everything that the rest of the training depends on, for a checkpoint."""
+        for optimizer in self._job.optimizers if not self._looked else ():
+            if hidden := hidden_in(optimizer):
+                self._run.say(f"{hidden}; keep them in self.state", once=True)
+        self._looked = True
         return {
             "model": (strategy := self._top.state())["model"],
             "optimizers": strategy["optimizers"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,3 +152,35 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mappin
 def _copy(value: Any) -> Any:
     """Torch's optimizers keep what they are given."""
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def hidden_in(optimizer: Optimizer) -> str:
+    """For people: tensors that an optimizer keeps and its `state_dict()` does not; empty where there are none."""
+    told = [*_tensors(optimizer.state_dict(), "")]
+    told += [*_tensors(optimizer.param_groups, ""), *_tensors(dict(optimizer.state), "")]
+    known = {id(tensor) for _, tensor in told} | {tensor.data_ptr() for _, tensor in told}
+    own = [(f".{name}", value) for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
+    found = [pair for name, value in own for pair in _tensors(value, name)]
+    hidden = [name for name, tensor in found if not known & {id(tensor), tensor.data_ptr()}]
+    if not hidden:
+        return ""
+    kind, more = type(optimizer).__name__, f" and {len(hidden) - 1} more tensors" if len(hidden) > 1 else ""
+    return f"{kind} keeps {kind}{hidden[0]}{more} outside of its state_dict(): a resume or a worker's return loses them"
+
+
+def _tensors(value: Any, name: str, depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those in nestings, and in what optimizers hold of others, each with its name."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif not depth:
+        return
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            label = f"[{key!r}]" if isinstance(key, str | int) else "[...]"
+            yield from _tensors(inner, f"{name}{label}", depth - 1)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _tensors(inner, f"{name}[{number}]", depth - 1)
+    elif isinstance(value, Optimizer):
+        for key, inner in vars(value).items():
+            yield from _tensors(inner, f"{name}.{key}", depth - 1)

@@ -1,0 +1,95 @@
+"""What a script keeps in `trainer.state`, through losses, arrivals and resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import train_basics
+from safetensors.torch import load_file
+
+from paceline.observe.journal import read_journal
+
+# A mean of the weights, put there before the team is asked for anything or after its evaluation was.
+MEAN = """
+import os, time
+import json
+from pathlib import Path
+from safetensors.torch import save_file
+class Mean:
+    def __init__(self, model):
+        self.values = {{name: value.clone() for name, value in model.state_dict().items()}}
+    def update(self, model):
+        for name, value in model.state_dict().items():
+            self.values[name].mul_(0.9).add_(value, alpha=0.1)
+    def state_dict(self):
+        return self.values
+    def load_state_dict(self, saved):
+        for name, value in saved.items():
+            self.values[name].copy_(value)
+t = make(plan="exact micro=3")
+{before}
+t.evaluate(data, lambda o, b: {{"n": (len(o), 1)}})
+{after}
+journal = Path("out/journal.jsonl")
+def whole():
+    return "CHAOS" not in os.environ or journal.read_text().count('"formed"') >= 2
+for report in t.steps(data, count=60):
+    mean.update(t.model)
+    if not whole():
+        time.sleep(0.05 if report.step < 40 else 1.0)
+save_file(mean.values, f"mean-{{os.environ['PACELINE_RANK']}}.safetensors")
+"""
+PUT = 'mean = t.state["mean"] = Mean(t.model)'
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_an_object_of_a_worker_that_comes_back_is_filled_once(place: str, lost: int, tmp_path: Path) -> None:
+    body = MEAN.format(**{"before": "", "after": ""} | {place: PUT})
+    (tmp_path / "one").mkdir()
+    train_basics(tmp_path / "one", body, 1)
+    train_basics(tmp_path, f"import os\nos.environ['CHAOS'] = '1'\n{body}", 2, chaos=f"kill:{lost}@5.backward")
+    events = read_journal(tmp_path / "out")
+    assert [event["workers"] for event in events if event["event"] == "lost"] == [[lost]]
+    alone = load_file(tmp_path / "one" / "mean-0.safetensors")
+    for worker in range(2):
+        mine = load_file(tmp_path / f"mean-{worker}.safetensors")
+        assert all(value.equal(mine[name]) for name, value in alone.items()), f"worker {worker} has another mean"
+
+
+COUNTS = """
+import json, os
+class Rows:
+    def __init__(self):
+        self.seen = torch.zeros(96)
+    def state_dict(self):
+        return {"seen": self.seen}
+    def load_state_dict(self, saved):
+        self.seen.copy_(saved["seen"])
+def loss(o, b):
+    for row in b[0]:
+        number = int((x == row).all(1).nonzero())
+        rows.seen[number] += 1
+        calls.append([t.steps_done, number])
+        t.state["last"] = number
+    return F.cross_entropy(o, b[1])
+t = make(loss, plan="exact micro=3")
+rows = t.state["rows"] = Rows()
+calls = t.state["calls"] = []
+for report in t.steps(data, count=12):
+    t.state["bodies"] = t.state.get("bodies", 0) + 1
+print(json.dumps([calls, rows.seen.tolist(), t.state["bodies"], t.state["last"] == calls[-1][1]]))
+"""
+
+
+def test_what_a_loss_counts_is_counted_once_in_a_step_that_is_done_again(tmp_path: Path) -> None:
+    done = train_basics(tmp_path, COUNTS, 3, "--max-restarts", "1", chaos="kill:1@5.backward")
+    assert "worker 1" in done.stderr
+    calls, seen, bodies, last = json.loads(done.stdout.splitlines()[0])
+    assert (bodies, last) == (12, True)
+    for step in range(3, 12):  # what merging tries before that calls the loss again
+        rows = [row for number, row in calls if number == step]
+        assert len(rows) == len(set(rows)), step
+    assert [float(sum(row == number for _, row in calls)) for number in range(96)] == seen
