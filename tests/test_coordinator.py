@@ -207,7 +207,7 @@ def test_whatever_happens_one_team_is_left_with_all_that_live(case: tuple[int, l
     for agent in sorted(play.silent):
         happen(play, "back", agent)
     for _ in range(4):
-        play.settle(max(5.0, min(play.coordinator.due, play.now + LONGEST) - play.now))  # who failed often waits for long
+        play.settle(max(5.0, min(play.coordinator.due, play.now + LONGEST) - play.now))  # pauses are long
         for workers in play.workers.values():
             for number in workers:
                 happen(play, "arrive", number)
