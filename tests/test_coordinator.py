@@ -119,7 +119,9 @@ class Play:
                 replica = generation["members"][first : first + self.places]
                 assert self.replicas.setdefault((number, said.life), replica) == replica, "its mates are others"
             elif state and not left:
-                self.workers[agent][number] = replace(said, status=75 if generation["planned"] else 76)
+                self.workers[agent][number] = replace(
+                    said, status=76 if generation["at_once"] > max(said.formed, 0) else 75
+                )
                 left = True
 
     @property

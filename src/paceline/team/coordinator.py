@@ -63,6 +63,7 @@ class Coordinator:
         self._raised: set[Any] = set()  # the exceptions, and lines that a worker hung at, that were survived
         self._causes: Counter[str] = Counter()
         self._detection = 0.0  # of the generation that was announced
+        self._at_once = self.roster.number  # of the newest generation that was not planned
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
         self._late = 0.0  # after a restart: when it is said who is waited for
 
@@ -215,7 +216,7 @@ class Coordinator:
                 "number": order.number,
                 "members": list(order.members),
                 "store": list(first.said.store) if first else ["", 0],
-                "planned": order.planned,
+                "at_once": self._at_once,
                 "detection": self._detection,
                 "hold": self._too_few(order.members),
             }
@@ -515,7 +516,7 @@ class Coordinator:
         self.record("generation", number=order.number, workers=list(order.members), planned=order.planned)
         self.order, self._detection = order, detection
         if not order.planned:  # one that is comes after a step, which who misses others does not end
-            self._again = math.inf
+            self._at_once, self._again = order.number, math.inf
         self.version += 1
 
     def _form_again(self) -> None:

@@ -295,10 +295,11 @@ class Operations:
             alone = partial(self.world.tell, "alone", number=self.number) if lost else None
             with self.account.of("paused" if self.hold else "forming"):
                 order = self._orders.wait(self.number, lost, alone)
+            slept = order.at_once > self.number
             with self._entering:
                 self.number = order.number
             if self.worker not in order.members:
-                self._refused(order)
+                self._refused(slept)
                 continue
             self.ahead.enter(order.members)
             try:
@@ -313,9 +314,9 @@ class Operations:
         self.world.tell("formed", number=self.number, seconds=time.monotonic() - began)
         return operation is not None and self._tx.done > done
 
-    def _refused(self, order: Generation) -> None:
+    def _refused(self, slept: bool) -> None:
         """This worker is not of the new generation: it asked to leave, or was taken for dead. A newcomer waits on."""
-        if order.planned and not self.waiting:
+        if not slept and not self.waiting:
             raise LeftError
         if not self.waiting:
             print(f"paceline: worker {self.worker} slept through a change of the team, and ends", file=sys.stderr)

@@ -20,16 +20,21 @@ EXPECTED = 1.0  # seconds to the order after a peer was lost; then it is said th
 @dataclass(frozen=True)
 class Generation:
     """Number and members (workers by their numbers in the run, in the order of their ranks); the address of the store
-    that the first one serves. A `planned` one is entered between two steps, another one at once. On `hold` its workers
-    wait for the next one when they have made a step. `detection`: the seconds for which a loss was not known.
+    that the first one serves. A `planned` one is entered between two steps, another one at once; `at_once` is the
+    number of the newest of those: who is not of it may never be told of it. On `hold` its workers wait for the next one
+    when they have made a step. `detection`: the seconds for which a loss was not known.
     """
 
     number: int
     members: tuple[int, ...]
     store: tuple[str, int]
-    planned: bool = False
+    at_once: int = 0
     hold: bool = False
     detection: float = 0.0
+
+    @property
+    def planned(self) -> bool:
+        return self.at_once < self.number
 
     def world(self, mine: World, worker: int) -> World:
         """The world of a member."""
@@ -38,8 +43,8 @@ class Generation:
 
 
 class Orders:
-    """The newest order, heard by a thread. `heard` is called there with each generation that is to be entered at once,
-    `comes` when newcomers are `coming` (by number, and where each takes the state). Without an agent there are none.
+    """The newest order, heard by a thread. `heard` is called there with each that ends those before it at once, `comes`
+    when newcomers are `coming` (by number, and where each takes the state). Without an agent there are none.
     """
 
     def __init__(self, fd: int | None, heard: Callable[[Generation], None], comes: Callable[[Coming], None]) -> None:
@@ -67,15 +72,18 @@ class Orders:
                     continue
                 said |= {"members": tuple(said["members"]), "store": tuple(said["store"])}
                 order = Generation(**said)
+                known = self.newest.at_once if self.newest is not None else 0
                 with self._news:
                     self.newest = order
                     self._news.notify_all()
-                if not order.planned:
+                if order.at_once > known:
                     self._heard(order)
 
     def newer(self, than: int, at_once: bool = False) -> bool:
-        """Whether a generation after number `than` was ordered; with `at_once`, one that does not wait for a step."""
-        return self.newest is not None and self.newest.number > than and not (at_once and self.newest.planned)
+        """Whether a generation after number `than` was ordered; with `at_once`, one that does not wait for a step, even
+        if it has been followed by one that does: nobody enters the generation `than` any more.
+        """
+        return self.newest is not None and (self.newest.at_once if at_once else self.newest.number) > than
 
     def wait(self, than: int, at_once: bool = False, expected: Callable[[], None] | None = None) -> Generation:
         """The newest generation after number `than`, once there is one: as long as the agent lives, which may itself
