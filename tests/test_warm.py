@@ -255,6 +255,7 @@ def test_cold_starts_on_request(tmp_path):
     (tmp_path / "train.py").write_text("import sys\nprint('torch' in sys.modules, sys.orig_argv[1:])\n")
     run = ("run", "--run-dir", "out")
     assert paceline(*run, "--cold-start", "train.py", cwd=tmp_path).stdout == "False ['train.py']\n"
+    assert paceline(*run, "--debug", "0", "train.py", cwd=tmp_path).stdout == "False ['train.py']\n"
     assert paceline(*run, "train.py", cwd=tmp_path, PACELINE_COLD_START="1").stdout == "False ['train.py']\n"
     assert paceline(*run, "train.py", cwd=tmp_path).stdout == "True ['train.py']\n"
 
