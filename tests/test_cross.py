@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -274,6 +275,9 @@ def test_the_agent_of_the_coordinators_host(
         here.until(lambda: "no word from the coordinator at 10.77.0.1:29400" in second.text)
         paceline("run", "--take-over", second.folder, cwd=here.folder)
     (here.folder / f"go-{moment}").touch()
+    if not row.dies and moment not in ("before", "end"):  # its workers come back as new ones
+        here.until(lambda: re.search(r"^workers? 0.* (is|are) lost \(the agent.*$", first.text, re.M))
+        here.members(4)
     here.end(-signal.SIGKILL if row.dies and not before else 0, 0)
     assert (here.folder / "out.safetensors").read_bytes() == undisturbed[PLANS["two hosts"]]
     assert [one.info for one in processes() if one.info["cwd"] == str(here.folder)] == []

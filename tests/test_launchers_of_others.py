@@ -24,7 +24,8 @@ from networks import Host, network
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 DIGITS = Path(__file__).parents[1] / "examples" / "digits.py"
 STEPS = {"PACELINE_MAX_STEPS": "30", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-RUN = {**STEPS, "PACELINE_RUN_DIR": "run"}
+SHARES = {"PACELINE_SHARES": "1,1"}  # those that follow the speed would give other bits
+RUN = {**STEPS, **SHARES, "PACELINE_RUN_DIR": "run"}
 WHERE = """
 import paceline
 team = paceline.join()
@@ -48,7 +49,7 @@ def weights(run: Path) -> bytes:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The digits' weights as `paceline run` trains them."""
     folder = tmp_path_factory.mktemp("alone")
-    paceline("run", "--workers", "2", "--run-dir", "run", DIGITS, cwd=folder, **STEPS)
+    paceline("run", "--workers", "2", "--run-dir", "run", DIGITS, cwd=folder, **STEPS, **SHARES)
     return weights(folder / "run")
 
 

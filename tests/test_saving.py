@@ -272,7 +272,14 @@ def test_any_team_reads_what_any_team_wrote(plan: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_how_many_stay(tmp_path: Path) -> None:
-    train_basics(tmp_path, "list(make().steps(data, count=9))\n", 2, "--save-every", "2", "--keep", "3")
+    body = (
+        "import glob\n"
+        "t = make()\n"
+        "for _ in t.steps(data, count=10**6):\n"
+        "    if paceline.join().any(len(glob.glob('out/checkpoints/*/manifest.json')) == 3):\n"
+        "        t.stop()\n"
+    )
+    train_basics(tmp_path, body, 2, "--save-every", "2", "--keep", "3")
     assert len(list_checkpoints(tmp_path / "out")) == 3
     done = paceline("run", "--keep", "0", "train.py", cwd=tmp_path, code=2)
     assert done.stderr == "paceline: --keep 0 is no whole number from 1 to 999,999,999,999; give one, in digits\n"

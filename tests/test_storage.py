@@ -190,7 +190,8 @@ def test_a_server_that_stays_away_fails_the_last_save_alone(s3: Proxy, tmp_path:
     found = files.find_checkpoint(checkpoints_of("s3://bucket/runs/a"), lambda _: None)
     assert found is not None
     saved = [event["step"] for event in read_journal(tmp_path / "out") if event["event"] == "checkpoint"]
-    assert found.step == saved[-1] <= 26, "what was there before the trouble"
+    # What was there before the trouble. Of the last one its manifest may have come, and the answer to that not.
+    assert saved[-1] <= found.step <= 26
     done = train_basics(tmp_path, BODY, 1, *where)
     assert f"resuming from step {found.step} of s3://bucket/runs/a" in done.stderr
 

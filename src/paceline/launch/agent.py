@@ -146,8 +146,10 @@ class Agent:
             return True
         if self._workers.preparing or any(worker.alive and worker.counts for worker in self._workers.all):
             return False
-        if not self._ending.first and any(worker.alive and not worker.out for worker in self._workers.all):
+        if any(worker.alive and not worker.out for worker in self._workers.all):
             return False  # they wait to be admitted
+        if self._keeper is not None and not self._failing and self._link.newest.get("agents", 1) > 1:
+            return False  # others train on, and our coordinator with them
         return self._link.settled(self._report) or self._link.away > GIVEN_UP
 
     # ---- hearing

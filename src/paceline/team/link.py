@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.team.coordinator import BEAT, HELD
@@ -27,6 +28,15 @@ class RefusedError(Exception):
         self.code, self.said = code, said
 
 
+@dataclass(frozen=True)
+class _Session:
+    """What the coordinator at `address` knows this agent by. `numbers` count what it was asked, by path."""
+
+    address: tuple[str, int]
+    key: str
+    numbers: dict[str, int] = field(default_factory=lambda: {"/report": 0, "/orders": 0})
+
+
 class Link:
     """`newest` are the orders heard last; `fileno` becomes readable with each. `introduction` is what a join says.
 
@@ -42,7 +52,8 @@ class Link:
         self.others: list[tuple[str, int]] = []  # where a coordinator may be that has taken over
         self.answered = time.monotonic()
         self.home = address  # where the last answer came from
-        self._session = ""
+        self._session: _Session | None = None
+        self._moving = threading.Lock()  # of the address, and of the session, which is one's there
         self._report: Mapping[str, Any] = {}
         self._heard: tuple[Mapping[str, Any], dict[str, Any]] = ({}, {})  # a report and its answer
         self._fresh = threading.Condition()
@@ -52,7 +63,6 @@ class Link:
         self._news.setblocking(False)
         self._wake.setblocking(False)
         self._hearing: _Wire | None = None
-        self._numbers = {"/report": 0, "/orders": 0}
         self._threads: list[threading.Thread] = []
 
     # ---- for the agent
@@ -64,7 +74,8 @@ class Link:
         OSError: there is no coordinator.
         """
         with _Wire(self.address) as wire:
-            return self._join(wire)
+            self._join(wire)
+        return list(self._introduction["numbers"])
 
     def start(self) -> None:
         """From now on reports are sent and orders heard."""
@@ -98,8 +109,9 @@ class Link:
 
     def move(self, address: tuple[str, int]) -> None:
         """The coordinator is elsewhere from now on."""
-        self.address, self._session = address, ""
-        self._joined.clear()
+        with self._moving:
+            self.address = address
+            self._drop()
         self._interrupt()
 
     @property
@@ -115,8 +127,9 @@ class Link:
         self._interrupt()
         for thread in self._threads:
             thread.join(2 * ANSWER)
-        with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), _Wire(self.address) as wire:
-            self._ask(wire, "POST", "/report", {"epoch": self.epoch, **report})
+        if (session := self._session) is not None:
+            with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), _Wire(session.address) as wire:
+                self._ask(wire, session, "POST", "/report", {"epoch": self.epoch, **report})
         self._news.close()
         self._wake.close()
 
@@ -125,23 +138,23 @@ class Link:
     def _send(self) -> None:
         sent: Mapping[str, Any] = {}
         while not self._closed:
+            session = None
             try:
                 with _Wire(self.address) as wire:
-                    if not self._session:
-                        self._join(wire)
-                    while not self._closed:
+                    session = self._session or self._join(wire)
+                    while not self._closed and self._session is session and wire.address == session.address:
                         with self._fresh:
                             if self._report is sent:
                                 self._fresh.wait(BEAT)
                             sent = self._report
                         if sent:
-                            said = self._ask(wire, "POST", "/report", {"epoch": self.epoch, **sent})
+                            said = self._ask(wire, session, "POST", "/report", {"epoch": self.epoch, **sent})
                             self._heard = (sent, said)
                             self._tell()
             except RefusedError as refused:
-                if refused.code in (409, 410):  # it was started again
-                    self._session = ""
-                    self._joined.clear()
+                with self._moving:
+                    if refused.code in (409, 410) and self._session is session:  # it was started again
+                        self._drop()
             except (OSError, http.client.HTTPException, ValueError):
                 if self.away > AWAY:
                     self._interrupt()  # what it waits for may never come
@@ -156,11 +169,14 @@ class Link:
         known = 0
         while not self._closed:
             self._joined.wait(AGAIN)
+            session = self._session
+            if session is None:
+                continue
             try:
-                with _Wire(self.address, HELD + ANSWER) as wire:
+                with _Wire(session.address, HELD + ANSWER) as wire:
                     self._hearing = wire
-                    while self._joined.is_set() and not self._closed:
-                        said = self._ask(wire, "GET", f"/orders?version={known}", None)
+                    while self._session is session and not self._closed:
+                        said = self._ask(wire, session, "GET", f"/orders?version={known}", None)
                         if said["epoch"] < self.epoch:  # of a coordinator that was taken over from
                             break
                         known = said["version"]
@@ -180,25 +196,33 @@ class Link:
         with suppress(OSError):  # closed, or full of news
             self._wake.send(b"!")
 
-    def _join(self, wire: _Wire) -> list[int]:
+    def _drop(self) -> None:
+        """The session is over."""
+        self._session = None
+        self._joined.clear()
+
+    def _join(self, wire: _Wire) -> _Session:
+        """Begins a session. ConnectionError: the coordinator was moved meanwhile, by the other thread."""
         generation = self.newest.get("generation") or {"number": 0, "members": []}
         said = {**self._introduction, "generation": [generation["number"], generation["members"]]}
         said = ask_once(wire, self._token, "/join", said, self.epoch)
         self._introduction["numbers"] = said["numbers"]
-        self._numbers = dict.fromkeys(self._numbers, 0)
-        self._session, self.epoch = said["session"], said["epoch"]
-        self.run = said["run"]
+        session = _Session(wire.address, said["session"])
+        with self._moving:
+            if self.address != wire.address:
+                raise ConnectionError("it is elsewhere")
+            self._session, self.epoch, self.run = session, said["epoch"], said["run"]
+            self._joined.set()
         self.answered = time.monotonic()
-        self._joined.set()
-        return list(said["numbers"])
+        return session
 
-    def _ask(self, wire: _Wire, method: str, path: str, said: Any) -> Any:
+    def _ask(self, wire: _Wire, session: _Session, method: str, path: str, said: Any) -> Any:
         kind = path.partition("?")[0]
-        self._numbers[kind] += 1
+        session.numbers[kind] += 1
         body = b"" if said is None else json.dumps(said).encode()
-        signed = authorization(self._token, method, path, self._session, self._numbers[kind], body)
+        signed = authorization(self._token, method, path, session.key, session.numbers[kind], body)
         answer = wire.ask(method, path, signed, body)
-        self.answered, self.home = time.monotonic(), self.address
+        self.answered, self.home = time.monotonic(), wire.address
         return answer
 
 
@@ -219,10 +243,11 @@ def fence(before: tuple[str, int], token: bytes, epoch: int, own: tuple[str, int
 
 
 class _Wire:
-    """One connection."""
+    """One connection. It is made when first used; an answer may take as long as our `patience`."""
 
     def __init__(self, address: tuple[str, int], patience: float = ANSWER) -> None:
-        self._http = http.client.HTTPConnection(*address, timeout=patience)
+        self.address, self._patience, self._over = address, patience, False
+        self._http = http.client.HTTPConnection(*address, timeout=ANSWER)
 
     def __enter__(self) -> _Wire:
         return self
@@ -231,13 +256,19 @@ class _Wire:
         self._http.close()
 
     def interrupt(self) -> None:
-        """Ends whoever waits for an answer. From any thread."""
+        """Ends whoever waits for an answer, or is about to. From any thread."""
+        self._over = True
         with suppress(OSError, AttributeError):
             self._http.sock.shutdown(socket.SHUT_RDWR)
 
     def ask(self, method: str, path: str, signed: str, body: bytes) -> Any:
         """The answer, read from JSON. RefusedError; OSError and HTTPException: there is none."""
         headers = {"Authorization": signed} if signed else {}
+        if self._http.sock is None:
+            self._http.connect()
+        self._http.sock.settimeout(self._patience)
+        if self._over:
+            raise ConnectionError("it was interrupted")
         self._http.request(method, path, body or None, headers)
         answer = self._http.getresponse()
         said = json.loads(answer.read())

@@ -1,0 +1,91 @@
+"""An agent's line to the coordinator while that moves, beside servers that answer when the test says so."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from agents import until
+
+from paceline.team.link import Link
+from paceline.team.token import read_authorization
+
+TOKEN = b"0" * 64
+
+
+class Coordinator(ThreadingHTTPServer):
+    """Answers whoever has its session, and refuses others. `asked` are the paths; who joins waits for `open`."""
+
+    daemon_threads = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.name, self.open, self.asked = name, threading.Event(), list[str]()
+
+    @property
+    def at(self) -> tuple[str, int]:
+        return "127.0.0.1", self.server_port
+
+    def answer(self, path: str, key: str) -> tuple[int, dict[str, Any]]:
+        if path == "/challenge":
+            return 200, {"challenge": "c", "epoch": 1}
+        if path == "/join":
+            self.open.wait(60)
+            return 200, {"session": self.name, "numbers": [0], "epoch": 1, "run": {}}
+        if key != self.name:
+            return 409, {"refused": "no such session"}
+        if path == "/orders":
+            return 200, {"version": len(self.asked), "epoch": 1}
+        return 200, {"version": 1, "open": False}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Coordinator
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = self.path.partition("?")[0]
+        self.server.asked.append(path)
+        signed = read_authorization(self.headers.get("Authorization", ""))
+        code, said = self.server.answer(path, signed[0] if signed else "")
+        data = json.dumps(said).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextmanager
+def serving(name: str) -> Iterator[Coordinator]:
+    with Coordinator(name) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+
+
+def test_a_coordinator_that_moves_while_an_agent_joins_is_followed() -> None:
+    """By both threads: else one reports to the first one, and the other asks the second one, which does not know it."""
+    with serving("first") as first, serving("second") as second:
+        link = Link(first.at, TOKEN, {"numbers": [0]})
+        link.start()
+        link.put({"workers": {}})
+        until(lambda: "/join" in first.asked)
+        link.move(second.at)
+        first.open.set()
+        second.open.set()
+        until(lambda: {"/report", "/orders"} <= {*second.asked})
+        until(lambda: link.newest and link.home == second.at)
+        assert {*first.asked} == {"/challenge", "/join"}
+        link.close({"workers": {}})
