@@ -211,14 +211,14 @@ def unpickling(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: {', '.join(used)}"  # type: ignore[attr-defined]
 
 
-def missing_captions(readme: str, package: Path) -> Iterator[str]:
-    """Every room, a folder or a module at the top of the package, has its line in the README's tree."""
+def missing_captions(tree: str, package: Path) -> Iterator[str]:
+    """Every room, a folder or a module at the top of the package, has its line in docs/tree.md."""
     for path in sorted(package.iterdir()):
         text = f"{path.name}/" if path.is_dir() else path.name
         if path.name in ("__pycache__", "__init__.py", "py.typed") or path.name.startswith("."):
             continue
-        if not any(line.split("#")[0].strip(" │├└─").startswith(text) for line in readme.splitlines()):
-            yield f"README.md: no line of its tree begins with {text}"
+        if not any(line.split("#")[0].strip(" │├└─").startswith(text) for line in tree.splitlines()):
+            yield f"docs/tree.md: no line begins with {text}"
 
 
 RULES: list[Rule] = [
@@ -265,7 +265,7 @@ def test_there_are_strategies_to_keep_apart() -> None:
 
 
 def test_the_readme_shows_every_room() -> None:
-    assert list(missing_captions((ROOT / "README.md").read_text(), PACKAGE)) == []
+    assert list(missing_captions((ROOT / "docs" / "tree.md").read_text(), PACKAGE)) == []
 
 
 # Each rule on snippets that break it, and on the nearest thing that does not.
@@ -391,5 +391,5 @@ def test_a_room_without_a_caption_is_found(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     for name in ("comm", "data", "__pycache__"):
         (tmp_path / name).mkdir()
-    readme = "src/paceline/\n  plan.py   the plan; comm/ is not named by this\n├── data/  which samples\n"
-    assert list(missing_captions(readme, tmp_path)) == ["README.md: no line of its tree begins with comm/"]
+    tree = "src/paceline/\n  plan.py   the plan; comm/ is not named by this\n├── data/  which samples\n"
+    assert list(missing_captions(tree, tmp_path)) == ["docs/tree.md: no line begins with comm/"]

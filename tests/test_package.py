@@ -17,10 +17,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from launching import paceline
+from launching import paceline, without_an_agent
 from oracle import apart
 from safetensors.torch import load_file
+from token_folders import write_folder
 from warm import Process
 
 import paceline as package
@@ -215,6 +217,24 @@ def test_what_others_become_runs(tmp_path: Path) -> None:
     done = paceline("run", "--workers", "2", "--run-dir", "run", "train.py", cwd=tmp_path)
     assert len(re.findall(r"^epoch \d: accuracy 0\.\d{3}$", done.stdout, re.MULTILINE)) == 3
     assert "embed.weight" in load_file(tmp_path / "model.safetensors")
+
+
+def test_tokens_are_trained_as_documented(tmp_path: Path) -> None:
+    write_folder(tmp_path / "tokens", [np.arange(128 * 1025, dtype=np.uint16) % 500], vocabulary=500)
+    (block,) = blocks("docs/data.md")
+    (tmp_path / "train.py").write_text(block + "print('trained', trainer.steps_done)\n")
+    done = paceline("run", "--workers", "2", "--run-dir", "run", "train.py", cwd=tmp_path)
+    assert "trained 2\n" in done.stdout
+
+
+def test_the_transport_is_used_as_documented(tmp_path: Path) -> None:
+    (block,) = blocks("docs/transport.md")
+    script = tmp_path / "ours.py"
+    script.write_text(
+        f"{block}import torch\ntensor = torch.full((3,), dist.get_rank() + 1.0)\ndist.all_reduce(tensor)\n"
+        "assert tensor.tolist() == [3.0] * 3\ndist.destroy_process_group()\n"
+    )
+    assert [code for code, _ in without_an_agent(script, script)] == [0, 0]
 
 
 @pytest.mark.parametrize("command", ["run", "check", "tokenize", "export", "import", "inspect", "explain", "report"])
