@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,45 +51,44 @@ def by_hand(name: str) -> Tensors:
     return {key: value.detach() for key, value in model.state_dict().items()} | meters
 
 
-def train(folder: Path, *options: str, chaos: str = "") -> None:
+def train(folder: Path, *options: str, names: Iterable[str] = changing.MODELS, lost: bool = False) -> None:
+    """With `lost` a worker is killed in the first training."""
     folder.mkdir(exist_ok=True)
-    script = (SCRIPTS / "changing.py", str(EPOCHS))
+    script = (SCRIPTS / "changing.py", str(EPOCHS), *names)
+    chaos = "kill:0@5.backward" if lost else ""
     paceline("run", "--run-dir", "out", *options, *script, cwd=folder, PACELINE_CHAOS=chaos)
+    assert (folder / "out" / "chaos.jsonl").exists() == lost
 
 
-def same_as_by_hand(folder: Path) -> None:
-    for name in changing.MODELS:
+def same_as_by_hand(folder: Path, names: Iterable[str] = changing.MODELS) -> None:
+    for name in names:
         mine, theirs = load_file(folder / f"{name}.safetensors"), by_hand(name)
         assert mine.keys() == theirs.keys()
         for key, value in theirs.items():
             assert apart({key: mine[key]}, {key: value}) <= 1e-12, f"{name} {key}"
 
 
-# A loss in each of the four trainings, of 20 steps each.
-KILLS = "kill:1@5.backward,kill:0@27.forward,kill:1@46.reduced,kill:0@66.backward"
-UNEQUAL = {"2": "3,1", "3": "1,0,2", "5": "3,1,1,2,1"}
-WORKERS = [pytest.param(n, marks=() if n == "3" else pytest.mark.slow) for n in ("1", "2", "3", "5")]
+ALL = [*changing.MODELS]
+SHARES = {"1": "1", "2": "3,1", "3": "1,0,2", "5": "3,1,1,2,1"}
+EACH = [pytest.param(workers, [name], marks=pytest.mark.slow) for workers in SHARES for name in ALL]
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-def test_buffers_are_those_of_one_process(workers: str, tmp_path: Path) -> None:
-    """With unequal shares and a loss in each training, unless there is one worker."""
-    shares = ["--shares", UNEQUAL[workers]] if workers in UNEQUAL else []
-    train(tmp_path, "--workers", workers, *shares, chaos=KILLS if shares else "")
-    same_as_by_hand(tmp_path)
+@pytest.mark.parametrize(("workers", "names"), [("3", ALL), *EACH])
+def test_buffers_are_those_of_one_process(workers: str, names: list[str], tmp_path: Path) -> None:
+    """With unequal shares and the loss of a worker, unless there is one."""
+    several = ("--workers", workers, "--shares", SHARES[workers])
+    train(tmp_path, *several, names=names, lost=workers != "1")
+    same_as_by_hand(tmp_path, names)
 
 
-EXACT = [pytest.param(("2", "3,1"), ""), *(pytest.param((n, UNEQUAL[n]), KILLS, marks=pytest.mark.slow) for n in "235")]
-
-
-@pytest.mark.parametrize(("workers", "chaos"), EXACT)
-def test_buffers_have_equal_bytes_with_exact(workers: tuple[str, str], chaos: str, tmp_path: Path) -> None:
-    exact = ("--plan", "exact")
-    train(tmp_path / "one", *exact)
-    train(tmp_path / "several", *exact, "--workers", workers[0], "--shares", workers[1], chaos=chaos)
-    for name in changing.MODELS:
-        one, several = ((tmp_path / side / f"{name}.safetensors").read_bytes() for side in ("one", "several"))
-        assert one == several, name
+@pytest.mark.parametrize(("workers", "names"), [("2", ALL), *(case for case in EACH if case.values[0] != "1")])
+def test_buffers_have_equal_bytes_with_exact(workers: str, names: list[str], tmp_path: Path) -> None:
+    exact, several = ("--plan", "exact"), ("--workers", workers, "--shares", SHARES[workers])
+    train(tmp_path / "one", *exact, names=names)
+    train(tmp_path / "several", *exact, *several, names=names, lost=len(names) == 1)
+    for name in names:
+        one, other = ((tmp_path / side / f"{name}.safetensors").read_bytes() for side in ("one", "several"))
+        assert one == other, name
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """Models whose buffers change in a training forward, as people have them, and the loop that trains each. They know
-nothing of workers, but for `declare`, which says how their buffers are merged. Usage: changing.py EPOCHS
+nothing of workers, but for `declare`, which says how their buffers are merged. Usage: changing.py EPOCHS NAME...
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Quantizing(nn.Module):
 class Moco(nn.Module):
     """He et al., "Momentum Contrast for Unsupervised Visual Representation Learning", CVPR 2020, algorithm 1."""
 
-    def __init__(self, entries: int = 30, width: int = 5) -> None:
+    def __init__(self, entries: int = 28, width: int = 5) -> None:
         super().__init__()
         self.encoder_q, self.encoder_k = (nn.Linear(10, width) for _ in range(2))
         for q, k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
@@ -152,7 +152,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 if __name__ == "__main__":
-    for name in MODELS:
+    for name in sys.argv[2:]:
         trainer = paceline.Trainer(lambda name=name: declare(MODELS[name]()), loss, optimizer, GLOBAL_BATCH)
         for _ in trainer.steps(data, epochs=int(sys.argv[1])):
             after(trainer.model)

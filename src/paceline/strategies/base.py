@@ -251,7 +251,7 @@ class Single(Strategy):
         return vector
 
     def abort(self, again: bool = False) -> None:
-        self.carried.restore()
+        self.carried.restore(void=True)
         self.watch.restore()
         if self.landing is not None:
             self.landing.abandon(again)

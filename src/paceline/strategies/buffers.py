@@ -78,9 +78,9 @@ def buffer(
     ):
         if wrong:
             raise UsageError(what, cure)
+    rules[name] = Rule(merge, 1.0 if factor is None else float(factor), pointer or "", dim)
     if pointer is not None:
         rules[pointer] = Rule("pointer")
-    rules[name] = Rule(merge, 1.0 if factor is None else float(factor), pointer or "", dim)
     DECLARED[0] += 1
 
 
@@ -127,7 +127,7 @@ class _Held:
     def moved(self, values: bool = True) -> str:
         """Why, if a forward has written to it; what bypasses the versions of tensors is found by its `values`."""
         found = self.module._buffers[self.name]
-        same = found is self.tensor and found._version == self._version
+        same = found is self.tensor and self.tensor._version == self._version
         return "" if same and not (values and not self.now().equal(self.start)) else self.why
 
     def _base(self, like: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ class Carried:
 
     def __init__(self, models: Sequence[nn.Module], exact: bool) -> None:
         self._statistics, self._held, self._exact = BatchStatistics(models), list(held_in(models)), exact
-        self._all = [self._statistics, *self._held]
+        self._all: list[BatchStatistics | _Held] = [self._statistics, *self._held]
         self._open = False  # a step has begun that is neither merged nor void
 
     def buffers(self) -> set[int]:
@@ -216,10 +216,11 @@ class Carried:
         """Why a micro-batch must stay alone whose forward it was, if it must."""
         return next(filter(None, (one.moved(values) for one in self._all)), "")
 
-    def restore(self) -> None:
-        """Brings back what the step began with: for the next micro-batch, or because a void step leaves no trace."""
+    def restore(self, void: bool = False) -> None:
+        """Brings back what the step began with: for the next micro-batch, or because a `void` step leaves no trace."""
         for one in self._all if self._open else ():
             one.restore()
+        self._open = self._open and not void
 
     def record(self, records: torch.Tensor, piece: Piece) -> None:
         """What a piece has left; one of several micro-batches has moved nothing, or it would not have been merged."""
@@ -254,7 +255,8 @@ def held_in(models: Sequence[nn.Module]) -> Iterator[_Held]:
                 label = repr(f"{prefix}.{name}" if prefix else name) + others
                 kind = _Queue if rule.merge == "queue" else _Held
                 found[name] = kind(label, module, name, rule, own=not others)
-                found[name].pointer = found.get(rule.pointer)  # which was declared with it
+            for one in found.values():
+                one.pointer = found.get(one.rule.pointer)
             yield from found.values()
 
 
