@@ -16,7 +16,7 @@ COLD := tests/test_launch.py tests/test_launch_ends.py tests/test_errors.py test
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types bench clean
+.PHONY: help demo test test-all lint types bench gpu clean
 
 # $(call install,WHAT): one command line for all, or pip would fetch another torch first, which is several gigabytes.
 define install
@@ -77,6 +77,10 @@ bench: $(TOOLS) ## step time, sharded step, memory, a GPU, sums, checkpoints and
 	@$(BIN)/python benchmarks/all_reduce.py
 	@$(BIN)/python benchmarks/saving.py
 	@$(BIN)/python benchmarks/start_up.py
+
+# Offline with PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER, where a folder has the wheels.
+gpu: $(TOOLS) ## with CUDA, in ten minutes: the GPU tests, GPT-2 beside plain torch and DDP, and a record of both
+	@$(BIN)/python benchmarks/gpu.py --tests --record benchmarks/records/gpu-$$(date +%F).json
 
 clean: ## remove what was installed, built and cached; runs/ stays
 	@rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

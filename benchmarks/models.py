@@ -1,4 +1,6 @@
-"""The models that benchmarks train, with their data: a GPT of 10 M parameters, a small ResNet, an MLP of 64 M."""
+"""The models that benchmarks train, with their data: a GPT of 10 M parameters, a small ResNet, an MLP of 64 M. And a
+GPT-2 for gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,45 @@ class GPT(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.tokens(ids) + self.places.weight[: ids.shape[1]]
         return self.head(self.blocks(hidden, mask=self.mask, is_causal=True))
+
+
+class Block(nn.Module):
+    """A layer of GPT-2."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.attend(self.before(x)).chunk(3, dim=2)
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.between(x)), approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    """Radford et al., "Language Models are Unsupervised Multitask Learners", 2019: its head is tied to the tokens."""
+
+    def __init__(
+        self, width: int = 768, layers: int = 12, heads: int = 12, length: int = 1024, vocabulary: int = 50257
+    ):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.last = nn.LayerNorm(width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.last(x), self.tokens.weight)
 
 
 class Residual(nn.Module):

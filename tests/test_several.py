@@ -79,7 +79,7 @@ def test_another_trainers_changing_buffer_is_refused_by_name_on_several_workers(
     assert figures["refused"] == (
         None
         if workers == 1
-        else "ChangingBufferError: the forward changes the buffer 'layers.4.parametrizations.weight.0._u' of another "
-        "trainer's model, which would come out differently on each worker; put that model in eval mode for the call, "
-        "or train with one worker"
+        else "ChangingBufferError: the forward changes the buffer 'layers.4.calls' of another trainer's model, which "
+        "would come out differently on each worker; say how it is merged with paceline.buffer, put that model in eval "
+        "mode for the call, or train with one worker"
     )

@@ -82,10 +82,6 @@ class Mean(nn.Module):
 STRICT = {
     "dropout": (nn.Dropout(0.5), "the forward draws random numbers"),
     "batchnorm": (nn.BatchNorm1d(10).double(), "BatchNorm normalises each micro-batch"),
-    "spectral norm": (
-        nn.utils.parametrizations.spectral_norm(nn.Linear(10, 10)).double(),
-        "the forward changes the buffer 'inner.0.parametrizations.weight.0._u'",
-    ),
     "an embedding that rescales": (
         nn.Sequential(Buckets(), nn.Embedding(7, 10, max_norm=0.5), Mean()).double(),
         "the forward changes the parameter 'inner.0.1.weight'",

@@ -260,7 +260,7 @@ def test_a_buffer_that_changes_is_allowed_on_one_worker_and_refused_by_name_on_s
         if len(workers) > 1:
             assert worker["changing_buffer/error"] == (
                 "ChangingBufferError: the forward changes the buffer 'body.linear.calls', which would come out "
-                "differently on each worker; make it a parameter, keep it in trainer.state, or train with one worker"
+                "differently on each worker; say how it is merged with paceline.buffer, or train with one worker"
             )
             same(worker.state("changing_buffer"), built(lambda: Counting().double()))  # nothing was applied
             continue

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError as PacelineError
     from paceline.plan import Plan as Plan
     from paceline.step import stream_seed as stream_seed
+    from paceline.strategies.buffers import buffer as buffer
     from paceline.team.team import Team as Team
     from paceline.team.team import join as join
     from paceline.trainer import StepReport as StepReport
@@ -31,6 +32,7 @@ _HOMES = {
     "Trainer": "paceline.trainer",
     "StepReport": "paceline.trainer",
     "Team": "paceline.team.team",
+    "buffer": "paceline.strategies.buffers",
     "join": "paceline.team.team",
     "Plan": "paceline.plan",
     "PacelineError": "paceline.errors",

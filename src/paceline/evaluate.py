@@ -16,6 +16,7 @@ from paceline.errors import MetricError
 from paceline.pulse import PULSE
 from paceline.step import Grid, stream_seed
 from paceline.strategies.base import Job
+from paceline.strategies.buffers import unchanging
 from paceline.strategies.pieces import Piece, to_device
 from paceline.strategies.streams import Streams
 from paceline.team.team import Team
@@ -56,7 +57,7 @@ def evaluate(
     streams = Streams(job.device)
     rows, base = 0, 0
     sums: dict[int, dict[str, tuple[float, float]]] = {}
-    with torch.no_grad(), job.keeping(), _evaluating(model), streams.lent():
+    with torch.no_grad(), job.keeping(), _evaluating(model), unchanging(model), streams.lent():
         for _, count, micro_batches in feed:
             for micro_batch in micro_batches:
                 batch = to_device(micro_batch.batch, job.device)

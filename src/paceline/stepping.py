@@ -170,6 +170,7 @@ class OneStep:
             step=self.number,
             expected=(of.expected or float(whole.rows)) / self._scale,
             micro_batches=whole.count,
+            rows=whole.rows,
             merge=of.merging.size,
             test=of.merging.undecided and not of.plan.one_by_one,
             collect=group.size > 1 or of.plan.exact,

@@ -339,11 +339,10 @@ class Trainer:
         brought = self._group.gather_json([len(cuts), rows, digest_of(batch) if looks and rows else ""])
         refuse_twins([entry[2] for entry in brought], looks)
         rank, together = self._group.rank, self.plan.together
-        offset = sum(entry[0] for entry in brought[:rank])
+        offset, first = (sum(entry[place] for entry in brought[:rank]) for place in (0, 1))
+        said = [f"rows {part.start}-{part.stop - 1} of this worker's batch" for part in cuts]
         micro_batches = [
-            MicroBatch(
-                offset + i, len(part), cut(batch, part), f"rows {part.start}-{part.stop - 1} of this worker's batch"
-            )
+            MicroBatch(offset + i, len(part), cut(batch, part), said[i], start=first + part.start)
             for i, part in enumerate(cuts)
         ]
         whole = Rows(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))

@@ -114,6 +114,8 @@ class ExactBuckets(Buckets):
             self.largest[number] = max(now, largest / 2)  # up at once, down slowly
         if kept:
             for own, bucket in zip(self._sums, self.buckets, strict=True):
+                if not len(own):  # a place may have no rows of small parameters
+                    continue
                 levels = bucket.mine.view(-1, len(own))
                 own.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
             self.adopt()

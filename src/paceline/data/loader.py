@@ -312,8 +312,8 @@ class Feed:
         with Noting(told):
             slot, batch = next(self._iterator)
         PULSE.beat()
-        where = self._where(slot)
-        return MicroBatch(slot.index, slot.stop - slot.start, batch, where, slot.part, slot.blank, slot.rows)
+        where, rows, start = self._where(slot), slot.stop - slot.start, slot.start % self.grid.global_batch
+        return MicroBatch(slot.index, rows, batch, where, slot.part, slot.blank, slot.rows, start)
 
     def __iter__(self) -> Iterator[Batch]:
         step = self.start
@@ -453,7 +453,7 @@ class _Stream:
                 streams.seed(stream_seed(self._source.seed, _COLLATE + epoch, position))
                 batch = self._source.collate(self._rows[cuts[index].start : cuts[index].stop])
             where = f"micro-batch {index} of epoch {epoch}"
-            share.append(MicroBatch(index, len(cuts[index]), batch, where, part, blank))
+            share.append(MicroBatch(index, len(cuts[index]), batch, where, part, blank, start=cuts[index].start))
         return epoch, len(self._rows), share
 
 

@@ -23,11 +23,12 @@ from paceline.comm.places import ALONE, Places
 from paceline.comm.staging import Staging
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import Agreed, Part, exact_sum, stream_seed
+from paceline.strategies.buffers import DECLARED, Carried
 from paceline.strategies.offload import Hosted
 from paceline.strategies.pieces import MicroBatch, Piece, join, merged
 from paceline.strategies.state import held, in_rows, load_optimizer, optimizer_state, own_rows, same_number
 from paceline.strategies.streams import Streams
-from paceline.strategies.watch import OTHERS, BatchStatistics, BufferWatch
+from paceline.strategies.watch import OTHERS, BufferWatch
 
 if TYPE_CHECKING:
     from paceline.strategies.blueprint import Blueprint
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 Ready = Callable[[Bucket], None]
 # What a forward raises that was not made for more rows than a micro-batch has.
 _USERS_OWN = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError)
-_BATCHNORM = "BatchNorm normalises each micro-batch"
 LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
 
 
@@ -82,7 +82,7 @@ class Job:
 
 @dataclass
 class Orders:
-    """What a step is told: its number, the count its gradients are scaled by, and how it may be executed.
+    """What a step is told: its number, the count its gradients are scaled by, its size, and how it may be executed.
 
     `merge` is how many micro-batches a piece may hold, `test` asks for an observation of whether they may be merged
     at all, `probe` to look at the loss also where they may not, `collect` for BatchNorm's statistics per micro-batch,
@@ -93,6 +93,7 @@ class Orders:
     step: int
     expected: float
     micro_batches: int
+    rows: int = 0
     merge: int = 1
     test: bool = False
     probe: bool = False
@@ -107,8 +108,8 @@ class Orders:
 class Sums:
     """What one worker's share of a step adds up to. Gradients stay where the strategy keeps them, as sums/expected.
 
-    `records` has a row per micro-batch of the global batch, zero where another worker computed it; `cramped` says that
-    the memory was too small for merged pieces. With `exact`, `parts` has (number, loss, count, metrics) of each
+    `records` are of what forwards leave in buffers, zero where another worker computed it; `cramped` says that the
+    memory was too small for merged pieces. With `exact`, `parts` has (number, loss, count, metrics) of each
     micro-batch, `maxima` the largest gradient of each parameter, and `redo` says that the sums do not hold it.
     """
 
@@ -227,10 +228,10 @@ class Single(Strategy):
 
     def _look_around(self) -> None:
         """Takes the other trainers' models into view, as many as there are by now: a loss may run one of them."""
-        self.seen = len(self.job.beside)
+        self.seen = len(self.job.beside), *DECLARED
         self.models = [self.job.model, *(model for model in self.job.beside if model is not self.job.model)]
-        self.statistics = BatchStatistics(self.models)
-        self.watch = BufferWatch(self.models, self.statistics.buffers())
+        self.carried = Carried(self.models, self.job.exact)
+        self.watch = BufferWatch(self.models, self.carried.buffers())
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         held = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
@@ -250,7 +251,7 @@ class Single(Strategy):
         return vector
 
     def abort(self, again: bool = False) -> None:
-        self.statistics.restore()
+        self.carried.restore(void=True)
         self.watch.restore()
         if self.landing is not None:
             self.landing.abandon(again)
@@ -281,9 +282,9 @@ class Single(Strategy):
         return sums
 
     def _in_pieces(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready) -> Sums:
-        if self.seen != len(self.job.beside):
+        if self.seen != (len(self.job.beside), *DECLARED):
             self._look_around()
-        width = self.statistics.begin()
+        sums = Sums(records=self.carried.begin(orders, self.job.device))
         self.watch.mark()  # what follows may fail, and is undone to here
         for param in self.params:
             param.grad = None
@@ -293,14 +294,11 @@ class Single(Strategy):
                     f"{name} was frozen when the Trainer was made and is to be trained now",
                     "make the Trainer while it is trainable, then freeze it until its time comes",
                 )
-        sums = Sums()
-        if orders.collect and width:
-            sums.records = torch.zeros(orders.micro_batches, width, dtype=torch.float64, device=self.job.device)
         if self.landing is not None:
             self.landing.begin(ready, orders.micro_batches)
         order = [m for m in micro_batches if not m.blank]
-        sums.strict = bool(self.statistics.certain and order)
-        sums.why = _BATCHNORM if sums.strict else ""
+        sums.why = self.carried.certain if order else ""
+        sums.strict = bool(sums.why)
         order = order[::-1] if orders.reverse else order
         blanks = [Piece([m], m.batch) for m in micro_batches if m.blank]
         queue = deque([*blanks, *merged(order, 1 if sums.strict else orders.merge)])
@@ -328,8 +326,7 @@ class Single(Strategy):
             if mark and self.streams.moved(mark):
                 sums.strict, sums.why = True, "the backward draws random numbers"
             if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
-                # A piece of several has moved nothing: it would not have been merged.
-                sums.records[piece.micro_batches[0].index] = self.statistics.record()
+                self.carried.record(sums.records, piece)
             parts.append(part.detached())
         if orders.test and len(order) > 1 and (orders.probe or not sums.strict):
             self._test_merging(order[:2], sums)
@@ -352,15 +349,15 @@ class Single(Strategy):
         part.total.mul(1.0 / orders.expected).backward()
         self.landing.close()
         self.watch.restore()
-        self.statistics.restore()
+        self.carried.restore()
 
     def _forward(self, piece: Piece, sums: Sums, orders: Orders) -> _Part | None:
         """Forward and loss of one piece, under the stream of its first micro-batch."""
         self.streams.seed(stream_seed(self.job.seed, orders.step, piece.micro_batches[0].index))
         looks = not sums.strict
         if sums.records is not None:
-            self.statistics.restore()
-        mark, calls = (self.streams.mark(), self.statistics.calls()) if looks else ((), ())
+            self.carried.restore()
+        mark = self.streams.mark() if looks else ()
         try:
             part = self._loss(piece)
         except ValueError as error:
@@ -368,26 +365,27 @@ class Single(Strategy):
                 raise
             raise UsageError(f"BatchNorm cannot normalise {piece.source}, a single row", orders.cure) from None
         drew = looks and self.streams.moved(mark)
-        normalised = looks and self.statistics.calls() != calls
+        moved = self.carried.moved(values=orders.test) if looks else ""
         # Values are compared while the model is being observed, versions ever after.
         changed = self.watch.changed(values=orders.test)
         if changed is not None and orders.collect:
             self.watch.restore()
             raise ChangingBufferError(
                 f"the forward changes the {changed}, which would come out differently on each worker",
-                "put that model in eval mode for the call, or train with one worker"
+                "change it in the body of the loop, or train with one worker"
+                if changed.startswith("parameter")
+                else "say how it is merged with paceline.buffer, put that model in eval mode for the call, or train "
+                "with one worker"
                 if changed.endswith(OTHERS)
-                else "make it a parameter, keep it in trainer.state, or train with one worker"
-                if changed.startswith("buffer")
-                else "change it in the body of the loop, or train with one worker",
+                else "say how it is merged with paceline.buffer, or train with one worker",
             )
-        if drew or normalised or changed is not None:
+        if drew or moved or changed is not None:
             sums.strict = True
-            sums.why = _BATCHNORM if normalised else f"the forward changes the {changed}"
+            sums.why = moved or f"the forward changes the {changed}"
             sums.why = "the forward draws random numbers" if drew else sums.why
             if len(piece.micro_batches) > 1:
                 self.watch.restore()
-                self.statistics.restore()
+                self.carried.restore()
                 return None
         return part
 
@@ -461,8 +459,7 @@ class Single(Strategy):
         return torch.stack(norms).double().square().sum(0, keepdim=True).cpu()
 
     def update(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
-        if sums.records is not None:
-            self.statistics.merge(sums.records)
+        self.carried.merge(sums.records)
         # The one division: gradients are sums/expected, and expected is right whenever the count did not change.
         factor = orders.expected / agreed.count
         if self.job.clip_norm is not None:

@@ -59,7 +59,7 @@ class Data(Strategy):
             self.orders.summed(self.summed[self.told - 1])
 
     def agree(self, vector: torch.Tensor, sums: Sums) -> torch.Tensor:
-        small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records.reshape(-1)])
+        small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
         self.works.append(self.group.start_sum(small))
         for work in self.works[:-1]:
             self.group.finish(work)
@@ -69,8 +69,7 @@ class Data(Strategy):
         self.group.finish(self.works[-1])
         self.works = []
         if sums.records is not None:
-            vector, records = small[: len(vector)], small[len(vector) :]
-            sums.records = records.view_as(sums.records)
+            vector, sums.records = small[: len(vector)], small[len(vector) :]
         if sums.maxima is not None:
             self.group.largest(sums.maxima)
         return self.inner.agree(vector, sums)

@@ -18,8 +18,9 @@ _SHOWN = 12  # numbers of rows
 @dataclass
 class MicroBatch:
     """One micro-batch: its number in the grid, its rows, the collated batch, and where the rows came from, also as
-    `numbers` in the dataset. Where other workers compute a part of it, `part` are the rows of the batch that are to be
-    taken here. A `blank` one is run only because the other workers of a replica run more.
+    `numbers` in the dataset; in the global batch the first of them is at `start`. Where other workers compute a part of
+    it, `part` are the rows of the batch that are to be taken here. A `blank` one is run only because the other workers
+    of a replica run more.
     """
 
     index: int
@@ -29,6 +30,7 @@ class MicroBatch:
     part: range | None = None
     blank: bool = False
     numbers: tuple[int, ...] = ()
+    start: int = 0
 
     def take_part(self) -> bool:
         """Leaves the rows of this worker's part; whether they can be told from the others."""

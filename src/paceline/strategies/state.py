@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 
 _SIDE = 8  # elements: of the parameter that an optimizer is tried with
 # What one raises that was not made to be tried.
-_THEIRS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
+_THEIRS = (RuntimeError, ValueError, TypeError, NameError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
 def same_number(what: str, saved: int, now: int) -> None:

@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import UsageError
+from paceline.strategies.pieces import Piece
 
 OTHERS = " of another trainer's model"
+_BATCHNORM = "BatchNorm normalises each micro-batch"
 
 
 def _modules(models: Sequence[nn.Module]) -> list[nn.Module]:
@@ -40,6 +42,7 @@ class BatchStatistics:
         self._buffers: list[torch.Tensor] = []
         self._start = torch.empty(0)  # what the buffers held when the step began, as one flat float64 tensor
         self._begun: list[torch.Tensor] = []  # its parts, one per buffer
+        self._calls: list[int] = []  # versions of the counters of another trainer's
 
     def buffers(self) -> set[int]:
         """Identities of the buffers that are looked after here."""
@@ -62,25 +65,30 @@ class BatchStatistics:
             self._begun = [part.view(buffer.shape) for buffer, part in zip(buffers, parts, strict=True)]
         elif buffers:
             self._start.copy_(self._now())
+        self._calls = self._counted()
         return self._start.numel()
 
     @property
-    def certain(self) -> bool:
-        """Whether the trained model has any; of another's nobody knows before it ran."""
-        return len(self._active) > len(self._others)
+    def certain(self) -> str:
+        """Why micro-batches stay alone, if the trained model has any; of another's nobody knows before it ran."""
+        return _BATCHNORM if len(self._active) > len(self._others) else ""
 
-    def calls(self) -> tuple[int, ...]:
-        """Differs from before if another trainer's BatchNorm ran in training mode."""
-        return tuple(module.num_batches_tracked._version for module in self._others)
+    def _counted(self) -> list[int]:
+        return [module.num_batches_tracked._version for module in self._others]
+
+    def moved(self, values: bool) -> str:
+        """Why micro-batches stay alone, if another trainer's ran in training mode."""
+        return _BATCHNORM if self._counted() != self._calls else ""
 
     def restore(self) -> None:
         """Brings back the state at `begin`: for the next micro-batch, or because a void step leaves no trace."""
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._begun)  # a copy rounds to the buffer's own dtype
+            self._calls = self._counted()
 
-    def record(self) -> torch.Tensor:
+    def record(self, rows: torch.Tensor, piece: Piece, count: int) -> None:
         """What the buffers have moved by since `begin`."""
-        return self._now() - self._start
+        rows[piece.micro_batches[0].index] = self._now() - self._start
 
     def _now(self) -> torch.Tensor:
         return torch.cat([buffer.reshape(-1) for buffer in self._buffers]).double()  # the counts are small
@@ -91,8 +99,6 @@ class BatchStatistics:
         A forward maps a statistic r to a·r + b. If micro-batch i alone moves it by d_i, all in turn move it by the sum
         of d_i·(a_(i+1) a_(i+2) ...). In a cumulative average a micro-batch weighs less the more batches were before.
         """
-        if not self._buffers:
-            return
         sizes = torch.tensor([1 + 2 * module.running_mean.numel() for module in self._active])
         counters = (sizes.cumsum(0) - sizes).to(records.device)  # where each module's batch counter stands
         calls = records[:, counters]
@@ -108,7 +114,6 @@ class BatchStatistics:
         moved = ((kept * weight).repeat_interleave(sizes.to(records.device), dim=1) * records).sum(0)
         moved[counters] = calls.sum(0)
         self._start.add_(moved)
-        self.restore()
 
 
 class BufferWatch:
