@@ -271,6 +271,48 @@ def test_a_draw_that_comes_late_ends_the_dividing_in_the_same_step(tmp_path: Pat
     assert "micro-batches are executed one by one" in said
 
 
+PACKED = """
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from paceline.data.balance import Balance
+learn = Balance.learn  # the workers' speeds are said, and not measured
+Balance.learn = lambda self, _: learn(self, [part * [1, 2, 4][rank] for rank, part in enumerate(self.parts)])
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 6, batch_first=True), nn.Linear(6, 4)
+    def forward(self, rows):
+        words, lengths, _ = rows
+        packed = pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
+
+def loss(output, batch):
+    kept = batch[2] >= 0
+    found = F.cross_entropy(output.flatten(0, 1), batch[2].flatten(), ignore_index=-1, reduction="sum")
+    return found, kept.sum()
+
+def collate(rows):
+    words, labels = zip(*rows)
+    return (pad_sequence(words, batch_first=True), torch.tensor([len(some) for some in words]),
+        pad_sequence(labels, batch_first=True, padding_value=-1))
+
+chance = torch.Generator().manual_seed(0)
+lengths = [5] * 96 + [2 + row % 5 for row in range(288)]  # at first a part is as long as the whole
+rows = [(torch.randn(n, 3, generator=chance).double(), torch.randint(4, (n,), generator=chance)) for n in lengths]
+t = make(loss, lambda: Packed().double(), global_batch=24, forward=lambda model, batch: model(batch))
+list(t.steps(rows, count=16, collate=collate, order=lambda position, size, seed, epoch: position))
+t.export('weights.safetensors')
+"""
+
+
+def test_a_part_that_fails_where_the_whole_does_not_is_undone_by_all(tmp_path: Path) -> None:
+    """A row alone is shorter than the padded batch; shares become unequal only when that is so."""
+    (parts, *_) = both(tmp_path, PACKED)
+    assert any(part * 8 != round(part * 8) for part in parts), "no micro-batch was divided"
+    said = {event["what"]: event["why"] for event in read_journal(tmp_path / "three") if event["event"] == "decision"}
+    assert said["micro-batches are not divided among workers"].startswith("a part of one fails (ValueError: Expected ")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["forward", "reduced"])
 def test_a_worker_is_lost_while_shares_are_unequal(when: str, tmp_path: Path) -> None:

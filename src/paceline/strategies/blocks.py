@@ -108,7 +108,7 @@ def _recomputed(block: nn.Module, forward: Any, *given: Any, **named: Any) -> An
     return checkpoint(forward, *given, use_reentrant=False, **named)
 
 
-def _same_buffers(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _same_buffers(block: nn.Module) -> tuple[AbstractContextManager[None], _Often]:
     """Around a forward and around its recomputation, which finds the buffers as the forward did and changes copies of
     them: BatchNorm's statistics move once. A compiled one is recomputed by its graph, without its side effects.
     """
@@ -131,7 +131,21 @@ def _same_buffers(block: nn.Module) -> tuple[AbstractContextManager[None], Abstr
             for module, name, now in kept:
                 module._buffers[name] = now
 
-    return first(), again()
+    return first(), _Often(again)
+
+
+class _Often:
+    """A context that is entered anew each time: for the gradient of a gradient torch recomputes a block twice."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, list[AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.pop().__exit__(*raised)
 
 
 class _Compiled:
