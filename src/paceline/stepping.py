@@ -118,8 +118,9 @@ class Stepper:
 
     def _tell(self, news: dict[str, tuple[str, str]]) -> None:
         """What somebody has observed, once: a decision and its reason, or what people would not know otherwise."""
-        for kind, (what, why) in news.items() if news.keys() - self.told else ():
+        for kind in sorted(news.keys() - self.told):
             self.told.add(kind)
+            what, why = news[kind]
             if why:
                 self.run.decide(self.trainer, what, why)
             else:

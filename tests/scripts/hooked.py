@@ -61,8 +61,11 @@ def on_a_module(model: nn.Module) -> None:
 
 
 def after_accumulation(model: nn.Module) -> None:
+    def clamp_in_place(param: torch.Tensor) -> None:
+        param.grad.clamp_(-LIMIT, LIMIT)
+
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: param.grad.clamp_(-LIMIT, LIMIT))
+        param.register_post_accumulate_grad_hook(clamp_in_place)
 
 
 @dataclass

@@ -327,7 +327,7 @@ class Single(Strategy):
                 parts.append(part)
             elif not sums.failed:  # it is merged and may not be: its micro-batches one by one
                 queue.extendleft(Piece([m], m.batch) for m in reversed(piece.micro_batches))
-        self.observer.observe(self._loss, self.models, order, sums, orders)
+        self.observer.observe(lambda piece: self._loss(piece).detached(), self.models, order, sums, orders)
         self._add_up(parts, sums)
         if self.landing is not None and self.buckets is not None:
             sums.unused = self.landing.flush()

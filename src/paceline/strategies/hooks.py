@@ -19,8 +19,6 @@ from torch.nn.modules import module as every
 
 from paceline.errors import UsageError
 
-_SAID = "{}: micro-batches are computed one by one, and it sees the gradient of the mean over a micro-batch"
-
 
 class Hooks:
     """The gradient hooks on parameters, on modules, and on tensors of the first forward; `where` names the first that
@@ -32,10 +30,6 @@ class Hooks:
         self._params, self._scaled, self._gathered = params, scaled, gathered
         self._modules: list[tuple[str, Mapping[int, Any]]] = []
         self._known = -1
-
-    @property
-    def said(self) -> str:
-        return _SAID.format(self.where)
 
     def beside(self, models: Sequence[nn.Module]) -> None:
         """Whose modules a loss may run."""
@@ -57,14 +51,14 @@ class Hooks:
                 if self._gathered:
                     raise UsageError(f"{name} of the model has a hook, which would not be called", "say zero=1")
                 self._found(f"a gradient hook on {name}")
-        for name, hooks in self._modules:
-            if hooks:
+        for name, those in self._modules:
+            if those:
                 self._found(f"a backward hook on {name}")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """A forward is run for the first time: are tensors in it given hooks?"""
-        plain = torch.Tensor.register_hook
+        plain: Any = torch.Tensor.register_hook
 
         def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
             asks: FrameType | None = sys._getframe(1)

@@ -20,6 +20,7 @@ Loss = Callable[[Piece], Any]  # has `total` and `count`
 # What a forward raises that was not made for other rows than a micro-batch has, or for being at rest.
 USERS_OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
 HOOKED = "a gradient hook is to see the gradient of one micro-batch"
+_SEES = "micro-batches are computed one by one, and it sees the gradient of the mean over a micro-batch"
 _NOT_A_SUM = (
     "the loss is not a sum over rows ({}), so it is the same on any number of workers, but not what plain PyTorch "
     "computes over the whole batch; return (sum, count); where it is to be over the whole batch, as a contrastive one, "
@@ -58,7 +59,7 @@ class Observer:
         """After a step's micro-batches, of which `some` count."""
         first, self.done = not self.done, self.done or bool(some)
         if self.hooks.where:
-            sums.news["hooks"] = self.hooks.said, ""
+            sums.news["hooks"] = f"{self.hooks.where}: {_SEES}", ""
         asked = (first and orders.probe and not self.change) or (orders.test and not sums.strict and len(some) > 1)
         if not some or sums.failed or not asked:
             return
