@@ -17,6 +17,7 @@ from paceline.run import Run
 
 TOLERANCE = 1e-12
 READS_NOTHING_AHEAD = {"num_workers": 0}
+HOOKED = "a gradient hook is to see the gradient of one micro-batch"
 ONE_BY_ONE = "micro-batches are executed one by one"
 MERGED = "micro-batches may be merged in execution"
 OBSERVED = "the forward drew no random numbers and changed no buffers, and the loss of two was the sum of theirs"

@@ -271,6 +271,47 @@ def test_a_draw_that_comes_late_ends_the_dividing_in_the_same_step(tmp_path: Pat
     assert "micro-batches are executed one by one" in said
 
 
+PACKED = """
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 6, batch_first=True), nn.Linear(6, 4)
+    def forward(self, rows):
+        words, lengths, _ = rows
+        packed = pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
+
+def loss(output, batch):
+    kept = batch[2] >= 0
+    found = F.cross_entropy(output.flatten(0, 1), batch[2].flatten(), ignore_index=-1, reduction="sum")
+    return found, kept.sum()
+
+def collate(rows):
+    words, labels = zip(*rows)
+    return (pad_sequence(words, batch_first=True), torch.tensor([len(some) for some in words]),
+        pad_sequence(labels, batch_first=True, padding_value=-1))
+
+chance = torch.Generator().manual_seed(0)
+lengths = [5] * 96 + [2 + row % 5 for row in range(96)]  # at first a part is as long as the whole
+rows = [(torch.randn(n, 3, generator=chance).double(), torch.randint(4, (n,), generator=chance)) for n in lengths]
+t = make(loss, lambda: Packed().double(), global_batch=24, forward=lambda model, batch: model(batch))
+list(t.steps(rows, collate=collate, order=lambda position, size, seed, epoch: position))
+t.export('weights.safetensors')
+"""
+
+
+def test_a_part_that_fails_where_the_whole_does_not_is_undone_by_all(tmp_path: Path) -> None:
+    """Rows alone are shorter than the padded batch: not at first, when that is observed. Three workers divide eight
+    micro-batches before any speed is known.
+    """
+    both(tmp_path, PACKED)
+    said = {event["what"]: event["why"] for event in read_journal(tmp_path / "three") if event["event"] == "decision"}
+    why = "a part of one fails (ValueError: Expected input batch_size (8) to match target batch_size (10).)"
+    assert said["micro-batches are not divided among workers"] == why
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["forward", "reduced"])
 def test_a_worker_is_lost_while_shares_are_unequal(when: str, tmp_path: Path) -> None:

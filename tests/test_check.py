@@ -49,9 +49,13 @@ def test_a_loss_that_is_not_a_sum_over_rows(loss, layer, tmp_path):
     model = f"lambda: nn.Sequential(nn.Linear(10, 16), {layer}, nn.Linear(16, 4)).double()"
     said = check(f"list(make(lambda o, b: {loss}, model={model}).steps(data))", tmp_path, code=1)
     assert re.search(
-        r"the loss is not a sum over rows: two micro-batches together give [\d.]+, one by one [\d.]+\.", said
+        r"^verdict: the same training on 3 workers as on one, but the loss is not a sum over rows \(two micro-batches "
+        r"together give [\d.]+, one by one [\d.]+\), so it is the same on any number of workers, but not what plain "
+        r"PyTorch computes over the whole batch; return \(sum, count\); where it is to be over the whole batch, as a "
+        r"contrastive one, each micro-batch has its own, and micro= in the plan defines it\n\Z",
+        said,
+        re.M,
     )
-    assert "return (sum, count), or say micro= in the plan" in said
 
 
 def test_what_depends_on_the_worker_is_found(tmp_path):

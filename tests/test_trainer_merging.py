@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from alone import MERGED, OBSERVED, ONE_BY_ONE, TOLERANCE, by_hand, decisions, same, trainer
-from by_hand import built, grid
+from alone import MERGED, OBSERVED, ONE_BY_ONE, TOLERANCE, by_hand, decisions, happened, same, trainer
+from by_hand import built, grid, in_order
 from cases import Cramped, Language, cross_entropy, mlp, next_token, rows, tokens
 from oracle import apart
 from public import Late, slope, steep
@@ -18,8 +20,19 @@ from torch import nn
 
 from paceline import Trainer
 from paceline.errors import OutOfMemoryError
+from paceline.observe.summary import Summary, facts
 
 pytestmark = pytest.mark.usefixtures("run")
+NOT_A_SUM = (
+    "the loss is not a sum over rows ({}), so it is the same on any number of workers, but not what plain PyTorch "
+    "computes over the whole batch; return (sum, count); where it is to be over the whole batch, as a contrastive one, "
+    "each micro-batch has its own, and micro= in the plan defines it"
+)
+
+
+def notes(run: Any) -> list[str]:
+    return [entry["text"] for entry in happened(run, "note")]
+
 
 # -- merging ----------------------------------------------------------------------------------------------------
 
@@ -62,6 +75,7 @@ def merging(model: nn.Module, loss: Any, data: Any, **more: Any) -> Trainer:
 def test_a_plain_model_is_merged(run):
     mine = merging(built(mlp), cross_entropy, rows(1, 96, 10))
     assert decisions(run)[MERGED] == OBSERVED
+    assert happened(run, "note") == []
     assert set(mine.model.sizes) == {16}
     plain = by_hand(Sizes(built(mlp))).train(grid(rows(1, 96, 10), 32, 4, epochs=3))
     same(mine, plain)
@@ -118,14 +132,104 @@ def test_a_loss_that_is_not_a_sum_over_rows_is_not_merged(model, loss, data, run
     start = built(model)
     with torch.no_grad():
         whole, one, two = (float(loss(start(batch[0]), batch)) for batch in (together, first, second))
-    mine = merging(built(model), loss, data)
+    mine, apart = merging(built(model), loss, data), 4 * one + 4 * two
     assert decisions(run)[ONE_BY_ONE] == (
-        f"the loss is not a sum over rows: two micro-batches together give {8 * whole:.6g}, "
-        f"one by one {4 * one + 4 * two:.6g}"
+        f"the loss is not a sum over rows: two micro-batches together give {8 * whole:.6g}, one by one {apart:.6g}"
     )
     assert MERGED not in decisions(run)
+    assert notes(run) == [NOT_A_SUM.format(f"two micro-batches together give {8 * whole:.6g}, one by one {apart:.6g}")]
+    assert ("note", notes(run)[0]) in facts(Summary(run.folder))["Results"]
     assert set(mine.model.sizes) == {4}
     same(mine, by_hand(Sizes(built(model)), loss=loss).train(grid(data, 32, 4, epochs=3)))
+
+
+def summed(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(output, batch[1], reduction="sum")
+
+
+def weighted(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = 1.0 + batch[1]
+    return (weights * F.cross_entropy(output, batch[1], reduction="none")).sum(), weights.sum()
+
+
+def noisy_at_rest(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(output + 0.1 * torch.randn_like(output), batch[1])
+
+
+class Inception(nn.Module):
+    """At rest its output is of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = mlp(), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        output = self.inner(self.drop(x))
+        return SimpleNamespace(logits=output) if self.training else output
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "plan", "told"),
+    [
+        (lambda: nn.Sequential(nn.Dropout(0.2), mlp()), summed, "micro=4", "two micro-batches together give "),
+        (lambda: nn.Sequential(nn.BatchNorm1d(10).double(), mlp()), contrastive, "micro=4", "two micro-batches toget"),
+        (mlp, summed, "micro=4 exact", "two micro-batches together give "),
+        (mlp, weighted, "micro=4", None),
+        (mlp, noisy_at_rest, "micro=4", None),
+        (Inception, lambda output, batch: summed(output.logits, batch), "micro=4", None),
+        (mlp, contrastive, "micro=32", None),
+    ],
+    ids=["dropout", "batchnorm", "exact", "counted", "noise", "another at rest", "the whole batch"],
+)
+def test_a_loss_that_is_not_a_sum_over_rows_is_told_of_whatever_else_there_is(model, loss, plan, told, run):
+    list(trainer(model, loss, global_batch=32, plan=plan).steps(rows(1, 96, 10)))
+    assert len(notes(run)) == (told is not None)
+    assert all(note.startswith(NOT_A_SUM.partition("{}")[0] + told) for note in notes(run))
+
+
+def test_a_mean_over_tokens_is_told_of_where_batches_are_padded_differently(run):
+    def padded(some: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        longest = max(int((words >= 0).sum()) for words in some)
+        x = torch.stack([words[:longest] for words in some])
+        return x.clamp(min=0).double(), x >= 0
+
+    def token_mean(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (output[..., 0] * batch[1]).sum() / batch[1].sum()
+
+    lengths = torch.arange(48) * 7 % 9 + 2
+    words = torch.randint(9, (48, 10)).masked_fill(torch.arange(10) >= lengths[:, None], -1)
+    mine = trainer(
+        lambda: nn.Linear(1, 1).double(), token_mean, forward=lambda m, b: m(b[0][..., None]), plan="micro=4"
+    )
+    list(mine.steps(words, collate=padded, order=in_order))
+    (note,) = notes(run)
+    assert re.match(r"the loss is not a sum over rows \(a micro-batch gives \S+, its rows in two parts \S+\), so", note)
+
+
+def test_a_forward_that_fails_once_it_is_merged_goes_on_one_by_one(run):
+    """It was seen to be no more than its rows, and is for long enough."""
+
+    def forward(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert len(batch[0]) == 4 or run.step < 3, "made for four rows"
+        return model(batch[0])
+
+    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
+    assert mine.model.sizes == [16] * 4 + [4] * 8 * 6
+    assert decisions(run)[ONE_BY_ONE] == "several micro-batches together fail (AssertionError: made for four rows)"
+    same(mine, by_hand(Sizes(built(mlp))).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
+
+
+def test_micro_batches_are_not_divided_where_a_part_of_one_fails(run):
+    def forward(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert len(batch[0]) >= 4, "at least four rows"
+        return model(batch[0])
+
+    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
+    why = "a part of one fails (AssertionError: at least four rows)"
+    assert decisions(run)["micro-batches are not divided among workers"] == why
+    assert MERGED in decisions(run)
+    assert mine._stepper.balance is not None
+    assert not mine._stepper.balance.fine
 
 
 def for_four(model: nn.Module, batch: Any) -> torch.Tensor:

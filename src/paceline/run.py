@@ -99,7 +99,6 @@ class Run:
         storage = storage_at(place) if place is not None else None
         self.saving = Saving(team, storage, world.save_every, world.keep, mirror)
         self._check: dict[str, Any] = json.loads(world.check) if world.check else {}
-        self.probing = bool(self._check)  # the loss is tested also where micro-batches cannot be merged
         self.reverse = bool(self._check.get("reverse"))  # micro-batches are summed in the opposite order
         self._left = False
         self._plan = ""

@@ -117,7 +117,8 @@ def deal_rows(cuts: Sequence[range], weights: Sequence[float], grain: int | None
 class Agreed:
     """What all workers know after a step's small vector was summed: the same on each of them, bit for bit.
 
-    `count` and `loss` are sums over the global batch; `tested` and `strict` are votes on merging micro-batches; `stop`,
+    `count` and `loss` are sums over the global batch; `tested` and `strict` are votes on merging micro-batches, `whole`
+    on dividing them; `failed` are workers where that did, `news` those that have something for people to know; `stop`,
     `save` and `enter` (the planned generation) are wishes; `writing` and `written` are the workers whose part of a
     checkpoint is under way or done; `metrics` maps names to (sum, count); `seconds` are each worker's seconds of its
     last update, loading, forward and backward; `unused` are the numbers of the parameters that got no gradient on any
@@ -136,10 +137,14 @@ class Agreed:
     metrics: dict[str, tuple[float, float]]
     seconds: tuple[float, ...]
     unused: tuple[int, ...]
+    whole: int = 0
+    failed: int = 0
+    news: int = 0
 
 
 Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
-_FIELDS = ("count", "loss", "tested", "strict", "stop", "save", "enter", "writing", "written")
+_VOTES = ("tested", "strict", "whole", "failed", "news")
+_FIELDS = ("count", "loss", *_VOTES, "stop", "save", "enter", "writing", "written")
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ class Stepper:
     layout: VectorLayout | None = None
     housed: int | None = None
     updated: float = 0.0  # seconds of the last update
+    news: dict[str, tuple[str, str]] = field(default_factory=dict)  # observed here, by kind: what, and why
+    told: set[str] = field(default_factory=set)  # kinds that people have been told of
     waiting_since: float = field(default_factory=time.perf_counter)
 
     def step(self, deal: Callable[[], Rows], name: str) -> OneStep:
@@ -75,6 +77,7 @@ class Stepper:
         decision = one.learn()
         if decision is not None:
             self.run.decide(self.trainer, *decision)
+        self._tell(one.news)
         if self.balance is not None and one.generation == self.run.team.operations.number:
             self._weigh(self.balance, one)
         self.run.agreed(one.agreed)
@@ -103,7 +106,7 @@ class Stepper:
         """What a step tells of the workers' speeds. Only in the generation that it was computed in: its members know
         the same, and those of the next one tell each other.
         """
-        balance.divide(tested=one.agreed.tested > 0, strict=one.agreed.strict > 0)
+        balance.divide(tested=one.agreed.tested > 0, strict=one.agreed.strict + one.agreed.whole > 0)
         change = balance.learn(one.agreed.seconds) if one.whole.full else None
         if change is not None:
             about = {"trainer": self.trainer, "step": self.done, "workers": balance.members}
@@ -112,6 +115,17 @@ class Stepper:
             self.run.decide(self.trainer, what, why)
             self.run.say(f"{what}: {why}")
         balance.news.clear()
+
+    def _tell(self, news: dict[str, tuple[str, str]]) -> None:
+        """What somebody has observed, once: a decision and its reason, or what people would not know otherwise."""
+        for kind in sorted(news.keys() - self.told):
+            self.told.add(kind)
+            what, why = news[kind]
+            if why:
+                self.run.decide(self.trainer, what, why)
+            else:
+                self.run.journal.write("note", trainer=self.trainer, step=self.done, text=what)
+                self.run.say(what, once=True)
 
     def hear(self, said: list[Any]) -> None:
         """A part of a step that the team made before this newcomer was of it: one tensor of sums, or all the rest."""
@@ -151,6 +165,7 @@ class OneStep:
         self.generation = -1  # that it was computed in last
         self._begun = False  # gradients have been touched
         self._sums: Sums | None = None
+        self.news: dict[str, tuple[str, str]] = {}  # of all workers
         self.number = stepper.done
         self.lr = float(stepper.job.optimizers[0].param_groups[0]["lr"])
         self.spent: dict[str, float] = {}
@@ -174,8 +189,9 @@ class OneStep:
             merge=of.merging.size,
             test=of.merging.undecided and not of.plan.one_by_one,
             collect=group.size > 1 or of.plan.exact,
-            probe=of.run.probing,
+            probe=of.plan.together == 1 and whole.count > 1,
             reverse=of.run.reverse,
+            hooked="hooks" in of.told,
             cure=whole.cure,
             reached=of.run.team.operations.reached,
         )
@@ -188,14 +204,20 @@ class OneStep:
                 sums = of.top.gradients(whole.micro_batches, self._orders)
                 computed = time.perf_counter()
                 self.agreed = self._agree(sums, whole, of.updated + computed - began)
-                divided = whole.fine and self.agreed.strict > 0
-                if not sums.redo and not divided and not self._overflows():
+                alone = self.agreed.strict + self.agreed.whole > 0 or not math.isfinite(self.agreed.loss)
+                divided = whole.fine and alone
+                if not (sums.redo or divided or self.agreed.failed or self._overflows()):
                     break
                 self._again()
                 of.top.abort(again=True)
-                if divided and of.balance is not None:  # it draws or remembers now: everybody takes whole ones
+                if self.agreed.failed:  # names of metrics may not be known yet
+                    self._orders.merge, of.layout = 1, None
+                if divided and of.balance is not None:  # it draws, say, or fails: everybody takes whole ones
                     of.balance.divide(tested=False, strict=True)
                     whole = self._load()
+            if self.agreed.news:
+                for told in group.gather_json(self._untold()):
+                    self.news = {**told, **self.news}
             self._refuse(sums, self.agreed)
         for member in of.run.members:
             member.state.step_computed()
@@ -211,6 +233,9 @@ class OneStep:
         for micro_batch in whole.micro_batches:
             micro_batch.batch = to_device(micro_batch.batch, self._of.job.device)
         return whole
+
+    def _untold(self) -> dict[str, tuple[str, str]]:
+        return {kind: said for kind, said in self._of.news.items() if kind not in self._of.told}
 
     def _summed(self, flat: torch.Tensor) -> None:
         """The next tensor of sums is there, while the backward goes on."""
@@ -312,10 +337,11 @@ class OneStep:
     def _agree(self, sums: Sums, whole: Rows, seconds: float) -> Agreed:
         """Sums of all workers; on the first step they first agree on the names of the metrics."""
         of, group, run = self._of, self._of.run.team.group, self._of.run
+        of.news |= sums.news
         if of.layout is None:
             of.layout = self._first_layout(sums, whole)
         layout = of.layout
-        if whole.share and tuple(sorted(sums.metrics)) != layout.metrics:
+        if whole.share and not sums.failed and tuple(sorted(sums.metrics)) != layout.metrics:
             raise MetricError(
                 f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}",
                 "return the same names every time, with count 0 where there is nothing to count",
@@ -324,7 +350,10 @@ class OneStep:
             "count": sums.count,
             "loss": sums.loss,
             "tested": sums.tested,
-            "strict": sums.strict or bool(self._indivisible),
+            "strict": sums.strict,
+            "whole": sums.whole or bool(self._indivisible),
+            "failed": sums.failed,
+            "news": bool(self._untold()),
             "stop": run.notice is not None,
             "save": run.wants_save(),
             "enter": run.team.operations.newcomers,
@@ -339,7 +368,7 @@ class OneStep:
 
     def _first_layout(self, sums: Sums, whole: Rows) -> VectorLayout:
         group = self._of.run.team.group
-        names = group.gather_json(sorted(sums.metrics) if whole.share else None)
+        names = group.gather_json(sorted(sums.metrics) if whole.share and not sums.failed else None)
         known = [(rank, name) for rank, name in enumerate(names) if name is not None]
         for rank, other in known:
             if other != known[0][1]:
@@ -347,7 +376,7 @@ class OneStep:
                     f"the loss returned metrics {known[0][1]} on worker {known[0][0]} and {other} on worker {rank}",
                     "return the same names everywhere, with count 0 where there is nothing to count",
                 )
-        return VectorLayout(tuple(known[0][1]), group.size, len(self._of.job.named))
+        return VectorLayout(tuple(known[0][1]) if known else (), group.size, len(self._of.job.named))
 
     def _refuse(self, sums: Sums, agreed: Agreed) -> None:
         """Refuses a step that cannot be applied: its loss is not finite, or there is nothing to take the mean over."""

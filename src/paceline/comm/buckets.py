@@ -100,6 +100,7 @@ class Buckets:
         self.rehouse(allocate)
         self._ready: Callable[[Bucket], None] | None = None
         self._armed = False
+        self._weight: float | None = None
         self._next = 0
         self._touched: set[int] = set()
         self._counted: set[int] = set()
@@ -173,16 +174,18 @@ class Buckets:
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def hook(param: torch.Tensor) -> None:
-            if self._ready is None:
-                return
-            self._land(number, param, first=number not in self._touched)
-            self._touched.add(number)
-            if self._armed and number not in self._counted:
-                self.complete(number)
-            elif self._armed and self._home[number].index < self._next:
-                raise in_two_parts(param)
+            if self._ready is not None and self._weight is None:
+                self._take(number, param)
 
         return hook
+
+    def _take(self, number: int, param: torch.Tensor) -> None:
+        self._land(number, param, first=number not in self._touched)
+        self._touched.add(number)
+        if self._armed and number not in self._counted:
+            self.complete(number)
+        elif self._armed and self._home[number].index < self._next:
+            raise in_two_parts(param)
 
     def complete(self, number: int) -> None:
         """Nothing more comes for this parameter in the step."""
@@ -260,18 +263,24 @@ class Buckets:
 
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
         """Starts a step of so many micro-batches in all: `ready` will be called once with every bucket, in order."""
-        self._ready, self._armed, self._next = ready, False, 0
+        self._ready, self._armed, self._weight, self._next = ready, False, None, 0
         self._touched.clear()
         self._counted.clear()
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
 
-    def open(self, last: bool, blank: bool = False) -> None:
-        """The next backward begins. What the `last` of a step completes may go; of a `blank` one nothing counts."""
-        self._armed = last
+    def open(self, last: bool, blank: bool = False, weight: float | None = None) -> None:
+        """The next backward begins. What the `last` of a step completes may go; of a `blank` one nothing counts. With a
+        `weight` its gradients land at its end, when they have been multiplied by it.
+        """
+        self._armed, self._weight = last, weight
 
     def close(self) -> None:
         """It has ended."""
+        for number, param in enumerate(self.params if self._weight is not None else ()):
+            if param.grad is not None:
+                self._take(number, param)
+        self._weight = None
 
     def flush(self) -> set[int]:
         """Hands on what is left, zeros where no gradient came; returns the numbers of those parameters."""

@@ -105,6 +105,7 @@ class Staging:
         self._works: deque[tuple[dist.Work | None, _Block, _Stage, bool]] = deque()
         self._begun = self._open = self._last = self._blank = self._waits = False
         self._next = 0
+        self._weight: float | None = None
         self._used: set[int] = set()
 
     @staticmethod
@@ -135,9 +136,11 @@ class Staging:
         self._forget_calls()  # of a script's own forwards
         self._begun = True
 
-    def open(self, last: bool, blank: bool = False) -> None:
-        """The next backward begins, the `last` of the step or not; what comes of a `blank` one counts nothing."""
-        self._open, self._last, self._blank, self._next = True, last, blank, 0
+    def open(self, last: bool, blank: bool = False, weight: float | None = None) -> None:
+        """The next backward begins, the `last` of the step or not; what comes of a `blank` one counts nothing, what
+        comes of others is multiplied by a `weight` that is said.
+        """
+        self._open, self._last, self._blank, self._next, self._weight = True, last, blank, 0, weight
         self._waits = self._patient
 
     def land(self, number: int, param: torch.Tensor) -> None:
@@ -156,6 +159,7 @@ class Staging:
         if not self._blank:
             self._used.add(number)
             stage = self._stage(block)
+            grad = grad if self._weight is None else grad * self._weight
             self.home.put(number, grad, stage.wires[index], first=number not in stage.written)
             stage.written.add(number)
         block.landed.add(number)

@@ -22,6 +22,7 @@ import torch
 from torch.multiprocessing import active_children
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from paceline.data.collating import Collated
 from paceline.data.order import sample_index
 from paceline.errors import DatasetError, Noting, UsageError, a
 from paceline.pulse import PULSE
@@ -241,6 +242,7 @@ class Feed:
         self._loading = 0.0
         self._dealt: Place | None = None
         self._next = self.start
+        self.collated = Collated(source.collate, grid.micro) if source.collate is not default_collate else None
         self._iterator: Any = None  # begun when there is something to load
         self._stream = _Stream(self) if source.rows is None else None
 
@@ -313,7 +315,8 @@ class Feed:
             slot, batch = next(self._iterator)
         PULSE.beat()
         where, rows, start = self._where(slot), slot.stop - slot.start, slot.start % self.grid.global_batch
-        return MicroBatch(slot.index, rows, batch, where, slot.part, slot.blank, slot.rows, start)
+        taken = MicroBatch(slot.index, rows, batch, where, slot.part, slot.blank, slot.rows, start)
+        return taken if self.collated is None else self.collated.look(taken)
 
     def __iter__(self) -> Iterator[Batch]:
         step = self.start
@@ -412,6 +415,7 @@ class _Stream:
 
     def __init__(self, feed: Feed) -> None:
         source = self._source = feed.source
+        self._collated = feed.collated
         self._grid, self._step = feed.grid, -1
         options = dict(feed.options)
         if options.get("num_workers", 0) > 1:
@@ -453,7 +457,8 @@ class _Stream:
                 streams.seed(stream_seed(self._source.seed, _COLLATE + epoch, position))
                 batch = self._source.collate(self._rows[cuts[index].start : cuts[index].stop])
             where = f"micro-batch {index} of epoch {epoch}"
-            share.append(MicroBatch(index, len(cuts[index]), batch, where, part, blank, start=cuts[index].start))
+            taken = MicroBatch(index, len(cuts[index]), batch, where, part, blank, start=cuts[index].start)
+            share.append(taken if self._collated is None else self._collated.look(taken))
         return epoch, len(self._rows), share
 
 

@@ -43,7 +43,9 @@ def check(options: LaunchOptions, steps: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A run of a few steps, and where it left its weights. `mixes`: how the loss was seen not to be a sum over rows."""
+    """A run of a few steps, and where it left its weights. `mixes`: what is said of a loss that is not a sum over
+    rows.
+    """
 
     folder: Path
     dtype: str
@@ -93,12 +95,8 @@ def _verdict(results: list[Case], workers: int, steps: int) -> int:
     print(f"  {f'one worker, and {workers} workers':52} {spread:.1e}")
     print(f"  {f'one worker in another order, and {workers} workers':52} {cross:.1e}")
     mixes = results[0].mixes
-    if mixes:
-        why = "It depends on which rows share a micro-batch (a mean over unequal counts, or a contrastive loss)"
-        cure = "return (sum, count), or say micro= in the plan to fix the rows of a micro-batch."
-        print(f"the loss is not a sum over rows: {mixes}.\n  {why}: {cure}")
     if same:
-        print(f"verdict: the same training on {workers} workers as on one" + (", for this micro=" if mixes else ""))
+        print(f"verdict: the same training on {workers} workers as on one" + (f", but {mixes}" if mixes else ""))
     elif not steady:
         print("verdict: two runs with one worker already differ by more than rounding")
         print(
@@ -108,4 +106,6 @@ def _verdict(results: list[Case], workers: int, steps: int) -> int:
         worst = sorted(one, key=lambda name: -float((one[name] - many[name]).norm()))[:3]
         print(f"verdict: NOT the same training; furthest apart: {', '.join(worst)}")
         print("  Look for what depends on the worker: rows drawn outside of the dataset, state kept in the forward.")
+    if mixes and not same:
+        print(f"  Besides, {mixes}")
     return 0 if same and not mixes else 1

@@ -54,6 +54,7 @@ class Summary:
         self.grids = _once(events, "grid", "phase")
         self.shares = [event for event in last if event["event"] == "shares"]
         self.memory = [event for event in last if event["event"] == "memory"]
+        self.notes = _once(events, "note", "text")
         self.decisions = _once(events, "decision", "what")
         if len({event["trainer"] for event in events if "trainer" in event}) > 1:
             for event in self.decisions:
@@ -272,6 +273,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
     tables: dict[str, Rows] = {
         "Results": [
             *losses,
+            *(("note", str(event.get("text"))) for event in s.notes),
             ("evaluation", f"{values} (step {evaluation.get('step')})" if values else ""),
             ("goodput", _goodput(s)),
             ("done", done if s.steps_done else ""),

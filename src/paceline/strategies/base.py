@@ -24,8 +24,10 @@ from paceline.comm.staging import Staging
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import Agreed, Part, exact_sum, stream_seed
 from paceline.strategies.buffers import DECLARED, Carried
+from paceline.strategies.hooks import weighed
+from paceline.strategies.observing import HOOKED, USERS_OWN, Observer
 from paceline.strategies.offload import Hosted
-from paceline.strategies.pieces import MicroBatch, Piece, join, merged
+from paceline.strategies.pieces import MicroBatch, Piece, merged
 from paceline.strategies.state import held, in_rows, load_optimizer, optimizer_state, own_rows, same_number
 from paceline.strategies.streams import Streams
 from paceline.strategies.watch import OTHERS, BufferWatch
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from paceline.strategies.blueprint import Blueprint
 
 Ready = Callable[[Bucket], None]
-# What a forward raises that was not made for more rows than a micro-batch has.
-_USERS_OWN = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError)
 LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
 
 
@@ -85,9 +85,10 @@ class Orders:
     """What a step is told: its number, the count its gradients are scaled by, its size, and how it may be executed.
 
     `merge` is how many micro-batches a piece may hold, `test` asks for an observation of whether they may be merged
-    at all, `probe` to look at the loss also where they may not, `collect` for BatchNorm's statistics per micro-batch,
-    `reverse` for the opposite order of summation. `cure` helps against micro-batches of a single row. `reached` is told
-    of moments in it, `summed`, if it is there, of each tensor of sums as soon as it is whole.
+    at all, `probe` to look once at the loss also where they may not, `collect` for BatchNorm's statistics per
+    micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has gradient hooks. `cure` helps
+    against micro-batches of a single row. `reached` is told of moments in it, `summed`, if it is there, of each tensor
+    of sums as soon as it is whole.
     """
 
     step: int
@@ -99,6 +100,7 @@ class Orders:
     probe: bool = False
     collect: bool = False
     reverse: bool = False
+    hooked: bool = False
     cure: str = ""
     reached: Callable[[str], None] = lambda moment: None
     summed: Callable[[torch.Tensor], None] | None = None
@@ -107,6 +109,10 @@ class Orders:
 @dataclass
 class Sums:
     """What one worker's share of a step adds up to. Gradients stay where the strategy keeps them, as sums/expected.
+
+    `strict`: micro-batches must stay alone, and `why`; `whole`: they must not be divided among workers; `failed`: a
+    piece that was merged or divided did, and the step is to be redone without. `news` is what people are to be told,
+    by kind: what, and why if it is a decision.
 
     `records` are of what forwards leave in buffers, zero where another worker computed it; `cramped` says that the
     memory was too small for merged pieces. With `exact`, `parts` has (number, loss, count, metrics) of each
@@ -120,7 +126,9 @@ class Sums:
     tested: bool = False
     strict: bool = False
     why: str = ""
-    mixes: str = ""
+    whole: bool = False
+    failed: bool = False
+    news: dict[str, tuple[str, str]] = field(default_factory=dict)
     records: torch.Tensor | None = None
     cramped: bool = False
     parts: list[Part] = field(default_factory=list)
@@ -215,6 +223,7 @@ class Single(Strategy):
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
         self.names = {id(param): name for name, param in [*self.frozen.items(), *job.own.items()]}
         self.streams = Streams(job.device)
+        self.observer = Observer(job, self.streams, gathered=staged is not None)
         self._look_around()
         kind = ExactBuckets if job.exact else Buckets
         self._allocate = allocate
@@ -232,6 +241,7 @@ class Single(Strategy):
         self.models = [self.job.model, *(model for model in self.job.beside if model is not self.job.model)]
         self.carried = Carried(self.models, self.job.exact)
         self.watch = BufferWatch(self.models, self.carried.buffers())
+        self.observer.hooks.beside(self.models)
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         held = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
@@ -263,12 +273,12 @@ class Single(Strategy):
     # -- forward and backward -----------------------------------------------------------------------------------
 
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
-        sent: list[Bucket] = []
+        sent = self._sent = list[Bucket]()
 
         def send(bucket: Bucket) -> None:
-            if not sent:
-                orders.reached("backward")
             sent.append(bucket)
+            if len(sent) == 1:
+                orders.reached("backward")
             (ready or self.reduce)(bucket)
 
         try:
@@ -297,39 +307,25 @@ class Single(Strategy):
         if self.landing is not None:
             self.landing.begin(ready, orders.micro_batches)
         order = [m for m in micro_batches if not m.blank]
-        sums.why = self.carried.certain if order else ""
-        sums.strict = bool(sums.why)
+        sums.why = self.observer.why(self.carried.certain)
+        sums.strict = bool(sums.why and order)
         order = order[::-1] if orders.reverse else order
         blanks = [Piece([m], m.batch) for m in micro_batches if m.blank]
         queue = deque([*blanks, *merged(order, 1 if sums.strict else orders.merge)])
         parts: list[_Part] = []
-        while queue:
+        while queue and not sums.failed:
             piece = queue.popleft()
             if piece.micro_batches[0].blank:
                 self._run_blank(piece, orders, last=not queue)
                 continue
-            mergeable = not sums.strict or len(piece.micro_batches) == 1
-            with piece.noted:
-                part = self._forward(piece, sums, orders) if mergeable else None
-            if part is None:  # it is merged and may not be: its micro-batches one by one
-                queue.extendleft(Piece([m], m.batch) for m in reversed(piece.micro_batches))
-                continue
             if not parts:
                 orders.reached("forward")
-            if self.landing is not None:
-                self.landing.open(last=not queue)
-            mark = self.streams.mark() if orders.test and not sums.strict else ()
-            with piece.noted:
-                part.total.mul(1.0 / orders.expected).backward()
-            if self.landing is not None:
-                self.landing.close()
-            if mark and self.streams.moved(mark):
-                sums.strict, sums.why = True, "the backward draws random numbers"
-            if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
-                self.carried.record(sums.records, piece)
-            parts.append(part.detached())
-        if orders.test and len(order) > 1 and (orders.probe or not sums.strict):
-            self._test_merging(order[:2], sums)
+            part = self._run(piece, sums, orders, last=not queue)
+            if part is not None:
+                parts.append(part)
+            elif not sums.failed:  # it is merged and may not be: its micro-batches one by one
+                queue.extendleft(Piece([m], m.batch) for m in reversed(piece.micro_batches))
+        self.observer.observe(lambda piece: self._loss(piece).detached(), self.models, order, sums, orders)
         self._add_up(parts, sums)
         if self.landing is not None and self.buckets is not None:
             sums.unused = self.landing.flush()
@@ -338,16 +334,54 @@ class Single(Strategy):
             sums.unused = {number for number, param in enumerate(self.params) if param.grad is None}
         return sums
 
+    def _run(self, piece: Piece, sums: Sums, orders: Orders, last: bool) -> _Part | None:
+        """Forward and backward of one piece, the `last` of the step or not; None if it may not be computed so."""
+        if sums.strict and len(piece.micro_batches) > 1:
+            return None
+        try:
+            with piece.noted, nullcontext() if self.observer.done else self.observer.hooks.watched():
+                part = self._forward(piece, sums, orders)
+            if part is None:
+                return None
+            mark = self.streams.mark() if orders.test and not sums.strict else ()
+            with piece.noted:
+                self._backward(part, orders, last)
+        except (*USERS_OWN, LossError) as error:
+            if piece.plain or self._sent or isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.observer.give_up(piece, sums, error)
+            return None
+        if mark and self.streams.moved(mark):
+            sums.strict, sums.why = True, "the backward draws random numbers"
+        if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
+            self.carried.record(sums.records, piece)
+        odd = [m.odd for m in piece.micro_batches if m.odd]
+        if odd and part.mean is not None:
+            sums.news["rows"] = odd[0], ""
+        return part.detached()
+
+    def _backward(self, part: _Part, orders: Orders, last: bool, blank: bool = False) -> None:
+        """Where there are hooks, of the mean, and what they have seen is weighed."""
+        hooked = orders.hooked or self.observer.hooks.where
+        weight = float(part.count) / orders.expected if hooked else None
+        if self.landing is not None:
+            self.landing.open(last, blank, weight)
+        if weight is None:
+            part.total.mul(1.0 / orders.expected).backward()
+        else:
+            mean = part.total / (part.count or 1) if part.mean is None else part.mean
+            with weighed(self.params, weight):
+                mean.backward()
+        if self.landing is not None:
+            self.landing.close()
+
     def _run_blank(self, piece: Piece, orders: Orders, last: bool) -> None:
         """One of the forwards and backwards that the other workers of a replica make more than this one: nothing of it
         counts.
         """
         assert self.landing is not None
         self.streams.seed(stream_seed(self.job.seed, orders.step, piece.micro_batches[0].index))
-        part = self._loss(piece)
-        self.landing.open(last, blank=True)
-        part.total.mul(1.0 / orders.expected).backward()
-        self.landing.close()
+        self._backward(self._loss(piece), orders, last, blank=True)
         self.watch.restore()
         self.carried.restore()
 
@@ -379,9 +413,11 @@ class Single(Strategy):
                 if changed.endswith(OTHERS)
                 else "say how it is merged with paceline.buffer, or train with one worker",
             )
-        if drew or moved or changed is not None:
+        self.observer.change |= changed is not None
+        hooked = bool(self.observer.hooks.where) and not sums.strict  # it has just been found
+        if drew or moved or hooked or changed is not None:
             sums.strict = True
-            sums.why = moved or f"the forward changes the {changed}"
+            sums.why = moved or (HOOKED if hooked else f"the forward changes the {changed}")
             sums.why = "the forward draws random numbers" if drew else sums.why
             if len(piece.micro_batches) > 1:
                 self.watch.restore()
@@ -395,37 +431,6 @@ class Single(Strategy):
             output = job.forward(job.model, piece.batch)
             result = job.loss(output, piece.batch)
         return _Part.of(result, piece, any(param.requires_grad for param in self.params))
-
-    def _test_merging(self, pair: Sequence[MicroBatch], sums: Sums) -> None:
-        """Whether the loss of two micro-batches together is the sum of theirs: observed, not guessed."""
-        whole = join(pair)
-        if whole is None:
-            return
-        modules = [module for model in self.models for module in model.modules()] if sums.strict else []
-        training = [module for module in modules if module.training]
-        for module in training:  # at rest, draws and BatchNorm do not hide what the loss does
-            module.training = False
-        try:
-            with torch.no_grad():
-                together, *parts = (self._loss(piece) for piece in (whole, *(Piece([m], m.batch) for m in pair)))
-        except _USERS_OWN as error:  # a fixed number of rows, say, or gradients that the forward itself takes
-            said = str(error).partition("\n")[0]
-            sums.why = sums.why or f"two micro-batches together fail ({type(error).__name__}: {said:.80})"
-            sums.strict = True
-            return
-        finally:
-            for module in training:
-                module.training = True
-        apart, count = sum(float(part.total) for part in parts), sum(float(part.count) for part in parts)
-        tolerance = 1e-9 if together.total.dtype == torch.float64 else 1e-4
-        tolerance = 2e-2 if self.job.precision is not None else tolerance
-        size = max(sum(abs(float(part.total)) for part in parts), 1e-30)
-        sums.tested = not sums.strict
-        counts_agree = abs(float(together.count) - count) <= 1e-6 * abs(count)  # they may be sums of float32 weights
-        if not counts_agree or not abs(float(together.total) - apart) <= tolerance * size:
-            sums.mixes = f"two micro-batches together give {float(together.total):.6g}, one by one {apart:.6g}"
-            sums.why = sums.why or f"the loss is not a sum over rows: {sums.mixes}"
-            sums.strict = True
 
     def _add_up(self, parts: Sequence[_Part], sums: Sums) -> None:
         if not parts:
@@ -536,10 +541,12 @@ class _Part:
     metrics: Mapping[str, tuple[Any, Any]]
     piece_source: str
     index: int
+    mean: torch.Tensor | None = None  # if that is what the loss returned
 
     @staticmethod
     def of(result: Any, piece: Piece, trainable: bool) -> _Part:
         metrics: Mapping[str, tuple[Any, Any]] = {}
+        mean = result if isinstance(result, torch.Tensor) else None
         if isinstance(result, torch.Tensor):
             total, count = result * piece.rows if result.numel() == 1 else result, piece.rows
         elif isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], torch.Tensor):
@@ -557,7 +564,7 @@ class _Part:
             )
         if not isinstance(metrics, Mapping) or any(not _is_pair(pair) for pair in metrics.values()):
             raise LossError(f"the loss returned metrics {metrics!r:.80}", LOSS_FORMS)
-        return _Part(total.reshape(()), count, metrics, piece.source, piece.micro_batches[0].index)
+        return _Part(total.reshape(()), count, metrics, piece.source, piece.micro_batches[0].index, mean)
 
     def detached(self) -> _Part:
         metrics = {name: (_bare(total), _bare(count)) for name, (total, count) in self.metrics.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -103,35 +102,27 @@ def recompute(model: nn.Module) -> tuple[str, str]:
 
 
 def _recomputed(block: nn.Module, forward: Any, *given: Any, **named: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        named["context_fn"] = partial(_same_buffers, block)
-    return checkpoint(forward, *given, use_reentrant=False, **named)
-
-
-def _same_buffers(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around a forward and around its recomputation, which finds the buffers as the forward did and changes copies of
-    them: BatchNorm's statistics move once. A compiled one is recomputed by its graph, without its side effects.
+    """Recomputed, also several times for the gradient of a gradient, a forward finds the buffers as it first did and
+    changes copies of them: BatchNorm's statistics move once. A compiled one is recomputed by its graph, without its
+    side effects.
     """
-    found: list[tuple[nn.Module, str, torch.Tensor]] = []
+    found: list[tuple[nn.Module, str, torch.Tensor]] | None = None
 
-    @contextmanager
-    def first() -> Iterator[None]:
-        named = [(module, name, buffer) for module in block.modules() for name, buffer in module._buffers.items()]
-        found.extend((module, name, buffer.clone()) for module, name, buffer in named if buffer is not None)
-        yield
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        kept = [(module, name, module._buffers[name]) for module, name, _ in found]
+    def run(*given: Any, **named: Any) -> Any:
+        nonlocal found
+        kept = [(module, name, buffer) for module in block.modules() for name, buffer in module._buffers.items()]
+        if found is None:
+            found = [(module, name, buffer.clone()) for module, name, buffer in kept if buffer is not None]
+            return forward(*given, **named)
         for module, name, buffer in found:
             module._buffers[name] = buffer.clone()
         try:
-            yield
+            return forward(*given, **named)
         finally:  # torch leaves a recomputation by an exception as soon as it has what it needs
             for module, name, now in kept:
                 module._buffers[name] = now
 
-    return first(), again()
+    return checkpoint(forward if torch.compiler.is_compiling() else run, *given, use_reentrant=False, **named)
 
 
 class _Compiled:

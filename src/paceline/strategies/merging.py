@@ -24,7 +24,7 @@ class Merging:
 
     def __init__(self, device: torch.device, never: bool) -> None:
         self.size = 1
-        self.mixes = ""  # how the loss was seen not to be a sum over rows
+        self.mixes = ""  # what is said of a loss that was seen not to be a sum over rows
         self._cuda, self._never = device.type == "cuda", never
         self._verdict = ""
         self._settled = False
@@ -36,7 +36,7 @@ class Merging:
 
     def learn(self, sums: Sums, agreed: Agreed, per_row: float, share: int) -> Decision | None:
         """Takes a step's observation and measure (seconds per row, micro-batches here); a decision if it makes one."""
-        self.mixes = self.mixes or sums.mixes
+        self.mixes = self.mixes or sums.news.get("mixes", ("",))[0]
         if agreed.strict and self._verdict != "strict":
             self._verdict, self.size = "strict", 1
             return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ _SHOWN = 12  # numbers of rows
 class MicroBatch:
     """One micro-batch: its number in the grid, its rows, the collated batch, and where the rows came from, also as
     `numbers` in the dataset; in the global batch the first of them is at `start`. Where other workers compute a part of
-    it, `part` are the rows of the batch that are to be taken here. A `blank` one is run only because the other workers
-    of a replica run more.
+    it, `part` are the rows of the batch that are to be taken here, after which it is `divided`. A `blank` one is run
+    only because the other workers of a replica run more. `odd` says that it has other rows than it was made of.
     """
 
     index: int
@@ -31,6 +31,8 @@ class MicroBatch:
     blank: bool = False
     numbers: tuple[int, ...] = ()
     start: int = 0
+    divided: bool = False
+    odd: str = ""
 
     def take_part(self) -> bool:
         """Leaves the rows of this worker's part; whether they can be told from the others."""
@@ -40,8 +42,14 @@ class MicroBatch:
         if divisible:
             self.batch, self.rows = cut(self.batch, self.part), len(self.part)
             self.numbers = self.numbers[self.part.start : self.part.stop]
-        self.part = None
+        self.part, self.divided = None, divisible
         return divisible
+
+    def halves(self) -> list[Piece]:
+        """The rows as two workers could share them, in as unequal parts as there may be; none if they cannot."""
+        grain = -(-self.rows // 8)
+        parts = [replace(self, part=part) for part in (range(grain), range(grain, self.rows)) if part]
+        return [Piece([part], part.batch) for part in parts if len(parts) > 1 and part.take_part()]
 
 
 @dataclass
@@ -54,6 +62,11 @@ class Piece:
     @property
     def rows(self) -> int:
         return sum(micro_batch.rows for micro_batch in self.micro_batches)
+
+    @property
+    def plain(self) -> bool:
+        """One micro-batch and all of it."""
+        return len(self.micro_batches) == 1 and not self.micro_batches[0].divided
 
     @property
     def source(self) -> str:

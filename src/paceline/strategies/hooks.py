@@ -1,0 +1,99 @@
+"""Gradient hooks of the user's: where they are, and a backward in which they see what one micro-batch's mean gives.
+
+A hook may do to a gradient what is not linear, as clipping is: then it matters what it is shown, and neither a sum
+over several micro-batches nor another scale will do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as every
+
+from paceline.errors import UsageError
+
+
+class Hooks:
+    """The gradient hooks on parameters, on modules, and on tensors of the first forward; `where` names the first that
+    was found. There must be none where gradients are `scaled` (fp16), and none on parameters that are `gathered`.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter], scaled: bool, gathered: bool) -> None:
+        self.where = ""
+        self._params, self._scaled, self._gathered = params, scaled, gathered
+        self._modules: list[tuple[str, Mapping[int, Any]]] = []
+        self._known = -1
+
+    def beside(self, models: Sequence[nn.Module]) -> None:
+        """Whose modules a loss may run."""
+        named = [(name or "the model", module) for model in models for name, module in model.named_modules()]
+        self._modules = [(n, hooks) for n, m in named for hooks in (m._backward_hooks, m._backward_pre_hooks)]
+        self._modules += [("all modules", h) for h in (every._global_backward_hooks, every._global_backward_pre_hooks)]
+        self._known = -1
+
+    def look(self) -> None:
+        """Before a step: those on parameters and modules, where more have come since the last one."""
+        owners = [(n, (p._backward_hooks, p._post_accumulate_grad_hooks)) for n, p in self._params.items()]
+        params = [(name, hooks) for name, both in owners for hooks in both if hooks]
+        count = sum(len(hooks) for _, hooks in (*params, *self._modules))
+        if count == self._known:
+            return
+        self._known = count
+        for name, hooks in params:
+            if not all(map(_ours, hooks.values())):
+                if self._gathered:
+                    raise UsageError(f"{name} of the model has a hook, which would not be called", "say zero=1")
+                self._found(f"a gradient hook on {name}")
+        for name, those in self._modules:
+            if those:
+                self._found(f"a backward hook on {name}")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A forward is run for the first time: are tensors in it given hooks?"""
+        plain: Any = torch.Tensor.register_hook
+
+        def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+            asks: FrameType | None = sys._getframe(1)
+            while asks is not None and asks.f_globals.get("__name__") == "torch.autograd.graph":
+                asks = asks.f_back
+            if asks is not None and not str(asks.f_globals.get("__name__")).startswith(("torch.", "paceline.")):
+                self._found(f"a gradient hook in {Path(asks.f_code.co_filename).name}:{asks.f_lineno}")
+            return plain(tensor, hook)
+
+        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.Tensor.register_hook = plain  # type: ignore[method-assign]
+
+    def _found(self, where: str) -> None:
+        if self._scaled:
+            raise UsageError(f"{where} would see gradients in the loss scale of fp16", "say precision=bf16")
+        self.where = self.where or where
+
+
+def _ours(hook: Any) -> bool:
+    made = getattr(hook, "func", hook)  # of a partial
+    return str(getattr(made, "__module__", "")).startswith("paceline.")
+
+
+@contextmanager
+def weighed(params: Sequence[nn.Parameter], weight: float) -> Iterator[None]:
+    """What a backward in it makes is multiplied by `weight` after all hooks, and added to what was there."""
+    before = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    yield
+    for param, added in zip(params, before, strict=True):
+        if param.grad is not None:
+            more = param.grad * weight
+            added = more if added is None else added.add_(more)
+        param.grad = added

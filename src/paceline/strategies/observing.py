@@ -1,0 +1,131 @@
+"""What the first micro-batches show: may they be merged or divided, and is the loss a sum over rows?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from paceline.strategies.hooks import Hooks
+from paceline.strategies.pieces import MicroBatch, Piece, join
+from paceline.strategies.streams import Streams
+
+if TYPE_CHECKING:
+    from paceline.strategies.base import Job, Orders, Sums
+
+Loss = Callable[[Piece], Any]  # has `total` and `count`
+# What a forward raises that was not made for other rows than a micro-batch has, or for being at rest.
+USERS_OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
+HOOKED = "a gradient hook is to see the gradient of one micro-batch"
+_SEES = "micro-batches are computed one by one, and it sees the gradient of the mean over a micro-batch"
+_NOT_A_SUM = (
+    "the loss is not a sum over rows ({}), so it is the same on any number of workers, but not what plain PyTorch "
+    "computes over the whole batch; return (sum, count); where it is to be over the whole batch, as a contrastive one, "
+    "each micro-batch has its own, and micro= in the plan defines it"
+)
+
+
+class Observer:
+    """What is known here of how micro-batches may be computed: the user's `hooks`, whether any were computed yet
+    (`done`), and whether forwards `change` what they should not.
+    """
+
+    def __init__(self, job: Job, streams: Streams, gathered: bool) -> None:
+        self.job, self.streams = job, streams
+        self.hooks = Hooks(job.named, job.precision == "fp16", gathered)
+        self.done = self.change = False
+        self._failed = ""
+
+    def why(self, certain: str) -> str:
+        """Before a step: why micro-batches must stay alone, as far as that is known."""
+        self.hooks.look()
+        return certain or (HOOKED if self.hooks.where else self._failed)
+
+    def give_up(self, piece: Piece, sums: Sums, error: Exception) -> None:
+        """Other rows than those of one micro-batch fail: nobody is to compute them together, or apart."""
+        sums.failed = True
+        if len(piece.micro_batches) > 1:
+            self._failed = sums.why = f"several micro-batches together fail {_told(error)}"
+            sums.strict = True
+        else:
+            _not_divided(sums, f"a part of one fails {_told(error)}")
+
+    def observe(
+        self, loss: Loss, models: Sequence[nn.Module], some: Sequence[MicroBatch], sums: Sums, orders: Orders
+    ) -> None:
+        """After a step's micro-batches, of which `some` count."""
+        first, self.done = not self.done, self.done or bool(some)
+        if self.hooks.where:
+            sums.news["hooks"] = f"{self.hooks.where}: {_SEES}", ""
+        asked = (first and orders.probe and not self.change) or (orders.test and not sums.strict and len(some) > 1)
+        if not some or sums.failed or not asked:
+            return
+        # At rest, draws and BatchNorm do not hide what the loss does.
+        training = [m for model in models for m in model.modules() if m.training] if sums.strict else []
+        for module in training:
+            module.training = False
+        mark = self.streams.mark()
+        try:
+            with nullcontext() if self.hooks.where else torch.no_grad():  # without, none can be set
+                self._observe(loss, some[:2], sums, orders.test, first)
+        finally:
+            for module in training:
+                module.training = True
+        if self.streams.moved(mark):  # it is another loss each time
+            sums.news.pop("mixes", None)
+
+    def _observe(self, loss: Loss, some: Sequence[MicroBatch], sums: Sums, test: bool, first: bool) -> None:
+        """Whether the loss of two micro-batches together is the sum of theirs, and that of one the sum of its parts':
+        observed, not guessed. What cannot be merged is divided only the `first` time.
+        """
+        alone = [Piece([micro_batch], micro_batch.batch) for micro_batch in some]
+        together, one = join(some) if len(some) > 1 else None, None
+        if together is not None:
+            try:
+                whole, *parts = (loss(piece) for piece in (together, *alone))
+            except USERS_OWN as error:  # a fixed number of rows, say, or gradients that the forward itself takes
+                sums.why, sums.strict = sums.why or f"two micro-batches together fail {_told(error)}", True
+                return
+            one, sums.tested = parts[0], test and not sums.strict
+            if differ := self._differ(whole, parts):
+                _mixes(sums, "two micro-batches together give {}, one by one {}".format(*differ))
+                return
+        try:
+            halves = some[0].halves() if first or together is not None else []
+            parts = [loss(half) for half in halves]
+            differ = self._differ(one or loss(alone[0]), parts) if parts else None
+        except USERS_OWN as error:
+            if test:
+                _not_divided(sums, f"a part of one fails {_told(error)}")
+            return
+        if differ and together is None:
+            _mixes(sums, "a micro-batch gives {}, its rows in two parts {}".format(*differ))
+        elif differ and test:
+            _not_divided(sums, "one gives {}, its rows in two parts {}".format(*differ))
+
+    def _differ(self, whole: Any, parts: Sequence[Any]) -> tuple[str, str] | None:
+        """The loss of a whole and that of its parts, for people, if they or the counts are not equal."""
+        apart, count = sum(float(part.total) for part in parts), sum(float(part.count) for part in parts)
+        tolerance = 1e-9 if whole.total.dtype == torch.float64 else 1e-4
+        tolerance = 2e-2 if self.job.precision is not None else tolerance
+        size = max(sum(abs(float(part.total)) for part in parts), 1e-30)
+        counts_agree = abs(float(whole.count) - count) <= 1e-6 * abs(count)  # they may be sums of float32 weights
+        same = counts_agree and abs(float(whole.total) - apart) <= tolerance * size
+        return None if same else (f"{float(whole.total):.6g}", f"{apart:.6g}")
+
+
+def _told(error: Exception) -> str:
+    said = str(error).partition("\n")[0]
+    return f"({type(error).__name__}: {said:.80})"
+
+
+def _not_divided(sums: Sums, why: str) -> None:
+    sums.whole, sums.news["whole"] = True, ("micro-batches are not divided among workers", why)
+
+
+def _mixes(sums: Sums, how: str) -> None:
+    sums.why, sums.strict = sums.why or f"the loss is not a sum over rows: {how}", True
+    sums.news["mixes"] = _NOT_A_SUM.format(how), ""
