@@ -12,17 +12,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError, UsageError, shown
-from paceline.launch import keeper
-from paceline.launch.chaos import chaos
-from paceline.launch.check import check
-from paceline.launch.local import launch
+from paceline.errors import LaunchError, PacelineError, UsageError, shown
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
 from paceline.observe.report import write_report
 from paceline.observe.summary import explain
 from paceline.plan import describe
 from paceline.world import parse_whole
+
+if sys.platform.startswith("linux"):  # elsewhere these are refused
+    from paceline.launch import keeper
+    from paceline.launch.chaos import chaos
+    from paceline.launch.check import check
+    from paceline.launch.local import launch
 
 HANGS = "ends a worker that does nothing for so long (default 1800, or 0, which is never, at a terminal)"
 RESTARTS = "how often workers lost to one cause are started again (default 10); 0: any loss ends the run"
@@ -61,6 +63,9 @@ def _option(
 
 
 def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions:
+    if not sys.platform.startswith("linux"):
+        what = f"the workers of `paceline run` need Linux, and this is {sys.platform}"
+        raise LaunchError(what, "run `python train.py` here, which trains with one")
     if script is None:
         raise UsageError("no script was given", "give the path of the Python file that trains")
     name = script if module else None
@@ -68,7 +73,8 @@ def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions
 
 
 def _run(take_over: Path | None, **options: Any) -> int | str:
-    return launch(_launched(**options)) if take_over is None else keeper.take_over(take_over)
+    launched = _launched(**options) if take_over is None or not sys.platform.startswith("linux") else None
+    return launch(launched) if launched is not None else keeper.take_over(take_over)
 
 
 def _check(steps: int, **options: Any) -> int:
