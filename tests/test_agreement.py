@@ -212,13 +212,15 @@ def test_under_every_plan(plan: str, others: str, tmp_path: Path) -> None:
 
 ALIKE = """
 for t in (make(), make(plan="exact micro=3")):
-    mean = [p.detach().clone() for p in t.model.parameters()]
+    t.state["mean"] = [p.detach().clone() for p in t.model.parameters()]
     for report in t.steps(data, count=16):
         with torch.no_grad():
-            for m, p in zip(mean, t.model.parameters()):
+            for m, p in zip(t.state["mean"], t.model.parameters()):
                 m.lerp_(p.clamp_(-1, 1), 0.1)
                 if report.step % 5 == 0:  # swapped
-                    m.data, p.data = p.data.clone(), m.data.clone()
+                    old = p.clone()
+                    p.copy_(m)
+                    m.copy_(old)
     t.evaluate(data, lambda o, b: {"n": (len(o), 1)})
 """
 

@@ -87,7 +87,7 @@ class Weights:
 
     def _named(self) -> dict[str, torch.Tensor]:
         """Parameters, of those in pieces the piece, and BatchNorm's statistics."""
-        found = dict(self.job.model.named_parameters())
+        found: dict[str, torch.Tensor] = dict(self.job.model.named_parameters())
         for path, module in self.job.model.named_modules():
             if isinstance(module, _BatchNorm):
                 found |= {f"{path}.{name}".lstrip("."): buffer for name, buffer in module.named_buffers()}
@@ -103,12 +103,20 @@ class Weights:
         self._spend(began)
         return float(found)
 
-    def judge(self, group: Group, told: Sequence[float], give: bool | None = False) -> None:
-        """Raises WorkersDifferError on all workers where one has others than the rest. Where workers differ in kind the
-        distance is measured, unless `give` is None; with it the first one's state becomes everybody's. Collective.
+    def judge(
+        self,
+        group: Group,
+        told: Sequence[float],
+        give: bool | None = False,
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Raises WorkersDifferError on all workers where one has others than the rest; `undo` brings statistics back.
+        Where workers differ in kind the distance is measured, unless `give` is None; with it the first one's state
+        becomes everybody's. Collective.
         """
         self.checks += 1
         if self._apart(told):
+            undo()
             named = self._named()
             each = group.gather_json([digest([tensor]) for tensor in named.values()])
             found = {name: self._apart(column) for name, column in zip(named, zip(*each, strict=True), strict=True)}
@@ -140,7 +148,8 @@ class Weights:
         apart, size, across = 0.0, 0.0, group.across(self.places)
         some, named = across if self._in_pieces else group, self._named()
         some.enter("the weights of several kinds of workers", check=False, kind="weights compared")
-        for alike in kinds((tensor for tensor in named.values() if tensor.is_floating_point()), BYTES):
+        floats = (p for p in self.job.model.parameters() if p.is_floating_point())
+        for alike in kinds((getattr(p, "_local_tensor", p) for p in floats), BYTES):
             mine = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
             first = some.broadcast(mine.clone()).double()
             apart += float((mine.double() - first).square().sum())

@@ -20,7 +20,7 @@ from paceline.observe.summary import explain
 from paceline.plan import describe
 from paceline.world import parse_whole
 
-if sys.platform.startswith("linux"):  # elsewhere these are refused
+if sys.platform.startswith("linux"):
     from paceline.launch import keeper
     from paceline.launch.chaos import chaos
     from paceline.launch.check import check
@@ -63,9 +63,6 @@ def _option(
 
 
 def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions:
-    if not sys.platform.startswith("linux"):
-        what = f"the workers of `paceline run` need Linux, and this is {sys.platform}"
-        raise LaunchError(what, "run `python train.py` here, which trains with one")
     if script is None:
         raise UsageError("no script was given", "give the path of the Python file that trains")
     name = script if module else None
@@ -73,8 +70,7 @@ def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions
 
 
 def _run(take_over: Path | None, **options: Any) -> int | str:
-    launched = _launched(**options) if take_over is None or not sys.platform.startswith("linux") else None
-    return launch(launched) if launched is not None else keeper.take_over(take_over)
+    return launch(_launched(**options)) if take_over is None else keeper.take_over(take_over)
 
 
 def _check(steps: int, **options: Any) -> int:
@@ -317,6 +313,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         cut = words.index("--")
         words, own = words[:cut], words[cut + 1 :]
     try:
+        if words[:1] in (["run"], ["check"], ["chaos"]) and not sys.platform.startswith("linux"):
+            what = f"the workers of `paceline {words[0]}` need Linux, and this is {sys.platform}"
+            raise LaunchError(what, "run `python train.py` here, which trains with one")
         options = vars(_parser().parse_args(words))
         command, usage = options.pop("command"), options.pop("usage")
         if own:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ class OneStep:
                     of.balance.divide(tested=False, strict=True)
                     whole = self._load()
             if self._looks:
-                of.weights.judge(group, self.agreed.digests)
+                of.weights.judge(group, self.agreed.digests, undo=partial(of.top.abort, again=True))
             self._refuse(sums, self.agreed)
         for member in of.run.members:
             member.state.step_computed()

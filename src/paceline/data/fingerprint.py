@@ -181,6 +181,8 @@ def _kept(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Callable[[],
     elif isinstance(value, io.IOBase):
         if not value.closed and value.seekable():
             yield partial(value.seek, value.tell())
+    elif isinstance(value, tuple):
+        inner = [*value]
     elif isinstance(value, list):
         yield partial(value.__setitem__, slice(None), inner := [*value])
     elif isinstance(value, dict) or (hasattr(value, "__dict__") and kind.__module__ not in sys.stdlib_module_names):
