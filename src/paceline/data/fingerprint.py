@@ -24,6 +24,7 @@ from paceline.step import parted, stream_seed
 from paceline.strategies.streams import Streams
 
 SAMPLED = 4  # rows
+_STDLIB = sys.stdlib_module_names  # its objects may be other threads'
 _DEPTH, _MANY = 5, 64  # how deep is looked into a row and a dataset, and into how many things side by side
 _STREAM = 1 << 44  # apart from those of loading
 # What loading a row may raise. Training raises it again, if it comes to the row.
@@ -185,7 +186,7 @@ def _kept(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Callable[[],
         inner = [*value]
     elif isinstance(value, list):
         yield partial(value.__setitem__, slice(None), inner := [*value])
-    elif isinstance(value, dict) or (hasattr(value, "__dict__") and kind.__module__ not in sys.stdlib_module_names):
+    elif isinstance(value, dict) or (hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _STDLIB):
         now = value if isinstance(value, dict) else vars(value)
         before = {**now}
         yield partial(_put_back, now, before)
