@@ -30,7 +30,7 @@ ROWS = [
     {"comm"},
     {"strategies"},
     {"data", "checkpoint", "team", "observe"},
-    {"run", "saving", "stepping", "phases", "evaluate", "given"},
+    {"run", "saving", "stepping", "phases", "evaluate", "given", "agreement"},
     {"trainer"},
     {"planner"},
     {"launch"},

@@ -147,7 +147,7 @@ def test_a_grid_without_rows_is_refused():
 COUNTS = st.integers(0, 2**40).map(float)
 
 
-VECTOR = ("count", "loss", "tested", "strict", "stop", "save", "enter", "writing", "written")
+VECTOR = ("count", "loss", "tested", "strict", "stop", "save", "enter", "writing", "written", "look")
 
 
 @given(st.data())
@@ -161,6 +161,7 @@ def test_what_workers_pack_is_unpacked_as_their_sum(data):
             "metrics": {name: (data.draw(COUNTS), data.draw(COUNTS)) for name in shown},
             "unused": data.draw(st.sets(st.integers(0, params - 1))) if params else set(),
             "fields": {name: data.draw(COUNTS) for name in VECTOR},
+            "digest": float(data.draw(st.integers(0, 2**52))),
         }
         for shown in data.draw(st.lists(st.sampled_from([names, ()]), min_size=workers, max_size=workers))
     ]
@@ -172,6 +173,7 @@ def test_what_workers_pack_is_unpacked_as_their_sum(data):
             for name in names
         },
         seconds=tuple(part["seconds"] for part in parts),
+        digests=tuple(part["digest"] for part in parts),
         unused=tuple(sorted(set.intersection(*(part["unused"] for part in parts)))),
         **{name: sum(part["fields"][name] for part in parts) for name in parts[0]["fields"]},
     )
@@ -180,7 +182,7 @@ def test_what_workers_pack_is_unpacked_as_their_sum(data):
 def test_fields_that_are_not_given_are_zero():
     layout = VectorLayout(("accuracy",), 2, 1)
     agreed = layout.unpack(layout.pack(1, 0.5, {}, {0}, {"count": 3}))
-    assert agreed == Agreed(3.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {"accuracy": (0.0, 0.0)}, (0.0, 0.5), (0,))
+    assert agreed == Agreed(3.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {"accuracy": (0.0, 0.0)}, (0.0, 0.5), (0,), 0, (0.0, 0.0))
 
 
 # -- the transaction --------------------------------------------------------------------------------------------

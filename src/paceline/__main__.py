@@ -7,7 +7,9 @@ import signal
 import sys
 from typing import Any
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
+if sys.platform != "win32":
+    CODES[signal.SIGHUP] = 75
 AGAIN = "the same command starts again"
 
 

@@ -12,17 +12,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError, UsageError, shown
-from paceline.launch import keeper
-from paceline.launch.chaos import chaos
-from paceline.launch.check import check
-from paceline.launch.local import launch
+from paceline.errors import LaunchError, PacelineError, UsageError, shown
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
 from paceline.observe.report import write_report
 from paceline.observe.summary import explain
 from paceline.plan import describe
 from paceline.world import parse_whole
+
+if sys.platform.startswith("linux"):
+    from paceline.launch import keeper
+    from paceline.launch.chaos import chaos
+    from paceline.launch.check import check
+    from paceline.launch.local import launch
 
 HANGS = "ends a worker that does nothing for so long (default 1800, or 0, which is never, at a terminal)"
 RESTARTS = "how often workers lost to one cause are started again (default 10); 0: any loss ends the run"
@@ -311,6 +313,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         cut = words.index("--")
         words, own = words[:cut], words[cut + 1 :]
     try:
+        if words[:1] in (["run"], ["check"], ["chaos"]) and not sys.platform.startswith("linux"):
+            what = f"the workers of `paceline {words[0]}` need Linux, and this is {sys.platform}"
+            raise LaunchError(what, "run `python train.py` here, which trains with one")
         options = vars(_parser().parse_args(words))
         command, usage = options.pop("command"), options.pop("usage")
         if own:

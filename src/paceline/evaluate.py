@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.data.fingerprint import same_lengths
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError
 from paceline.pulse import PULSE
@@ -46,9 +47,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Means by name over all rows of `source`, and the number of rows as ``n``; dealt as `place` says. Collective.
 
-    Raises MetricError where metrics are not (sum, count) by name, or their names differ between rows or workers.
+    Raises MetricError where metrics are not (sum, count) by name, or their names differ between rows or workers;
+    DatasetError where the dataset is longer on some workers.
     """
     team.group.enter("evaluate()")
+    same_lengths(team.group.gather_json(source.rows), team.group, "the dataset of evaluate()")
     # The training's loader options serve here too, but a dataset of another kind may not take them.
     source = replace(source, options=None) if source.rows is None else replace(source, order=in_order)
     grid = Grid(8 * micro * team.size, micro)

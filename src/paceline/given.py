@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-import resource
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ def choose_plan(outside: str | None, origin: str, script: str | None) -> tuple[s
 
 def device_of(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise PlanError(
@@ -47,11 +47,17 @@ def peak_memory(device: torch.device) -> int:
     """The most bytes that this process has had: on the device, or with a CPU in all."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (10 if sys.platform.startswith("linux") else 0)
 
 
 def private_memory() -> int:
     """Bytes that belong to this process alone, on CPU."""
+    if not sys.platform.startswith("linux"):
+        return 0
     found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1]) << 10 if found else 0
 
@@ -60,7 +66,8 @@ def settle_arithmetic(capabilities: Sequence[str], device: torch.device) -> None
     """For `exact`: the same instructions and one thread on every worker, or the same sums come out differently."""
     if device.type != "cpu":
         raise PlanError(
-            "exact is not built for CUDA yet", "hide the devices with CUDA_VISIBLE_DEVICES= or leave exact out"
+            f"exact is not built for {device.type.upper()} yet",
+            "hide the devices with CUDA_VISIBLE_DEVICES= or leave exact out",
         )
     torch.set_num_threads(1)
     for rank, capability in enumerate(capabilities):

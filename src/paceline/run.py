@@ -20,6 +20,7 @@ from rich.console import Console
 from torch.backends.cpu import get_cpu_capability
 from torch.utils._pytree import tree_map_only
 
+from paceline.agreement import Agreement
 from paceline.checkpoint.export import write_together
 from paceline.checkpoint.files import FOLDER, folder_of
 from paceline.checkpoint.lock import hold_lock
@@ -98,6 +99,7 @@ class Run:
         mirror = (world.mirror[0], storage_at(Path(world.mirror[1]))) if world.mirror else None
         storage = storage_at(place) if place is not None else None
         self.saving = Saving(team, storage, world.save_every, world.keep, mirror)
+        self.agreement = Agreement(team, self.saving.copied)
         self._check: dict[str, Any] = json.loads(world.check) if world.check else {}
         self.reverse = bool(self._check.get("reverse"))  # micro-batches are summed in the opposite order
         self._left = False
@@ -129,9 +131,10 @@ class Run:
         self._may_handle = threading.current_thread() is threading.main_thread()
         # With an agent, SIGUSR2 is its word that the whole run is to stop; the others tell this worker alone to leave.
         alone_too = self._leave_alone if team.operations.elastic else self._notice
-        handlers = {signal.SIGUSR1: alone_too, signal.SIGTERM: alone_too, signal.SIGUSR2: self._notice}
-        for number, handler in handlers.items() if self._may_handle else ():
-            signal.signal(number, handler)
+        handlers = {"SIGUSR1": alone_too, "SIGTERM": alone_too, "SIGUSR2": self._notice}
+        for name, handler in handlers.items() if self._may_handle else ():
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), handler)
         team.closing.append(self.close)
 
     @property
@@ -350,6 +353,7 @@ class Run:
         try:
             yield
         except (GeneratorExit, KeyboardInterrupt):
+            self.agreement.note(self.step)
             self._left_loops.append(phase)
             raise
         finally:
@@ -468,6 +472,8 @@ class Run:
         With `wait` it is there on return, or a line said why not; `must`: or this raises CheckpointError.
         """
         saving = self.saving
+        if saving.storage is None and wait:
+            self.agreement.end(self.step)
         if saving.storage is None:
             return
         for member in self.members:
@@ -485,7 +491,7 @@ class Run:
         self._tell_saved()
 
     def _subject(self) -> Subject:
-        return Subject(self.step, self._tree, self._params, self._about)
+        return Subject(self.step, self._tree, self._params, self._about, self.agreement.meet)
 
     def _tell_saved(self) -> None:
         for told in self.saving.news:
@@ -541,6 +547,7 @@ class Run:
         if self.members and self.team.group.ledger:
             by_bytes = sorted(self.team.group.ledger.items(), key=lambda item: -item[1][1])
             self.journal.write("collectives", kinds=dict(by_bytes))
+        self.agreement.write(self.journal)
         done = bool(self.members) and all(member.complete for member in self.members)
         if not failed and not self._left and self.members:
             if self.saving.asked or self.saving.open or self.step > self.saving.begun:

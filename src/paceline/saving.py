@@ -79,13 +79,14 @@ def some(writers: list[int], size: int) -> list[int]:
 @dataclass(frozen=True)
 class Subject:
     """What is saved: optimizer steps done; the whole state as a tree, whose tensors are not copies; all parameters in
-    it; and what else the manifest tells.
+    it; what else the manifest tells; and a part of the collective, in which all workers' states are compared.
     """
 
     step: int
     tree: Callable[[], Any]
     params: Callable[[], Iterable[torch.Tensor]]
     about: Callable[[], dict[str, Any]]
+    agree: Callable[[], None] = lambda: None
 
 
 @dataclass
@@ -183,7 +184,7 @@ class Saving:
     def begin(self, subject: Subject, still: bool = False, mirror: bool = False) -> None:
         """Begins one; collective. What went wrong is in the news."""
         self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
-        operation = Simple(self._prepare, partial(self._start, subject, still), spends="saving")
+        operation = Simple(partial(self._prepare, subject), partial(self._start, subject, still), spends="saving")
         self.team.operations.run(operation)
         self.open = True
         if mirror:
@@ -192,10 +193,11 @@ class Saving:
             self.asked = self._again = False
             self.begun, self._saved_at = subject.step, time.monotonic()
 
-    def _prepare(self) -> Any:
+    def _prepare(self, subject: Subject) -> Any:
         group = self.team.group
         group.enter("a checkpoint")
         self.team.operations.reached("saving")
+        subject.agree()
         writers, trouble = self._who_writes()
         self._gather_streams(writers)
         attempt = group.gather_json(new_attempt())[0]  # whoever has it knows that the streams have arrived

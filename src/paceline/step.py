@@ -122,7 +122,8 @@ class Agreed:
     `save` and `enter` (the planned generation) are wishes; `writing` and `written` are the workers whose part of a
     checkpoint is under way or done; `metrics` maps names to (sum, count); `seconds` are each worker's seconds of its
     last update, loading, forward and backward; `unused` are the numbers of the parameters that got no gradient on any
-    worker.
+    worker; `digests` are of each worker's weights before the step, in steps that compare them, and `look` wishes that
+    the next one does.
     """
 
     count: float
@@ -140,16 +141,18 @@ class Agreed:
     whole: int = 0
     failed: int = 0
     news: int = 0
+    look: int = 0
+    digests: tuple[float, ...] = ()
 
 
 Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
 _VOTES = ("tested", "strict", "whole", "failed", "news")
-_FIELDS = ("count", "loss", *_VOTES, "stop", "save", "enter", "writing", "written")
+_FIELDS = ("count", "loss", *_VOTES, "stop", "save", "enter", "writing", "written", "look")
 
 
 @dataclass(frozen=True)
 class VectorLayout:
-    """The layout of a step's vector of float64: fixed fields, two per metric, one per worker, one per parameter."""
+    """The layout of a step's vector of float64: fixed fields, two per metric, two per worker, one per parameter."""
 
     metrics: tuple[str, ...]
     workers: int
@@ -162,29 +165,31 @@ class VectorLayout:
         metrics: dict[str, tuple[float, float]],
         unused: set[int],
         fields: dict[str, float],
+        digest: float = 0.0,
     ) -> list[float]:
         """One worker's part. Fields that are not given are 0; a worker without rows has no metrics."""
         vector = [float(fields.get(name, 0.0)) for name in _FIELDS]
         for name in self.metrics:
             vector.extend(metrics.get(name, (0.0, 0.0)))
-        waits = [0.0] * self.workers
-        waits[rank] = seconds
+        waits, digests = [0.0] * self.workers, [0.0] * self.workers
+        waits[rank], digests[rank] = seconds, digest
         used = [1.0] * self.params
         for number in unused:
             used[number] = 0.0
-        return vector + waits + used
+        return vector + waits + digests + used
 
     def unpack(self, vector: Sequence[float]) -> Agreed:
         """The sum of all workers' parts. Counts are exact: float64 holds integers up to 2**53."""
-        ends = [len(_FIELDS), 2 * len(self.metrics), self.workers, self.params]
+        ends = [len(_FIELDS), 2 * len(self.metrics), self.workers, self.workers, self.params]
         cuts = [sum(ends[:part]) for part in range(len(ends) + 1)]
-        head, pairs, seconds, used = (vector[a:b] for a, b in pairwise(cuts))
+        head, pairs, seconds, digests, used = (vector[a:b] for a, b in pairwise(cuts))
         fields: dict[str, Any] = dict(zip(_FIELDS, [*head[:2], *map(round, head[2:])], strict=True))
         return Agreed(
             **fields,
             metrics={name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.metrics)},
             seconds=tuple(seconds),
             unused=tuple(number for number, workers in enumerate(used) if workers == 0),
+            digests=tuple(digests),
         )
 
     def rows(self, parts: Sequence[Part], micro_batches: int) -> list[float]:
@@ -202,6 +207,15 @@ class VectorLayout:
         loss, count, *pairs = (exact_sum(rows[column::width]) for column in range(width))
         metrics = {name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.metrics)}
         return replace(agreed, loss=loss, count=count, metrics=metrics)
+
+
+def parted(workers: Sequence[int], values: Sequence[Any]) -> tuple[list[int], list[int]] | None:
+    """The workers that have what most have, and the others, where `values` has everybody's; None: all have the same."""
+    have: dict[Any, list[int]] = {}
+    for worker in workers:
+        have.setdefault(values[worker], []).append(worker)
+    usual = max(have.values(), key=len, default=[])
+    return (usual, [worker for worker in workers if worker not in usual]) if len(have) > 1 else None
 
 
 def exact_sum(values: Sequence[float]) -> float:

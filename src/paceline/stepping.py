@@ -7,10 +7,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from paceline.agreement import Weights
 from paceline.data.balance import Balance
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
 from paceline.plan import Plan
@@ -48,7 +50,7 @@ class Rows:
 class Stepper:
     """Makes one trainer's steps. `done` counts them; `expected` is the last global count, which gradients are divided
     by before it is known; `waiting_since` is when the last step ended. `balance` says who computes how much; the memory
-    for sums is of the generation `housed`.
+    for sums is of the generation `housed`. `weights` are compared with everybody's now and then.
     """
 
     run: Run
@@ -58,6 +60,7 @@ class Stepper:
     plan: Plan
     streams: Streams
     merging: Merging
+    weights: Weights
     balance: Balance | None = None
     scaling: LossScale | None = None
     done: int = 0
@@ -81,6 +84,7 @@ class Stepper:
         if self.balance is not None and one.generation == self.run.team.operations.number:
             self._weigh(self.balance, one)
         self.run.agreed(one.agreed)
+        self.weights.done, self.weights.due = self.done, one.agreed.look > 0
         self._name_unused(one.agreed.unused)
         self.waiting_since = time.perf_counter()
         PULSE.step()
@@ -96,9 +100,10 @@ class Stepper:
             return
         balance = self.balance
         group.enter(name)
-        said = group.gather_json(None if balance is None else balance.state())[0]  # of who is here longest
+        said = group.gather_json([None if balance is None else balance.state(), self.weights.kind])
         if balance is not None:
-            balance.reform(operations.members, said)
+            balance.reform(operations.members, said[0][0])  # of who is here longest
+        self.weights.kinds, self.weights.due = [kind for _, kind in said], True
         self.top.rehouse()
         self.layout, self.housed, self.updated = None, operations.number, 0.0
 
@@ -179,6 +184,8 @@ class OneStep:
         for member in of.run.members:
             member.state.step_begins()
         whole = self._load()
+        self._looks = group.size > 1 and of.weights.looks(self.number)
+        self._digest = of.weights.told() if self._looks else 0.0
         loaded = time.perf_counter()
         self._scale = 1.0 if of.scaling is None else of.scaling.scale
         self._orders = Orders(
@@ -218,6 +225,8 @@ class OneStep:
             if self.agreed.news:
                 for told in group.gather_json(self._untold()):
                     self.news = {**told, **self.news}
+            if self._looks:
+                of.weights.judge(group, self.agreed.digests, undo=partial(of.top.abort, again=True))
             self._refuse(sums, self.agreed)
         for member in of.run.members:
             member.state.step_computed()
@@ -357,9 +366,10 @@ class OneStep:
             "stop": run.notice is not None,
             "save": run.wants_save(),
             "enter": run.team.operations.newcomers,
+            "look": group.rank == 0 and group.size > 1 and of.weights.wish,
             **run.saving.fields,
         }
-        packed = layout.pack(group.rank, seconds, sums.metrics, sums.unused, fields)
+        packed = layout.pack(group.rank, seconds, sums.metrics, sums.unused, fields, self._digest)
         rows = layout.rows(sums.parts, whole.count) if of.plan.exact else []
         with PULSE.waiting():  # also where NCCL does
             vector = of.top.agree(torch.tensor(packed + rows, dtype=torch.float64), sums).tolist()

@@ -15,9 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from paceline.agreement import Weights
 from paceline.checkpoint.adopt import adopted
 from paceline.checkpoint.export import write_together
 from paceline.data.balance import Balance
+from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import PlanError, UsageError, first_line
 from paceline.evaluate import evaluate
@@ -142,7 +144,8 @@ class Trainer:
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
-        self._stepper = Stepper(run, self._number, job, self._top, self.plan, self._streams, merging)
+        run.agreement.weights.append(weights := Weights(job, places))
+        self._stepper = Stepper(run, self._number, job, self._top, self.plan, self._streams, merging, weights)
         if precision == "fp16":
             self._stepper.scaling = LossScale()
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
@@ -291,9 +294,10 @@ class Trainer:
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
         feed = Feed(source, grid, span, self._place, run.team.world.tell)
         self._stepper.waiting_since = time.perf_counter()
+        alike = Fingerprint(source)
         with run.loop(phase):
             while feed.has(phase.done):
-                report = self._advance(partial(self._deal, feed, phase, cure), f"step {self.steps_done + 1}")
+                report = self._advance(partial(self._deal, alike, feed, phase, cure), f"step {self.steps_done + 1}")
                 phase.done, phase.begun = phase.done + 1, report.epoch + 1 - phase.first_epoch
                 feed.measured(report.seconds)
                 if feed.decided:
@@ -358,8 +362,10 @@ class Trainer:
             whole.micro_batches.insert(0, replace(self._spare, blank=True))
         return whole
 
-    def _deal(self, feed: Feed, phase: Phase, cure: str) -> Rows:
+    def _deal(self, alike: Fingerprint, feed: Feed, phase: Phase, cure: str) -> Rows:
         """This worker's part of the loop's next global batch."""
+        if told := alike.compare(self._group, self._run.team.operations.number):
+            self._run.say(told, once=True)
         epoch, rows, micro_batches = feed.at(phase.done)
         full = rows == feed.grid.global_batch
         return Rows(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, self._place().fine)

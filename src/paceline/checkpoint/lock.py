@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -17,10 +17,14 @@ def hold_lock(folder: Path) -> int:
     """Makes `folder` where it is missing (mode 0700) and locks it for this process.
 
     The lock (flock on ``folder/lock``) lasts until the returned descriptor is closed or the process ends.
-    LaunchError: a living process holds it.
+    LaunchError: a living process holds it. Windows has no such lock.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # not inherited by what is exec'd
+    if sys.platform == "win32":
+        return fd
+    import fcntl
+
     end = time.monotonic() + PATIENCE
     while True:
         try:

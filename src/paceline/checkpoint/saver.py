@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -90,8 +91,9 @@ class Part(Background):
             self._copy_later()
         finally:
             self._is_copied.set()
-        with suppress(OSError):  # known to Linux alone, for one thread
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        if sys.platform.startswith("linux"):  # elsewhere it is the whole process's
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         self._reached("writing")
         try:
             return write_files(*self._to, self._files, lambda name, rows: self._copies[name, rows], self._need)

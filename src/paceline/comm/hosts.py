@@ -6,7 +6,6 @@ A host whose workers cannot share memory counts as many hosts of one worker: the
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import operator
 import os
@@ -363,6 +362,8 @@ def address_towards(host: str, port: int) -> str:
 
 def interface_of(address: str) -> str:
     """The name of the interface that has an IPv4 address. Empty if there is none."""
+    import fcntl  # not on every system on which a world of one trains
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

@@ -256,7 +256,7 @@ def spare_late_threads() -> None:
     The interpreter unwinds such a thread through frames of C++ that take that for an error, and end the process
     (pthread_exit in a noexcept function); so what they do then is made to wait for ever.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C++ library: then it ends as before
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C++ library: then it ends as before
         forever = ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p)
         ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(forever)
 

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, islice
@@ -100,6 +100,21 @@ class Source:
             raise DatasetError("the dataset has no rows", "check how it was made")
         return Source(dataset, rows, seed, collate or default_collate, order or sample_index, options)
 
+    def samples(self, indices: Sequence[int]) -> list[Any]:
+        """Rows of the dataset, at once where it has a way to."""
+        many = getattr(self.dataset, "__getitems__", None)
+        return list(many(list(indices))) if many else [self.dataset[index] for index in indices]
+
+    def loaded(self, one: Any) -> Any:
+        """The item of a dataset that has one, made as rows are: where the user has processes for it, in such a one."""
+        options, more = self.options or {}, dict[str, Any]()
+        if count := min(1, options.get("num_workers", 0)):
+            more = {"worker_init_fn": _Start(options.get("worker_init_fn"))}
+            more["multiprocessing_context"] = options.get("multiprocessing_context")
+        loader = DataLoader(one, None, num_workers=count, collate_fn=_same, generator=torch.Generator(), **more)
+        (found,) = loader
+        return found
+
     def filled(self, slots: Iterator[Slot]) -> Iterator[Slot]:
         """The slots with the dataset indices of their rows: a vectorised order is asked for many at once."""
         assert self.rows is not None
@@ -141,8 +156,7 @@ class _Rows:
             # One seed for all rows serves as long as rows draw nothing; the first draw is noticed and undone.
             self.streams.seed(0)
             self.still = self.still or self.streams.mark()
-            many = getattr(source.dataset, "__getitems__", None)
-            samples = list(many(list(indices))) if many else [source.dataset[index] for index in indices]
+            samples = source.samples(indices)
             self.draws = self.streams.moved(self.still)
         if self.draws:
             samples = []
@@ -369,7 +383,7 @@ class Feed:
             return
         self._open = False
         typical = sorted(self._tries[1:])[len(self._tries) // 2 - 1]
-        if typical and "fork" in torch.multiprocessing.get_all_start_methods():
+        if typical and sys.platform.startswith("linux"):  # where a process is forked
             self.options["num_workers"] = 1
             self._iterator = self._loader(self._next)
             self.decided = (

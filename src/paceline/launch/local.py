@@ -138,8 +138,6 @@ def _open(folder: Path) -> Iterator[Journal]:
 
 def _check(options: LaunchOptions) -> None:
     """Refuses what can be refused before any worker starts."""
-    if sys.platform != "linux":
-        raise LaunchError("paceline run needs Linux", "run `python train.py` here: a world of one")
     if not Path(options.script).is_file():
         how = "is not a file" if Path(options.script).exists() else "does not exist"
         raise UsageError(f"the script {options.script} {how}", "give the path of the Python file that trains")

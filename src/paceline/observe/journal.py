@@ -62,12 +62,12 @@ class Journal:
             return
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = folder / NAME
-        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-        end = os.lseek(self._fd, 0, os.SEEK_END)
-        if end == 0:
+        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
+        if os.lseek(self._fd, 0, os.SEEK_END) == 0:
             self.write("journal", version=VERSION)
         else:
-            self._torn = os.pread(self._fd, 1, end - 1) != b"\n"  # an earlier crash in mid-write
+            os.lseek(self._fd, -1, os.SEEK_END)
+            self._torn = os.read(self._fd, 1) != b"\n"  # an earlier crash in mid-write
 
     def write(self, event: str, /, **fields: Any) -> None:
         """Appends one event. Values may be anything `plain` turns into JSON."""
@@ -154,7 +154,8 @@ def lines_from_end(path: Path, since: int = 0) -> Iterator[bytes]:
         start, rest, whole = file.seek(0, os.SEEK_END), b"", False
         while start > since:
             end, start = start, max(since, start - BLOCK)
-            rest = os.pread(file.fileno(), end - start, start) + rest
+            file.seek(start)
+            rest = file.read(end - start) + rest
             rest, *lines = rest.split(b"\n")
             if lines and not whole:  # what follows the last end of a line
                 lines.pop()

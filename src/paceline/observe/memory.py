@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 
 from paceline.observe.figures import size_of
@@ -13,6 +14,8 @@ _PARTS = ("the parameters", "the gradients", "the optimizer's state")
 
 def whole_memory() -> int:
     """Bytes of this machine."""
+    if sys.platform == "win32":
+        return sys.maxsize  # not known
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -227,7 +227,8 @@ def _cause(event: Event, link: str) -> str:
 
 def _memory(event: Event) -> str:
     parts = ", ".join(f"{name} {size_of(event.get(name) or 0)}" for name in ("parameters", "gradients", "optimizer"))
-    return f"{parts}; {size_of(event.get('process') or 0)} in all at most, on worker 0"
+    most = f"; {size_of(event['process'])} in all at most" if event.get("process") else ""
+    return f"{parts}{most}, on worker 0"
 
 
 def _teams(formed: list[Event]) -> str:

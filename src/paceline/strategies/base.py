@@ -435,7 +435,7 @@ class Single(Strategy):
     def _add_up(self, parts: Sequence[_Part], sums: Sums) -> None:
         if not parts:
             return
-        losses = torch.stack([part.total.double() for part in parts]).tolist()
+        losses = torch.stack([part.total for part in parts]).cpu().double().tolist()
         counts = [float(part.count) for part in parts]
         sums.loss, sums.count = exact_sum(losses), math.fsum(counts)
         sums.bad = [part.piece_source for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss)]
@@ -461,7 +461,7 @@ class Single(Strategy):
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             return torch.tensor([known], dtype=torch.float64)
         norms = torch._foreach_norm(grads) if (grads := self.sums()) else [torch.zeros(())]
-        return torch.stack(norms).double().square().sum(0, keepdim=True).cpu()
+        return torch.stack(norms).cpu().double().square().sum(0, keepdim=True)
 
     def update(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
         self.carried.merge(sums.records)

@@ -21,6 +21,8 @@ class Streams:
             torch.cuda.init()
             index = device.index if device.index is not None else torch.cuda.current_device()
             self._generators.append(torch.cuda.default_generators[index])
+        elif device.type == "mps":
+            self._generators.append(torch.mps._get_default_mps_generator())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Streams, (self._device,)  # a spawned loader process has global generators of its own

@@ -91,7 +91,8 @@ class BatchStatistics:
         rows[piece.micro_batches[0].index] = self._now() - self._start
 
     def _now(self) -> torch.Tensor:
-        return torch.cat([buffer.reshape(-1) for buffer in self._buffers]).double()  # the counts are small
+        flat = torch.cat([buffer.reshape(-1) for buffer in self._buffers])  # the counts are small
+        return flat.float() if flat.device.type == "mps" else flat.double()  # which has no float64
 
     def merge(self, records: torch.Tensor) -> None:
         """Applies the records of all micro-batches, shape (micro-batches, record), in grid order.

@@ -8,7 +8,6 @@ Nothing relies on it: what did not come, or came out differently, is found by it
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import json
@@ -16,7 +15,6 @@ import secrets
 import select
 import socket
 import struct
-import termios
 import threading
 import time
 from collections import deque
@@ -180,6 +178,9 @@ class Giver:
         return frame
 
     def _send(self, link: socket.socket, frame: torch.Tensor) -> None:
+        import fcntl  # not on every system on which a world of one trains
+        import termios
+
         left, began = [memoryview(struct.pack("<q", len(frame))), _memory(frame)], time.monotonic()
         while left and not self.closed:
             with suppress(TimeoutError):

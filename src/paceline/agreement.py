@@ -1,0 +1,209 @@
+"""Whether all workers have the same weights: digests travel with some of the steps' vectors, and are told at
+checkpoints and at the end. So what a script changes on one worker alone is found.
+
+Workers of one kind must have the same bits. Other processors round otherwise: there the distance is measured, and at a
+checkpoint the first worker's state is given to all.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.backends.cpu import get_cpu_capability
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.comm.buckets import BYTES
+from paceline.comm.group import Group
+from paceline.errors import WorkersDifferError
+from paceline.observe.figures import ranks
+from paceline.observe.journal import Journal
+from paceline.step import parted
+from paceline.strategies.base import Job
+from paceline.strategies.data import kinds, share
+from paceline.team.operations import Simple
+from paceline.team.team import Team
+
+SPENT = 0.005  # of the time, at most, after the first steps
+FAR = 1e-5  # of the weights' norm: more than rounding makes
+_CHUNK = 1 << 18  # elements
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CURE = (
+    "let every worker do what changes weights or buffers, with the same numbers: "
+    "leave `if trainer.main:`, ranks and random numbers of its own out of it"
+)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the bits and where they are: 52 bits, the same on every device."""
+    found = 0
+    for alike in kinds(tensors, BYTES):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+        bits = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(
+            _INTEGERS[flat.element_size()]
+        )
+        places = torch.arange(1, min(_CHUNK, len(bits)) + 1, device=bits.device)
+        by = (places * -7046029254386353131 >> 13 | 1).to(bits.dtype)  # odd, and as good as random
+        for chunk in bits.split(_CHUNK):
+            # Two changed signs must not cancel: the upper bits are mixed into the lower ones.
+            mixed = (chunk >> 4 * chunk.element_size()).bitwise_xor_(chunk).mul_(by[: len(chunk)])
+            found = (found * 1_000_003 + int(mixed.sum(dtype=mixed.dtype))) % ((1 << 52) - 1)
+    return found
+
+
+class Weights:
+    """Those of one trainer. `kinds` are the present workers', by rank. With `due` they are compared in the next step,
+    as in the first one of a generation. `distance` is the largest that was measured.
+    """
+
+    def __init__(self, job: Job, places: int) -> None:
+        self.job, self.places = job, places
+        name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else job.device.type
+        self.kind, self.kinds = f"{name} {get_cpu_capability()}", list[str]()
+        self.due, self.checks, self.seconds = True, 0, 0.0
+        self.distance: float | None = None
+        self.done, self._alike = 0, -1  # steps; after how many of them all were alike last
+        self._rests = 0.0  # until when there is no time
+
+    def looks(self, done: int) -> bool:
+        """Whether they are compared before the step after so many; the same on all workers."""
+        self.done = done
+        return self.due or done & (done + 1) == 0
+
+    @property
+    def wish(self) -> bool:
+        """Of the first worker: that the next step compares them."""
+        return time.monotonic() >= self._rests
+
+    def _spend(self, began: float) -> None:
+        now = time.monotonic()
+        self.seconds += now - began
+        self._rests = max(self._rests, now) + (now - began) / SPENT
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Parameters, of those in pieces the piece, and BatchNorm's statistics."""
+        found: dict[str, torch.Tensor] = dict(self.job.model.named_parameters())
+        for path, module in self.job.model.named_modules():
+            if isinstance(module, _BatchNorm):
+                found |= {f"{path}.{name}".lstrip("."): buffer for name, buffer in module.named_buffers()}
+        return {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in found.items()}
+
+    @property
+    def _in_pieces(self) -> bool:
+        return any(hasattr(param, "_local_tensor") for param in self.job.model.parameters())
+
+    def told(self) -> float:
+        began = time.monotonic()
+        found = digest(self._named().values())
+        self._spend(began)
+        return float(found)
+
+    def judge(
+        self,
+        group: Group,
+        told: Sequence[float],
+        give: bool | None = False,
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Raises WorkersDifferError on all workers where one has others than the rest; `undo` brings statistics back.
+        Where workers differ in kind the distance is measured, unless `give` is None; with it the first one's state
+        becomes everybody's. Collective.
+        """
+        self.checks += 1
+        if self._apart(told):
+            undo()
+            named = self._named()
+            each = group.gather_json([digest([tensor]) for tensor in named.values()])
+            found = {name: self._apart(column) for name, column in zip(named, zip(*each, strict=True), strict=True)}
+            name, apart = next(
+                ((name, apart) for name, apart in found.items() if apart), ("a weight", self._apart(told))
+            )
+            usual, odd = (ranks(group.names[rank] for rank in some) for some in apart or ())
+            raise WorkersDifferError(f"{name} is another one on {odd} than on {usual}, {self._when}", _CURE)
+        if len(set(self.kinds)) > 1 and give is not None:
+            began = time.monotonic()
+            self._measure(group, give)
+            self._spend(began)
+        self._alike = self.done
+
+    def _apart(self, values: Sequence[Any]) -> tuple[list[int], list[int]] | None:
+        """Of workers that must have the same those that have and have not, by rank."""
+        places = self.places if self._in_pieces else 1
+        keys = [(kind, rank % places) for rank, kind in enumerate(self.kinds)]
+        alike = ([rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys))
+        return next(filter(None, (parted(some, values) for some in alike)), None)
+
+    @property
+    def _when(self) -> str:
+        seen, before = (f"after step {step}" if step else "before the first step" for step in (self.done, self._alike))
+        return f"seen {seen}" + (f" and not yet {before}" if 0 <= self._alike < self.done else "")
+
+    def _measure(self, group: Group, give: bool) -> None:
+        """How far from the first worker's, or from those of the first one that holds the same piece."""
+        apart, size, across = 0.0, 0.0, group.across(self.places)
+        some, named = across if self._in_pieces else group, self._named()
+        some.enter("the weights of several kinds of workers", check=False, kind="weights compared")
+        floats = (p for p in self.job.model.parameters() if p.is_floating_point())
+        for alike in kinds((getattr(p, "_local_tensor", p) for p in floats), BYTES):
+            mine = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+            first = some.broadcast(mine.clone()).double()
+            apart += float((mine.double() - first).square().sum())
+            size += float(first.square().sum())
+        distances = group.gather_json(math.sqrt(apart / size) if size else 0.0)
+        far = max(distances, key=lambda distance: (math.isnan(distance), distance))
+        if not far <= FAR:
+            one, other = (f"worker {group.names[of]} ({self.kinds[of]})" for of in (distances.index(far), 0))
+            what = f"the weights of {one} are {far:.1e} of their norm away from those of {other}"
+            raise WorkersDifferError(f"{what}, {self._when}", _CURE)
+        self.distance = max(self.distance or 0.0, far)
+        if give:
+            share(named.values(), some)
+            states = [value for one in self.job.optimizers for state in one.state.values() for value in state.values()]
+            share((t for t in (*self.job.own.values(), *states) if isinstance(t, torch.Tensor)), across)
+
+
+class Agreement:
+    """All trainers' weights, where all workers meet between two steps. `copied` waits for a checkpoint under way."""
+
+    def __init__(self, team: Team, copied: Callable[[], None]) -> None:
+        self.team, self._copied = team, copied
+        self.weights: list[Weights] = []
+        self._noted: tuple[int, list[float] | None] = (-1, None)
+        self._ended = 0
+
+    def note(self, step: int) -> None:
+        """A loop is left: what the script does with the weights from here on is no part of the training."""
+        if self.team.size > 1 and not sys.is_finalizing():
+            self._noted = step, [one.told() for one in self.weights]
+
+    def end(self, step: int) -> None:
+        """The end of training, where no checkpoint is written. Collective."""
+        if step != self._ended:
+            noted = self._noted[1] if self._noted[0] == step else None
+            self.team.operations.run(Simple(partial(self.meet, noted, "the end of the training")))
+        self._ended = step
+
+    def meet(self, noted: list[float] | None = None, name: str = "") -> None:
+        """Collective; without a `name` part of one that all have entered. Raises WorkersDifferError."""
+        group = self.team.group
+        if group.size == 1:
+            return
+        if name:
+            group.enter(name)
+        self._copied()
+        told = noted or [one.told() for one in self.weights]
+        everyone = group.gather_json([[one.kind, found] for one, found in zip(self.weights, told, strict=False)])
+        for one, *said in zip(self.weights, *everyone, strict=False):  # a newcomer may make some later
+            one.kinds = [kind for kind, _ in said]
+            one.judge(group, [found for _, found in said], True if noted is None else None)
+
+    def write(self, journal: Journal) -> None:
+        for number, one in enumerate(self.weights):
+            if one.checks:
+                told = {"checks": one.checks, "seconds": one.seconds, "distance": one.distance}
+                journal.write("agreement", trainer=number, **told)

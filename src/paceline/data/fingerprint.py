@@ -1,0 +1,201 @@
+"""Whether all workers have the same dataset: a few rows are loaded once more and compared, before any is trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.backends.cpu import get_cpu_capability
+
+from paceline.comm.group import Group
+from paceline.data.loader import Slot, Source
+from paceline.errors import DatasetError
+from paceline.observe.figures import ranks
+from paceline.pulse import PULSE
+from paceline.step import parted, stream_seed
+from paceline.strategies.streams import Streams
+
+SAMPLED = 4  # rows
+_STDLIB = sys.stdlib_module_names  # its objects may be other threads'
+_DEPTH, _MANY = 5, 64  # how deep is looked into a row and a dataset, and into how many things side by side
+_STREAM = 1 << 44  # apart from those of loading
+# What loading a row may raise. Training raises it again, if it comes to the row.
+_THEIRS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, OSError)
+_SAME = (
+    "give all workers the same data in the same order: sort the names of files, seed what is split or made at random"
+)
+
+
+class Fingerprint:
+    """The dataset of a loop, as all workers must have it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._mine: dict[str, Any] = {}
+        self._generation: int | None = None  # whose members are known to have the same
+
+    def compare(self, group: Group, generation: int) -> str:
+        """Once in a generation. For people: rows that cannot be compared, if there are any. Collective.
+
+        Raises DatasetError where lengths, the order or rows differ: on newcomers alone, where there are others.
+        """
+        if group.size == 1 or generation == self._generation or self._source.rows is None:
+            return ""
+        self._mine = self._mine or _sample(self._source)
+        group.enter("the first rows of steps()", kind="rows compared")
+        told, known = group.gather_json(self._mine), self._generation is not None
+        try:
+            return self._judge(group, told)
+        except DatasetError:
+            if not known:
+                raise
+            return ""
+        finally:
+            self._generation = generation
+
+    def _judge(self, group: Group, told: list[dict[str, Any]]) -> str:
+        everyone, names, drawn = range(group.size), group.names, list[int]()
+        same_lengths([mine["length"] for mine in told], group, "the dataset")
+        for number, position in enumerate(self._mine["at"]):
+            rows = [mine["rows"][number] for mine in told]
+            if apart := parted(everyone, rows):
+                one, other = (f"row {rows[some[0]]} on worker {names[some[0]]}" for some in apart)
+                cure = "give all workers the same seed= and an order= that depends on its arguments alone"
+                raise DatasetError(f"position {position} of an epoch is {one} and {other}", cure)
+        for number, row in sorted(enumerate(self._mine["rows"]), key=lambda pair: pair[1]):
+            digests = [mine["digests"][number] for mine in told]
+            drawn += [row] if None in digests else []
+            if None in digests or [] in digests:
+                continue
+            exact, floats = zip(*digests, strict=True)
+            # Floats that are computed come out otherwise on other processors.
+            alike = [[r for r in everyone if told[r]["kind"] == kind] for kind in {mine["kind"]: 0 for mine in told}]
+            if apart := next(filter(None, (parted(everyone, exact), *(parted(some, floats) for some in alike))), None):
+                usual, odd = (ranks(names[rank] for rank in some) for some in apart)
+                raise DatasetError(f"row {row} of the dataset is another one on {odd} than on {usual}", _SAME)
+        which = f"row{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))} of the dataset"
+        what = "came out differently when loaded twice, by random numbers other than those of torch, random and numpy"
+        return f"{which} {what}, and cannot be compared among the workers" if drawn else ""
+
+
+def same_lengths(lengths: Sequence[int | None], group: Group, what: str) -> None:
+    """Raises DatasetError where a dataset is longer on some workers."""
+    if apart := parted(range(group.size), lengths):
+        each = [f"{lengths[some[0]]} rows on {ranks(group.names[rank] for rank in some)}" for some in apart]
+        cure = "give all workers the same whole dataset: its rows are dealt out to them"
+        raise DatasetError(f"{what} has {' and '.join(each)}", cure)
+
+
+def _sample(source: Source) -> dict[str, Any]:
+    """What this worker tells: positions over all of an epoch, the rows there, and the digests of each."""
+    assert source.rows is not None
+    at = sorted({(source.rows - 1) * part // (SAMPLED - 1) for part in range(SAMPLED)})
+    slots = [Slot(number, source.first_epoch, position, position + 1) for number, position in enumerate(at)]
+    rows = [slot.rows[0] for slot in source.filled(iter(slots))]
+    digests = source.loaded(_Twice(source, rows))
+    return {"length": source.rows, "at": at, "rows": rows, "digests": digests, "kind": get_cpu_capability()}
+
+
+class _Twice:
+    """A dataset of one item: the digests of some rows, each loaded twice; None for one that differs."""
+
+    def __init__(self, source: Source, rows: Sequence[int]) -> None:
+        self.source, self.rows = source, rows
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> list[list[str] | None]:
+        kept, digests = list(_kept(self.source.dataset, _DEPTH, {})), list[list[str]]()
+        streams = Streams(torch.device("cpu"))
+        with streams.lent():
+            try:
+                for row in (*self.rows, *self.rows):
+                    streams.seed(stream_seed(self.source.seed, _STREAM, row))
+                    digests.append(_digests(self.source, row))
+                    PULSE.beat()
+            finally:
+                for bring_back in kept:
+                    bring_back()
+        pairs = zip(digests[: len(self.rows)], digests[len(self.rows) :], strict=True)
+        return [one if one == other else None for one, other in pairs]
+
+
+def _digests(source: Source, row: int) -> list[str]:
+    """Of all of a row but its floats, and of these; none where it cannot be loaded."""
+    exact, floats = hashlib.sha256(), hashlib.sha256()
+    try:
+        _digest(source.samples([row])[0], exact, floats, _DEPTH)
+    except _THEIRS:
+        return []
+    return [exact.hexdigest()[:16], floats.hexdigest()[:16]]
+
+
+def _digest(value: Any, exact: Any, floats: Any, depth: int) -> None:
+    """Adds tensors, arrays, numbers and text, and nestings of them; of anything else nothing."""
+    if value is None or isinstance(value, bool | int | str | bytes):
+        exact.update(f"{value!r};".encode("utf-8", "backslashreplace"))
+    elif isinstance(value, float | complex):
+        floats.update(f"{value!r};".encode())
+    elif isinstance(value, torch.Tensor):
+        exact.update(f"{value.dtype}{tuple(value.shape)};".encode())
+        raw = value.detach().to_dense().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        (floats if value.is_floating_point() or value.is_complex() else exact).update(raw)
+    elif hasattr(value, "__array_interface__"):  # numpy's, and images
+        array = sys.modules["numpy"].asarray(value)
+        exact.update(f"{array.dtype}{array.shape};".encode())
+        if not array.dtype.hasobject:
+            (floats if array.dtype.kind in "fc" else exact).update(array.tobytes())
+    elif depth and isinstance(value, Mapping):
+        pairs = sorted(value.items(), key=lambda pair: repr(pair[0]))
+        _digest([part for pair in pairs for part in pair], exact, floats, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        exact.update(f"{len(value)};".encode())
+        for item in value:
+            _digest(item, exact, floats, depth - 1)
+    elif depth and dataclasses.is_dataclass(value):
+        _digest(vars(value), exact, floats, depth)
+
+
+def _kept(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Callable[[], Any]]:
+    """Calls that bring back what loading a row may change in a dataset and in what it holds: counts, caches, files that
+    are open now, generators.
+    """
+    if not depth or id(value) in seen or isinstance(value, type | ModuleType | FunctionType | torch.Tensor):
+        return
+    seen[id(value)], kind = value, type(value)
+    inner: list[Any] = []
+    if kind is random.Random:
+        yield partial(value.setstate, value.getstate())
+    elif kind.__name__ in ("Generator", "RandomState") and hasattr(kind, "set_state"):  # torch's, numpy's
+        yield partial(value.set_state, value.get_state())
+    elif kind.__name__ == "Generator" and hasattr(kind, "bit_generator"):  # numpy's
+        yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    elif isinstance(value, io.IOBase):
+        if not value.closed and value.seekable():
+            yield partial(value.seek, value.tell())
+    elif isinstance(value, tuple):
+        inner = [*value]
+    elif isinstance(value, list):
+        yield partial(value.__setitem__, slice(None), inner := [*value])
+    elif isinstance(value, dict) or (hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _STDLIB):
+        now = value if isinstance(value, dict) else vars(value)
+        before = {**now}
+        yield partial(_put_back, now, before)
+        inner = [*before.values()]
+    for one in inner if len(inner) <= _MANY else ():
+        yield from _kept(one, depth - 1, seen)
+
+
+def _put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    for name in now.keys() - before.keys():
+        del now[name]
+    now.update(before)

@@ -1,0 +1,271 @@
+"""Workers that do not train the same: other rows, or weights that a script changes on one of them alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launching import equal_bytes, train_basics, without_an_agent
+from safetensors.torch import load_file
+
+from paceline.agreement import digest
+from paceline.data.fingerprint import _digests
+from paceline.data.loader import Source
+from paceline.observe.journal import read_journal
+
+HEAD = "import os\nrank = int(os.environ.get('PACELINE_RANK') or os.environ['RANK'])\n"
+ALL = "give all workers the same whole dataset: its rows are dealt out to them\n"
+OTHER = (
+    "give all workers the same data in the same order: sort the names of files, seed what is split or made at random\n"
+)
+CURE = (
+    "; let every worker do what changes weights or buffers, with the same numbers: "
+    "leave `if trainer.main:`, ranks and random numbers of its own out of it\n"
+)
+LONGER = "own = TensorDataset(*(t[: 40 + (rank == 1)] for t in data.tensors))\n"
+DATASETS = {
+    "length": (
+        f"{LONGER}list(make().steps(own))\n",
+        f"DatasetError: the dataset has 40 rows on workers 0, 2 and 41 rows on worker 1; {ALL}",
+    ),
+    "length of evaluate": (
+        LONGER + "make().evaluate(own, lambda o, b: {'n': (len(o), 1)})\n",
+        f"DatasetError: the dataset of evaluate() has 40 rows on workers 0, 2 and 41 rows on worker 1; {ALL}",
+    ),
+    "content": (
+        "if rank == 1:\n    x[95] += 1e-9\nlist(make().steps(data, order=lambda position, *_: position))\n",
+        f"DatasetError: row 95 of the dataset is another one on worker 1 than on workers 0, 2; {OTHER}",
+    ),
+    "seed": (
+        "list(make(seed=rank // 2).steps(data, order=lambda position, size, seed, epoch: (position + seed) % size))\n",
+        "DatasetError: position 0 of an epoch is row 0 on worker 0 and row 1 on worker 2; "
+        "give all workers the same seed= and an order= that depends on its arguments alone\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DATASETS)
+def test_workers_with_other_datasets_end(case: str, tmp_path: Path) -> None:
+    body, told = DATASETS[case]
+    assert told in train_basics(tmp_path, HEAD + body, 3, code=1).stderr
+
+
+class Rows:
+    def __init__(self, row: object) -> None:
+        self.row = row
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> object:
+        return self.row
+
+
+def told_of(row: object) -> list[str]:
+    return _digests(Source.of(Rows(row), 0, None, None, {}), 0)
+
+
+def test_what_of_a_row_is_compared() -> None:
+    row = {"b": (torch.arange(3), [np.float32(0.5)]), "a": "text", "c": {"x": 1.5, "other": object()}}
+    same = {"a": "text", "c": {"other": object(), "x": 1.5}, "b": (torch.arange(3), [np.float32(0.5)])}
+    assert told_of(row) == told_of(same)
+    exact = [{**row, "a": "texts"}, {**row, "b": (torch.arange(3).int(), [np.float32(0.5)])}, {**row, "b": None}]
+    assert all(told_of(other)[0] != told_of(row)[0] for other in exact)
+    floats = [{**row, "c": {"x": -1.5, "other": object()}}, {**row, "b": (torch.arange(3), [np.float32(0.25)])}]
+    assert all(told_of(other)[0] == told_of(row)[0] and told_of(other) != told_of(row) for other in floats)
+
+
+SEEN = """
+import io, random
+class Counting:
+    def __init__(self):
+        self.count, self.rows, self.file = 0, [], None
+        self.own = torch.Generator().manual_seed(3), random.Random(3)
+    def __len__(self):
+        return 96
+    def __getitem__(self, row):
+        self.file = self.file or io.BytesIO(bytes(100))
+        drawn = self.own[1].random(), float(torch.rand(1, generator=self.own[0]))
+        first = self.count, self.rows, self.file.tell(), *drawn
+        self.count, self.seen = self.count + 1, getattr(self, "seen", str(first))
+        self.rows.append(row)
+        self.file.read(1)
+        return x[row] + {noise}, data.tensors[1][row]
+own = Counting()
+t = make(plan="exact micro=3")
+list(t.steps(own))
+expected = (0, [], 0, random.Random(3).random(), float(torch.rand(1, generator=torch.Generator().manual_seed(3))))
+assert own.seen == str(expected), own.seen
+t.export("out.safetensors")
+"""
+
+
+def test_rows_that_are_compared_leave_no_trace(tmp_path: Path) -> None:
+    """Counts, generators and files of the dataset stand where they stood, and the bytes are those of one worker, which
+    compares nothing.
+    """
+    equal_bytes(tmp_path, SEEN.replace("{noise}", "torch.rand(1) + random.random()"), 2, "micro=3")
+
+
+def test_rows_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
+    body = SEEN.replace("{noise}", "self.own[1].random() * (row > 50)").replace("list(t.steps(own))", (
+        "list(t.steps(own, order=lambda position, *_: position))"
+    ))  # fmt: skip
+    told = (
+        "rows 63, 95 of the dataset came out differently when loaded twice, by random numbers other than those of "
+        "torch, random and numpy, and cannot be compared among the workers\n"
+    )
+    assert train_basics(tmp_path, body, 2).stderr.count(told) == 1
+
+
+def test_a_digest_tells_bits_and_their_places() -> None:
+    values = torch.arange(1.0, 300_001)
+    kinds = [values.double(), values.half(), values.int(), values > 3, torch.view_as_complex(values.view(-1, 2))]
+    for tensor in [values, *kinds]:
+        swapped, other = tensor.clone(), tensor.clone()
+        swapped[[0, -1]] = tensor[[-1, 0]]
+        other[7] = tensor[0]
+        signs = tensor.clone() if tensor.dtype == torch.bool else tensor.clone().neg_()
+        found = {digest([one]) for one in (tensor, swapped, other, signs)}
+        assert len(found) == (3 if tensor.dtype == torch.bool else 4), tensor.dtype
+        assert digest([tensor[:9], tensor[9:]]) == digest([tensor])
+
+
+ALONE = """
+t = make(model=lambda: nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Linear(16, 2)).double())
+for report in t.steps(data, count=20):
+    if report.step == {step} and rank == 1:
+        with torch.no_grad():
+            {change}
+"""
+ONE = {
+    "weight": ("for p in t.model.parameters(): p.mul_(1.001)", "0.weight"),
+    "statistics": ("t.model.train()(x)", "1.running_mean"),
+}
+
+
+def seen(text: str, name: str, others: str) -> tuple[int, ...]:
+    """After which step it was seen, and after which not yet."""
+    what = rf"WorkersDifferError: {name} is another one on {others}, seen after step (\d+) and not yet after step (\d+)"
+    found = re.search(what + re.escape(CURE), text)
+    assert found, text
+    return tuple(map(int, found.groups()))
+
+
+@pytest.mark.parametrize("case", ONE)
+def test_weights_that_change_on_one_worker_alone_end_the_run(case: str, tmp_path: Path) -> None:
+    change, name = ONE[case]
+    text = train_basics(tmp_path, HEAD + ALONE.format(step=5, change=change), 3, code=1).stderr
+    after, before = seen(text, name, "worker 1 than on workers 0, 2")
+    assert before < 5 <= after <= 7  # which of them is the clock's choice
+
+
+def test_what_the_last_body_changes_is_found_by_the_checkpoint(tmp_path: Path) -> None:
+    change, name = ONE["weight"]
+    text = train_basics(tmp_path, HEAD + ALONE.format(step=20, change=change), 2, code=1).stderr
+    assert seen(text, name, "worker 1 than on worker 0")[0] == 20
+
+
+@pytest.mark.parametrize("leave", ["", "    if report.step == 20:\n        break\n"])
+def test_without_a_run_folder_the_end_finds_it(leave: str, tmp_path: Path) -> None:
+    change, name = ONE["weight"]
+    for folder, step, after in (("during", 20, ""), ("later", 0, "if rank == 0:\n    t.model.half()\n")):
+        (tmp_path / folder).mkdir()
+        script = tmp_path / folder / "train.py"
+        body = ALONE.replace("20", "21" if leave else "20").format(step=step, change=change)
+        script.write_text(f"from basics import *\n{HEAD}{body}{leave}{after}")
+        ends = without_an_agent(script, script)
+        assert [code for code, _ in ends] == [int(bool(step))] * 2, ends
+        if step:
+            assert seen(ends[0][1], name, "worker 1 than on worker 0")[0] == 20
+
+
+SHARDS = """
+t = make(plan="{plan}")
+for report in t.steps(data, count=20):
+    if rank == 1:
+        with torch.no_grad():
+            for p in t.model.parameters():
+                getattr(p, "_local_tensor", p).mul_(1.001)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "others"),
+    [
+        ("exact", "worker 1 than on workers 0, 2-3"),
+        ("shard=2 zero=1", "worker 1 than on workers 0, 2-3"),
+        ("shard=2 zero=2", "worker 3 than on worker 1"),  # who have the same piece
+        ("exact shard=2 zero=3", "worker 3 than on worker 1"),
+    ],
+)
+def test_under_every_plan(plan: str, others: str, tmp_path: Path) -> None:
+    text = train_basics(tmp_path, HEAD + SHARDS.format(plan=plan), 4, "--max-restarts", "0", code=1).stderr
+    assert re.search(rf"0\.weight is another one on {others}, seen after step 1 and not yet before the first", text), (
+        text
+    )
+
+
+ALIKE = """
+for t in (make(), make(plan="exact micro=3")):
+    t.state["mean"] = [p.detach().clone() for p in t.model.parameters()]
+    for report in t.steps(data, count=16):
+        with torch.no_grad():
+            for m, p in zip(t.state["mean"], t.model.parameters()):
+                m.lerp_(p.clamp_(-1, 1), 0.1)
+                if report.step % 5 == 0:  # swapped
+                    old = p.clone()
+                    p.copy_(m)
+                    m.copy_(old)
+    t.evaluate(data, lambda o, b: {"n": (len(o), 1)})
+"""
+
+
+def test_whoever_changes_weights_everywhere_alike_is_left_alone(tmp_path: Path) -> None:
+    """Also through a loss and a return, and with two trainers."""
+    train_basics(tmp_path, ALIKE, 3, chaos="kill:1@5.backward")
+    told = [event for event in read_journal(tmp_path / "out") if event["event"] == "agreement"]
+    assert [event["trainer"] for event in told] == [0, 1]
+    assert all(event["checks"] >= 6 and event["distance"] is None for event in told)
+
+
+KINDS = """import os
+rank = int(os.environ["PACELINE_RANK"])
+if rank == 1:
+    os.environ["ATEN_CPU_CAPABILITY"] = "default"
+from basics import *
+from safetensors.torch import save_file
+data = TensorDataset(x.float(), data.tensors[1])
+t = paceline.Trainer(net().float(), cross_entropy, lambda params: torch.optim.AdamW(params), global_batch=24)
+for report in t.steps(data, count=30):
+    if report.step == {step} and rank == 1:
+        with torch.no_grad():
+            t.model[0].weight.mul_(1.5)
+save_file(t.model.state_dict(), f"{{rank}}.safetensors")
+"""
+
+
+def test_other_processors_round_otherwise_and_get_the_state_of_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(KINDS.format(step=-1))
+    train_basics(tmp_path, None, 2, "--save-every", "10")
+    (told,) = [event for event in read_journal(tmp_path / "out") if event["event"] == "agreement"]
+    assert 0 <= told["distance"] < 1e-5
+    one, other = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
+    assert all(value.equal(other[name]) for name, value in one.items())
+
+
+def test_a_distance_beyond_rounding_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(KINDS.format(step=5))
+    text = train_basics(tmp_path, None, 2, "--save-every", "10", code=1).stderr
+    kinds = (
+        r"the weights of worker 1 \(cpu DEFAULT\) are \d\.\de-01 of their norm away from those of worker 0 \(cpu \w+\)"
+    )
+    found = re.search(
+        rf"WorkersDifferError: {kinds}, seen after step (\d+) and not yet after step (\d+){re.escape(CURE)}", text
+    )
+    assert found, text
+    assert int(found[2]) < 5 <= int(found[1]) <= 7
