@@ -28,7 +28,7 @@ ROWS = [
     {"comm"},
     {"strategies"},
     {"data", "checkpoint", "team", "observe"},
-    {"run", "saving", "stepping", "phases", "evaluate", "given"},
+    {"run", "saving", "stepping", "phases", "evaluate", "given", "predict", "metrics", "best", "schedules"},
     {"trainer"},
     {"planner"},
     {"launch"},

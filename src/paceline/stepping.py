@@ -24,6 +24,24 @@ from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step of the whole team: the same on every worker, but for `seconds`.
+
+    `step` counts optimizer steps done, from 1. `loss` and `metrics` are means over the global batch of `samples` rows.
+    `lr` is the first group's learning rate of this step, `grad_norm` the norm of the mean gradient before clipping.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    metrics: dict[str, float]
+    samples: int
+    seconds: float
+    lr: float
+    grad_norm: float
+
+
 @dataclass
 class Rows:
     """One worker's part of a global batch: its micro-batches, and the size of the whole. `full`: that is what a global

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from paceline.best import Best
 from paceline.checkpoint.adopt import adopted
 from paceline.checkpoint.export import write_together
 from paceline.data.balance import Balance
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import PlanError, UsageError, first_line
-from paceline.evaluate import evaluate
+from paceline.evaluate import Sweep, evaluate
 from paceline.given import (
     Schedule,
     checked,
@@ -38,9 +39,10 @@ from paceline.given import (
 from paceline.observe.ledger import Ledger
 from paceline.phases import Phase, State, grid_text, idle_text
 from paceline.plan import Plan
+from paceline.predict import predicted, write
 from paceline.run import Run
 from paceline.step import Agreed, Grid, deal, stream_seed
-from paceline.stepping import Rows, Stepper
+from paceline.stepping import Rows, Stepper, StepReport
 from paceline.strategies.base import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
@@ -49,24 +51,6 @@ from paceline.strategies.scaling import LossScale
 from paceline.strategies.state import hidden_in, refuse_mixing
 from paceline.strategies.streams import Streams
 from paceline.team.operations import Simple
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One optimizer step of the whole team: the same on every worker, but for `seconds`.
-
-    `step` counts optimizer steps done, from 1. `loss` and `metrics` are means over the global batch of `samples` rows.
-    `lr` is the first group's learning rate of this step, `grad_norm` the norm of the mean gradient before clipping.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    metrics: dict[str, float]
-    samples: int
-    seconds: float
-    lr: float
-    grad_norm: float
 
 
 class Trainer:
@@ -157,7 +141,7 @@ class Trainer:
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
-        self.state = State()
+        self.state, self.best = State(), Best()
         run.members.append(self)
         run.models.append(self.model)
         if run.tree:
@@ -409,31 +393,84 @@ class Trainer:
     def evaluate(
         self,
         dataset: Any,
-        metric: Callable[[Any, Any], Mapping[str, tuple[Any, Any]]],
+        metric: Any,
         model: nn.Module | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Means of `metric(output, batch) -> {name: (sum, count)}` over all rows of a dataset, and their number ``n``.
 
         Exact: each row counts once, nothing is padded, and sums are added in grid order. Collective. `model` is by
         default the trained one; it is put in eval mode for the time.
-        """
-        micro = self._grid.micro if self._grid else (self.plan.micro or 32)
-        options = self._loader.get("options", {})
-        source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
 
-        def compute() -> dict[str, float]:
-            place = replace(self._place(), fine=False)
-            found = evaluate(self._run.team, self._job, model or self.model, source, metric, micro, place)
+        What is no sum (AUC, correlation, mAP) is an object with `update`, `compute` and `reset` whose states say how
+        they merge, as torchmetrics' do; or a mapping of such objects by name; or a pair of either with a function of
+        output and batch that returns the arguments of `update`. Results are then floats, or tensors. MetricError.
+        """
+        sweep = self._sweep(dataset, collate, model)
+
+        def compute() -> dict[str, Any]:
+            found = evaluate(sweep, metric)
+            self.best.of(found)
             self._run.journal.write("evaluate", trainer=self._number, step=self.steps_done, results=found)
             return found
 
-        results: dict[str, float] = self._run.outside(compute, spends="evaluating")
-        return dict(results)
+        return dict(self._run.outside(Simple(compute, self._offer, spends="evaluating")))
+
+    def predict(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None = None,
+        model: nn.Module | None = None,
+        path: str | Path | None = None,
+    ) -> Any:
+        """What `forward` gives for each row of a dataset, once and in order, in eval mode. Collective.
+
+        An iterator of (rows, output) by micro-batch, for ``for rows, output in trainer.predict(data):`` on all workers:
+        on the main one `rows` is a range of row numbers and `output` the nested tensors of these rows, on the CPU; on
+        the others it does its part and gives nothing. A worker that becomes the main one by a loss gets all rows.
+
+        With `path` the outputs go to a file and the path is returned on all: ``.npy``, one array with rows first, or
+        ``.safetensors``, tensors by their name in a mapping or `output`. Memory holds four micro-batches a worker.
+        Raises UsageError for outputs that cannot be handed on, CheckpointError where they cannot be written.
+        """
+        sweep = self._sweep(dataset, collate, model)
+        return predicted(self._run, sweep) if path is None else write(self._run, sweep, Path(path))
+
+    def _sweep(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, model: nn.Module | None) -> Sweep:
+        micro = self._grid.micro if self._grid else (self.plan.micro or 32)
+        options = self._loader.get("options", {})
+        source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
+        place = lambda: replace(self._place(), fine=False)  # noqa: E731
+        return Sweep(self._run.team, self._job, model or self.model, source, micro, place)
 
     def log(self, **values: Any) -> None:
-        """Keeps the user's own figures (or a text) in the run's journal, at the current step."""
+        """Keeps the user's own figures (or a text) in the run's journal, at the current step. Collective for the one
+        that `keep_best` follows.
+        """
         self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
+        value = self.best.of(values)
+        if value is not None and self.best.seen != (self._run.step, value):
+
+            def agree() -> dict[str, Any]:
+                self._group.enter(f"log({self.best.name}=), which keep_best() follows")
+                return {self.best.name: self._group.gather_json(value)[0]}
+
+            self._run.outside(Simple(agree, self._offer))
+
+    def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
+        self.best.offer(values, self._run.step)
+        return values
+
+    def keep_best(self, name: str, mode: str = "max") -> None:
+        """Keeps the checkpoint of the weights whose `name` was best, in `evaluate` or `log`, beyond all others.
+
+        It is taken when the loop asks for its next step, before which training waits until it is there. `mode` is
+        ``max`` or ``min``; NaN is never best. ``paceline export RUN --best`` writes it. Called by all workers, before
+        the loop. Raises UsageError.
+        """
+        self.best.follow(name, mode)
+        if self._run.saving.storage is None:
+            self._run.say(f"the best {name} is not kept: there is no run folder", once=True)
 
     def save(self) -> None:
         """Asks for a checkpoint; taken when the loop asks for its next step, so that it holds what the body did, and
@@ -491,6 +528,7 @@ class Trainer:
             "phases": [phase.saved() for phase in self._phases],
             "stopped": self._stopped,
             "state": self.state.saved(),
+            "best": self.best.saved(),
         }
 
     def follow(self) -> None:
@@ -539,6 +577,7 @@ class Trainer:
             return
         self._phases = [Phase(**phase) for phase in mine["phases"]]
         self._stopped = mine["stopped"]
+        self.best.restore(mine.get("best"))
         self.state.restore(tree_map_only(torch.Tensor, torch.clone, mine["state"]))
         if mine["grid"] and self._grid:
             self._grid = self._resumed_grid(Grid(*mine["grid"]), self._grid)

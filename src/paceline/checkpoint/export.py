@@ -11,19 +11,29 @@ import re
 import shutil
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.checkpoint.deferred import Deferred, deferred, float_named
-from paceline.checkpoint.files import Checkpoint, checkpoints_of, find_checkpoint, grouped, list_checkpoints, write_cure
+from paceline.checkpoint.files import (
+    Checkpoint,
+    best_of,
+    checkpoints_of,
+    find_checkpoint,
+    grouped,
+    list_checkpoints,
+    open_checkpoint,
+    write_cure,
+)
 from paceline.checkpoint.storage import flush_folder, write_file
 from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks, write_tensors
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, PacelineError, UsageError
 
-_MODE = 0o666  # the user's umask decides who may read an export, as it does for any file of theirs
+FILE_MODE = 0o666  # the user's umask decides who may read an export, as it does for any file of theirs
 _MARK = "paceline-export.json"  # says which files of a folder an export wrote, and the next one may replace
 _OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz", ".h5", ".onnx", ".gguf")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -54,19 +64,34 @@ def write_model(state: State, out: Path) -> int:
         what = f"the model cannot be exported to {out}: only .safetensors files, which run no code, are written"
         raise UsageError(what, f"name it {out.with_suffix('.safetensors')}")
     _check(state)
+    with whole_file(out, "the model", _bytes(state)) as temporary:
+        size, _ = write_tensors(temporary, state, mode=FILE_MODE)
+    return size
+
+
+@contextlib.contextmanager
+def explained(out: Path, what: str, need: int | None) -> Iterator[None]:
+    """Raises CheckpointError where `what`, of `need` bytes, cannot be written to `out`."""
+    try:
+        yield
+    except OSError as error:
+        cure = write_cure(error, need, "another file")
+        raise CheckpointError(f"{what} could not be written to {out}: {error.strerror}", cure) from error
+
+
+@contextlib.contextmanager
+def whole_file(out: Path, what: str, need: int | None) -> Iterator[Path]:
+    """A file to write, which then takes the place of `out`: it is there whole or not at all. Raises CheckpointError."""
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
-        temporary.unlink(missing_ok=True)
-        size, _ = write_tensors(temporary, state, mode=_MODE)
-        os.replace(temporary, out)
-        flush_folder(out.parent)
-    except OSError as error:
-        cure = write_cure(error, _bytes(state), "another file")
-        raise CheckpointError(f"the model could not be written to {out}: {error.strerror}", cure) from error
+        with explained(out, what, need):
+            temporary.unlink(missing_ok=True)
+            yield temporary
+            os.replace(temporary, out)
+            flush_folder(out.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-    return size
 
 
 def _check(state: State) -> None:
@@ -88,12 +113,13 @@ def export_model(
     out: Path,
     trainer: int = 0,
     step: int | None = None,
+    best: bool = False,
     layout: str | None = None,
     dtype: str | None = None,
     max_file: str = "5GB",
 ) -> str:
-    """Writes the weights of the script's `trainer`, counted from 0, to `out`: of `step`, or the newest. `run_dir` is a
-    run folder, or the URL at which a run keeps its checkpoints.
+    """Writes the weights of the script's `trainer`, counted from 0, to `out`: of `step`, the `best` or the newest.
+    `run_dir` is a run folder, or the URL at which a run keeps its checkpoints.
 
     A name that ends in .safetensors is one file. Any other is a folder: Hugging Face's, in files of at most
     `max_file`, or with the `layout` "dcp" that of torch.distributed.checkpoint. `dtype` (bf16, fp16, fp32) converts
@@ -107,6 +133,11 @@ def export_model(
     if layout == "dcp" and out.suffix == ".safetensors":
         raise UsageError(f"{out} is a file's name, and --format dcp writes a folder", "leave .safetensors away")
     lines: list[str] = []
+    if best:
+        if step is not None:
+            raise UsageError("both --best and --step were given", "give one of them")
+        mark = _best(run_dir, trainer)
+        step = mark["step"]
     found = find_checkpoint(checkpoints_of(run_dir), lines.append, step)
     if found is None:
         raise no_checkpoint(run_dir, step)
@@ -122,8 +153,19 @@ def export_model(
         files = _write_folder(out, state, found, most if layout != "dcp" else None)
         text = f"{size_text(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}"
     text += f", floating point as {dtype}" if dtype else ""
-    lines.append(f"wrote {out}: {len(state)} tensors, {text}, from step {found.step} of {run_dir}")
+    text += f", from step {found.step} of {run_dir}"
+    text += f", the best {mark['name']}: {mark['value']:.6g}" if best else ""
+    lines.append(f"wrote {out}: {len(state)} tensors, {text}")
     return "\n".join(lines)
+
+
+def _best(run_dir: str | Path, trainer: int) -> dict[str, Any]:
+    storage = checkpoints_of(run_dir)
+    best = best_of(open_checkpoint(storage, *one, hashes=False) for one in list_checkpoints(storage))
+    if trainer not in best:
+        what = f"no checkpoint in {run_dir} is the best of trainer {trainer} yet"
+        raise CheckpointError(what, "call trainer.keep_best(NAME) before the loop, or leave --best out")
+    return best[trainer]
 
 
 def no_checkpoint(run_dir: str | Path, step: int | None) -> CheckpointError:
@@ -165,7 +207,7 @@ def _write_folder(out: Path, state: State, found: Checkpoint, most: int | None) 
             _fill_split(temporary, state, most)
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         mark = {"format": 1, "step": found.step, "files": list(sizes)}
-        write_file(temporary / _MARK, [json.dumps(mark, indent=1).encode()], _MODE)
+        write_file(temporary / _MARK, [json.dumps(mark, indent=1).encode()], FILE_MODE)
         flush_folder(temporary)
         if final.is_dir() and any(final.iterdir()):
             os.rename(final, former)  # a folder cannot replace a full one in one move
@@ -212,15 +254,15 @@ def _fill_split(folder: Path, state: State, most: int) -> None:
     """Hugging Face's layout (https://huggingface.co/docs/safetensors and the save_pretrained of transformers)."""
     groups = grouped(((name, tensor.nbytes) for name, tensor in state.items()), most)
     if len(groups) <= 1:
-        write_tensors(folder / "model.safetensors", state, _MODE)
+        write_tensors(folder / "model.safetensors", state, FILE_MODE)
         return
     places: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        write_tensors(folder / file, {name: state[name] for name in group}, _MODE)
+        write_tensors(folder / file, {name: state[name] for name in group}, FILE_MODE)
         places.update(dict.fromkeys(group, file))
     index = {"metadata": {"total_size": _bytes(state)}, "weight_map": dict(sorted(places.items()))}
-    write_file(folder / "model.safetensors.index.json", [json.dumps(index, indent=2).encode() + b"\n"], _MODE)
+    write_file(folder / "model.safetensors.index.json", [json.dumps(index, indent=2).encode() + b"\n"], FILE_MODE)
 
 
 def _fill_dcp(folder: Path, state: State) -> None:
