@@ -77,7 +77,7 @@ def keeps(folder: Path, workers: int, shares: str, mode: str, follow: str, chaos
     [
         (1, "", ""),
         (2, "3,1", "kill:0@5.saving"),
-        (3, "", "kill:2@5.writing"),
+        (3, "", "kill:2@5.saving"),
         (3, "", "kill:1@4.backward"),
         (5, "1,2,2,3,1", "kill:0@5.writing"),
         (5, "", "kill:4@5.backward"),

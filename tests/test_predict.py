@@ -29,7 +29,7 @@ def forward(model, batch):
     global seen
     if now == "{during}" and os.environ["PACELINE_RANK"] == "{lost}" and not os.path.exists("lost"):
         seen += 1
-        if seen == 5:  # after its first window
+        if seen == {after}:  # after its first window
             open("lost", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
     output = model(batch[0])
@@ -60,7 +60,7 @@ t.export("end.safetensors")
 
 
 def predicts(folder: Path, workers: int, shares: str, during: str, lost: int | str) -> None:
-    body = SCRIPT.format(during=during, lost=lost)
+    body = SCRIPT.format(during=during, lost=lost, after=3 if workers == 5 else 5)
     train_basics(folder, body, workers, *(["--shares", shares] if shares else []))
     assert (folder / "lost").exists() == (lost != "")
     model = net()
@@ -165,23 +165,23 @@ def test_memory_holds_a_window() -> None:
 
 @pytest.mark.usefixtures("run")
 def test_what_a_file_cannot_hold_is_told(tmp_path: Path) -> None:
-    alike = "return tensors whose first dimension is the row, alike for all rows, or leave path= out"
-    convert = "write a mapping to .safetensors, and convert other kinds, as with .float()"
-    here = tmp_path / "out.npy"
+    here, none = tmp_path / "out.npy", tmp_path / "none" / "out.npy"
+    cure = "return a tensor, or for .safetensors a mapping, of one entry a row, alike for all rows"
+    cannot = f"rows 0-3 cannot be written to {here}: output"
     for forward, path, text in (
-        (lambda m, b: m(b[0]).sum(), here, f"'output' of rows 0-3 has the shape []; {alike}"),
-        (lambda m, b: "text", here, f"'output' of rows 0-3 is no tensor; {alike}"),
+        (lambda m, b: m(b[0]).sum(), here, f"{cannot} float64[]; {cure}"),
+        (lambda m, b: "text", here, f"{cannot} str; {cure}"),
+        (lambda m, b: m(b[0]).bfloat16(), here, f"{cannot} bfloat16[4, 4]; {cure}"),
+        (lambda m, b: {"a": m(b[0])}, here, f"{cannot} dict; {cure}"),
         (
             lambda m, b: m(b[0])[:, : 1 + (len(b[0]) == 4)],
             here,
-            f"rows 44-44 have output float64[1], and those before output float64[2]; {alike}",
+            f"rows 44-44 cannot be written to {here}: output float64[1, 1]; {cure}",
         ),
-        (lambda m, b: m(b[0]).bfloat16(), here, f"a .npy file does not hold output bfloat16[4]; {convert}"),
-        (lambda m, b: {"a": m(b[0])}, here, f"a .npy file does not hold a float64[4]; {convert}"),
         (
             lambda m, b: m(b[0]),
-            tmp_path / "none" / "out.npy",
-            f"the outputs could not be written to {tmp_path}/none/out.npy: No such file or directory; "
+            none,
+            f"the outputs could not be written to {none}: No such file or directory; "
             "see that the folder exists and can be written to, or choose another file",
         ),
     ):

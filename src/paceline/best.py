@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
-from paceline.saving import Saving
-from paceline.team.team import Team
+
+if TYPE_CHECKING:
+    from paceline.run import Run
 
 _MODES = {"max": 1, "min": -1}
 
@@ -53,30 +54,14 @@ class Best:
 
     def offer(self, values: Mapping[str, Any], step: int) -> None:
         """Values that were found with the weights of `step`, the same on all workers."""
-        value = self.of(values)
-        if value is None:
-            return
-        self.seen = step, value
-        best = self.value if self.due is None else self.due[0]
-        if math.isfinite(value) and (best is None or (value - best) * _MODES[self.mode] > 0):
-            self.due = value, step
+        value, best = self.of(values), self.value if self.due is None else self.due[0]
+        if value is not None:
+            self.seen = step, value
+            if math.isfinite(value) and (best is None or (value - best) * _MODES[self.mode] > 0):
+                self.due = value, step
 
 
-class Keeper(Protocol):
-    """What is needed of a run: its trainers, each with its `best`; where it stands, and how it saves."""
-
-    saving: Saving
-    team: Team
-
-    @property
-    def members(self) -> Sequence[Any]: ...
-    @property
-    def step(self) -> int: ...
-    def save(self, wait: bool) -> bool: ...
-    def say(self, text: str) -> None: ...
-
-
-def keep_best(run: Keeper) -> None:
+def keep_best(run: Run) -> None:
     """Between two steps: the checkpoint of a value that is better than all before. Collective, if at all.
 
     It is waited for, since these weights are gone with the next step; should a worker be lost meanwhile, it is written
@@ -100,7 +85,7 @@ def keep_best(run: Keeper) -> None:
         best.value, best.step = value, at
 
 
-def best_now(run: Keeper) -> list[dict[str, Any]]:
+def best_now(run: Run) -> list[dict[str, Any]]:
     """For the manifest of a checkpoint of now: what makes it the best."""
     now = [(number, m.best) for number, m in enumerate(run.members) if m.best.step == run.step]
     return [{"trainer": number, "name": best.name, "mode": best.mode, "value": best.value} for number, best in now]

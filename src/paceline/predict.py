@@ -8,6 +8,7 @@ becomes the main one begins with the first window, as it has none, and memory ho
 from __future__ import annotations
 
 import io
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -17,12 +18,11 @@ from typing import IO, Any
 import numpy
 import torch
 
-from paceline.checkpoint.export import FILE_MODE, explained, whole_file
-from paceline.checkpoint.files import Whole
-from paceline.checkpoint.storage import Chunks, write_file
+from paceline.checkpoint.files import Whole, write_cure
+from paceline.checkpoint.storage import write_file
 from paceline.checkpoint.tensorfile import DTYPES, head, ordered
 from paceline.data.loader import Feed
-from paceline.errors import CheckpointError, PacelineError, UsageError, a
+from paceline.errors import CheckpointError, UsageError, a
 from paceline.evaluate import Sweep
 from paceline.metrics import to_main
 from paceline.run import Run
@@ -31,48 +31,29 @@ from paceline.team.operations import Simple
 
 _WINDOW = 4  # micro-batches of a worker
 _BLOCK = 1 << 24
-_SAME = "return tensors whose first dimension is the row, alike for all rows, or leave path= out"
 
 
-def predicted(run: Run, sweep: Sweep) -> Iterator[tuple[range, Any]]:
-    """The rows and output of each micro-batch on the main worker; nothing on the others, which do their part."""
-    if _passed(run):
-        return
+def predicted(run: Run, sweep: Sweep, path: Path | None = None) -> Iterator[tuple[range, Any]]:
+    """The rows and output of each micro-batch on the main worker; nothing on the others, which do their part. With a
+    `path` they go to that file, and nothing is given to anybody. Raises CheckpointError on all where they cannot.
+    """
+    for step in run.recorded():
+        if step != run.step or run.team.world.newcomer:
+            run.say(f"predict() of step {step} is not done again: the weights are of step {run.step}", once=True)
+            return
     try:
-        yield from _Outputs(sweep).windows()
-    except GeneratorExit:
+        yield from _Outputs(sweep, path).windows()
+    except GeneratorExit:  # the loop over them was left
         run.record(run.step)
         raise
     run.record(run.step)
 
 
-def write(run: Run, sweep: Sweep, path: Path) -> Path:
-    """Writes the outputs to a file that the main worker makes. Raises CheckpointError on all where it cannot."""
-    if path.suffix not in (".npy", ".safetensors"):
-        raise UsageError(f"predict() cannot write {path}", "name a file that ends in .npy or .safetensors")
-    if not _passed(run):
-        file = _File(path)
-        outputs = _Outputs(sweep, file.close)
-        for rows, output in outputs.windows():
-            outputs.tries(partial(file.add, rows, output))
-        run.record(run.step)
-    return path
-
-
-def _passed(run: Run) -> bool:
-    """Whether this was done before the checkpoint that the run resumes from, with weights that are gone."""
-    for step in run.recorded():
-        if step != run.step or run.team.world.newcomer:
-            run.say(f"predict() of step {step} is not done again: the weights are of step {run.step}", once=True)
-            return True
-    return False
-
-
 class _Outputs:
-    """One going through; `finish` is called on the main worker when it has handed out all."""
+    """One going through, on one worker."""
 
-    def __init__(self, sweep: Sweep, finish: Callable[[], None] = lambda: None) -> None:
-        self._sweep, self._finish = sweep, finish
+    def __init__(self, sweep: Sweep, path: Path | None) -> None:
+        self._sweep, self._path, self._file = sweep, path, _File(path) if path is not None else None
         self._word: list[int] | None = [_WINDOW * sweep.team.size, 0]  # micro-batches of a window, and which is next
         self._trouble: list[str] | None = None
         self._got: list[Any] | None = None
@@ -88,9 +69,12 @@ class _Outputs:
                     self._word[1] += 1
                 while got:
                     number, rows, output = got.pop(0)
-                    start = number * self._sweep.micro
-                    yield range(start, start + rows), output
-        except GeneratorExit:  # the loop over them was left: the others wait for the next window
+                    some = range(number * self._sweep.micro, number * self._sweep.micro + rows)
+                    if self._file is None:
+                        yield some, output
+                    else:
+                        self._tries(partial(self._file.add, some, output))
+        except GeneratorExit:  # the others wait for the next window
             self._word = None
             run()
             raise
@@ -98,12 +82,16 @@ class _Outputs:
             if self._feed is not None:
                 self._feed.close()
 
-    def tries(self, work: Callable[[], None]) -> None:
-        """Does what the main worker alone does; its failure will be everybody's."""
+    def _tries(self, work: Callable[[], None]) -> None:
+        """Does what the main worker alone does; its trouble is everybody's."""
         try:
-            work()
-        except PacelineError as error:
+            if self._trouble is None:
+                work()
+        except UsageError as error:
             self._trouble = [error.what, error.cure]
+        except OSError as error:
+            what = f"the outputs could not be written to {self._path}: {error.strerror}"
+            self._trouble = [what, write_cure(error, None, "another file")]
 
     def _window(self) -> int | None:
         """The next window, whose outputs are then in `_got` of the main worker; None: there is none."""
@@ -119,8 +107,8 @@ class _Outputs:
             self._feed = self._sweep.feed(size)
         self._fed = word
         if not self._feed.has(at):
-            if group.rank == 0:
-                self.tries(self._finish)
+            if self._file is not None and group.rank == 0:
+                self._tries(self._file.close)
             self._agreed()
             return None
         mine: list[Any] = []
@@ -157,43 +145,45 @@ class _File:
     """Outputs as they come, each name's in a file that has no name itself; then all of them in one."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._rows = path, 0
+        if path.suffix not in (".npy", ".safetensors"):
+            raise UsageError(f"predict() cannot write {path}", "name a file that ends in .npy or .safetensors")
+        self._path, self._array, self._rows = path, path.suffix == ".npy", 0
         self._kinds: dict[str, Whole] = {}  # of a row
         self._parts: dict[str, IO[bytes]] = {}
 
     def add(self, rows: range, output: Any) -> None:
-        named, where = output if isinstance(output, dict) else {"output": output}, f"rows {rows.start}-{rows.stop - 1}"
-        for name, tensor in named.items():
-            if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (len(rows),):
-                is_ = f"has the shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else "is no tensor"
-                raise UsageError(f"{name!r} of {where} {is_}", _SAME)
-        kinds = {name: Whole(tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in named.items()}
-        self._kinds = self._kinds or self._held(kinds, isinstance(output, dict))
+        named = output if isinstance(output, dict) and not self._array else {"output": output}
+        kinds = {name: self._kind(tensor, len(rows)) for name, tensor in named.items()}
+        self._kinds = self._kinds or {name: kind for name, kind in kinds.items() if kind is not None}
         if kinds != self._kinds:
-            raise UsageError(f"{where} have {_told(kinds)}, and those before {_told(self._kinds)}", _SAME)
+            told = ", ".join(f"{name} {_told(tensor)}" for name, tensor in named.items())
+            what = f"rows {rows.start}-{rows.stop - 1} cannot be written to {self._path}: {told}"
+            cure = "return a tensor, or for .safetensors a mapping, of one entry a row, alike for all rows"
+            raise UsageError(what, cure)
+        for name, tensor in named.items():
+            if name not in self._parts:
+                self._parts[name] = tempfile.TemporaryFile(dir=self._path.absolute().parent)  # noqa: SIM115
+            self._parts[name].write(raw(tensor).numpy().data)
         self._rows += len(rows)
-        with explained(self._path, "the outputs", None):
-            for name, tensor in named.items():
-                if name not in self._parts:
-                    self._parts[name] = tempfile.TemporaryFile(dir=self._path.absolute().parent)  # noqa: SIM115
-                self._parts[name].write(raw(tensor).numpy().data)
 
-    def _held(self, kinds: dict[str, Whole], mapping: bool) -> dict[str, Whole]:
-        """The kinds, if such a file holds them."""
-        numpy_too = self._path.suffix == ".npy"
-        odd = {n: k for n, k in kinds.items() if k.dtype not in DTYPES or (numpy_too and not _numpy(k.dtype))}
-        if odd or (numpy_too and mapping):
-            what = f"a {self._path.suffix} file does not hold {_told(odd or kinds)}"
-            raise UsageError(what, "write a mapping to .safetensors, and convert other kinds, as with .float()")
-        return kinds
+    def _kind(self, tensor: Any, rows: int) -> Whole | None:
+        """What is in a row; None: the file cannot hold it."""
+        if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (rows,):
+            return None
+        held = _numpy(tensor.dtype) if self._array else tensor.dtype in DTYPES
+        return Whole(tensor.dtype, tuple(tensor.shape[1:])) if held else None
 
     def close(self) -> None:
-        whole = {name: Whole(kind.dtype, (self._rows, *kind.shape)) for name, kind in self._kinds.items()}
-        with whole_file(self._path, "the outputs", None) as temporary:
-            write_file(temporary, self._chunks(whole), FILE_MODE)
+        temporary = self._path.with_name(f".{self._path.name}.tmp-{os.getpid()}")
+        try:
+            write_file(temporary, self._chunks(), 0o666)
+            os.replace(temporary, self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
-    def _chunks(self, whole: dict[str, Whole]) -> Chunks:
-        if self._path.suffix == ".npy":
+    def _chunks(self) -> Iterator[bytes]:
+        whole = {name: Whole(kind.dtype, (self._rows, *kind.shape)) for name, kind in self._kinds.items()}
+        if self._array:
             text, one = io.BytesIO(), whole["output"]
             about = {"descr": _numpy(one.dtype), "fortran_order": False, "shape": one.shape}
             numpy.lib.format.write_array_header_1_0(text, about)
@@ -213,5 +203,6 @@ def _numpy(dtype: torch.dtype) -> str:
         return ""
 
 
-def _told(kinds: Mapping[str, Whole]) -> str:
-    return ", ".join(f"{name} {str(of.dtype).removeprefix('torch.')}{list(of.shape)}" for name, of in kinds.items())
+def _told(value: Any) -> str:
+    tensor = isinstance(value, torch.Tensor)
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if tensor else type(value).__name__

@@ -27,26 +27,24 @@ from paceline.given import (
     checked,
     choose_plan,
     device_of,
-    digest_of,
     fused,
     optimizers_of,
     peak_memory,
     refuse_fused,
-    refuse_twins,
     scheduler_of,
     settle_arithmetic,
 )
 from paceline.observe.ledger import Ledger
 from paceline.phases import Phase, State, grid_text, idle_text
 from paceline.plan import Plan
-from paceline.predict import predicted, write
+from paceline.predict import predicted
 from paceline.run import Run
 from paceline.step import Agreed, Grid, deal, stream_seed
-from paceline.stepping import Rows, Stepper, StepReport
+from paceline.stepping import Rows, Stepper, StepReport, bring
 from paceline.strategies.base import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
-from paceline.strategies.pieces import MicroBatch, cut, rows_of
+from paceline.strategies.pieces import MicroBatch, rows_of
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.state import hidden_in, refuse_mixing
 from paceline.strategies.streams import Streams
@@ -316,31 +314,11 @@ class Trainer:
 
     def _brought(self, batch: Any, looks: str) -> Rows:
         """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice."""
-        rows = 0 if batch is None else rows_of(batch)
-        grid = Grid(max(rows, 1), self._grid.micro if self._grid else (self.plan.micro or max(rows, 1)))
-        cuts = grid.cut(rows)
-        self._group.enter(f"step {self.steps_done + 1} by step()", kind="step()")
-        brought = self._group.gather_json([len(cuts), rows, digest_of(batch) if looks and rows else ""])
-        refuse_twins([entry[2] for entry in brought], looks)
-        rank, together = self._group.rank, self.plan.together
-        offset = sum(entry[0] for entry in brought[:rank])
-        micro_batches = [
-            MicroBatch(
-                offset + i, len(part), cut(batch, part), f"rows {part.start}-{part.stop - 1} of this worker's batch"
-            )
-            for i, part in enumerate(cuts)
-        ]
-        whole = Rows(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
-        if whole.rows == 0:
-            raise UsageError("no worker brought a row to step()", "bring at least one row")
-        beside = range(rank - rank % together, rank - rank % together + together)
-        if together > 1 and micro_batches:
-            self._spare = micro_batches[0]
-        for _ in range(max(brought[other][0] for other in beside) - len(cuts)):
-            if self._spare is None:
-                what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
-                raise UsageError(what, "bring at least one row on every worker, or say zero=1")
-            whole.micro_batches.insert(0, replace(self._spare, blank=True))
+        micro = self._grid.micro if self._grid else self.plan.micro
+        step, together = self.steps_done + 1, self.plan.together
+        whole = bring(self._group, batch, micro, together, self._spare, f"step {step} by step()", looks)
+        if together > 1 and whole.share:
+            self._spare = whole.share[0]
         return whole
 
     def _deal(self, feed: Feed, phase: Phase, cure: str) -> Rows:
@@ -431,10 +409,13 @@ class Trainer:
 
         With `path` the outputs go to a file and the path is returned on all: ``.npy``, one array with rows first, or
         ``.safetensors``, tensors by their name in a mapping or `output`. Memory holds four micro-batches a worker.
-        Raises UsageError for outputs that cannot be handed on, CheckpointError where they cannot be written.
+        Raises UsageError for outputs that cannot be handed on, CheckpointError for those that cannot be written.
         """
         sweep = self._sweep(dataset, collate, model)
-        return predicted(self._run, sweep) if path is None else write(self._run, sweep, Path(path))
+        if path is None:
+            return predicted(self._run, sweep)
+        list(predicted(self._run, sweep, Path(path)))  # which gives nothing
+        return Path(path)
 
     def _sweep(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, model: nn.Module | None) -> Sweep:
         micro = self._grid.micro if self._grid else (self.plan.micro or 32)

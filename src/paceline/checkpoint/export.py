@@ -11,7 +11,7 @@ import re
 import shutil
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks, wri
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, PacelineError, UsageError
 
-FILE_MODE = 0o666  # the user's umask decides who may read an export, as it does for any file of theirs
+_MODE = 0o666  # the user's umask decides who may read an export, as it does for any file of theirs
 _MARK = "paceline-export.json"  # says which files of a folder an export wrote, and the next one may replace
 _OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz", ".h5", ".onnx", ".gguf")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -64,34 +64,19 @@ def write_model(state: State, out: Path) -> int:
         what = f"the model cannot be exported to {out}: only .safetensors files, which run no code, are written"
         raise UsageError(what, f"name it {out.with_suffix('.safetensors')}")
     _check(state)
-    with whole_file(out, "the model", _bytes(state)) as temporary:
-        size, _ = write_tensors(temporary, state, mode=FILE_MODE)
-    return size
-
-
-@contextlib.contextmanager
-def explained(out: Path, what: str, need: int | None) -> Iterator[None]:
-    """Raises CheckpointError where `what`, of `need` bytes, cannot be written to `out`."""
-    try:
-        yield
-    except OSError as error:
-        cure = write_cure(error, need, "another file")
-        raise CheckpointError(f"{what} could not be written to {out}: {error.strerror}", cure) from error
-
-
-@contextlib.contextmanager
-def whole_file(out: Path, what: str, need: int | None) -> Iterator[Path]:
-    """A file to write, which then takes the place of `out`: it is there whole or not at all. Raises CheckpointError."""
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
-        with explained(out, what, need):
-            temporary.unlink(missing_ok=True)
-            yield temporary
-            os.replace(temporary, out)
-            flush_folder(out.parent)
+        temporary.unlink(missing_ok=True)
+        size, _ = write_tensors(temporary, state, mode=_MODE)
+        os.replace(temporary, out)
+        flush_folder(out.parent)
+    except OSError as error:
+        cure = write_cure(error, _bytes(state), "another file")
+        raise CheckpointError(f"the model could not be written to {out}: {error.strerror}", cure) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+    return size
 
 
 def _check(state: State) -> None:
@@ -207,7 +192,7 @@ def _write_folder(out: Path, state: State, found: Checkpoint, most: int | None) 
             _fill_split(temporary, state, most)
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         mark = {"format": 1, "step": found.step, "files": list(sizes)}
-        write_file(temporary / _MARK, [json.dumps(mark, indent=1).encode()], FILE_MODE)
+        write_file(temporary / _MARK, [json.dumps(mark, indent=1).encode()], _MODE)
         flush_folder(temporary)
         if final.is_dir() and any(final.iterdir()):
             os.rename(final, former)  # a folder cannot replace a full one in one move
@@ -254,15 +239,15 @@ def _fill_split(folder: Path, state: State, most: int) -> None:
     """Hugging Face's layout (https://huggingface.co/docs/safetensors and the save_pretrained of transformers)."""
     groups = grouped(((name, tensor.nbytes) for name, tensor in state.items()), most)
     if len(groups) <= 1:
-        write_tensors(folder / "model.safetensors", state, FILE_MODE)
+        write_tensors(folder / "model.safetensors", state, _MODE)
         return
     places: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        write_tensors(folder / file, {name: state[name] for name in group}, FILE_MODE)
+        write_tensors(folder / file, {name: state[name] for name in group}, _MODE)
         places.update(dict.fromkeys(group, file))
     index = {"metadata": {"total_size": _bytes(state)}, "weight_map": dict(sorted(places.items()))}
-    write_file(folder / "model.safetensors.index.json", [json.dumps(index, indent=2).encode() + b"\n"], FILE_MODE)
+    write_file(folder / "model.safetensors.index.json", [json.dumps(index, indent=2).encode() + b"\n"], _MODE)
 
 
 def _fill_dcp(folder: Path, state: State) -> None:
