@@ -105,6 +105,7 @@ class Own:
         "most": torch.tensor(-1e9),
         "least": torch.tensor(1e9),
         "rows": torch.tensor(100),
+        "total": torch.tensor(5.0),
         "wide": torch.zeros(2000),
         "parts": torch.zeros(0),
         "middle": torch.zeros(1),
@@ -116,6 +117,7 @@ class Own:
         "most": "max",
         "least": "min",
         "rows": "sum",
+        "total": "sum",
         "wide": "sum",
         "parts": "cat",
         "each": None,
@@ -134,6 +136,7 @@ class Own:
         value = batch[0][:, 0]
         self.mean, self.most, self.least = value.mean(), value.max(), value.min()
         self.rows += len(value)
+        self.total = self.total + value.sum()
         self.wide += value.sum().float()
         self.parts, self.middle, self.each = value, value.max().reshape(1), value.sum().reshape(1)
         self.texts.append([str(len(value)), value[:1]])
@@ -153,6 +156,7 @@ def test_each_kind_of_state_merges_as_it_says() -> None:
     assert abs(found["mean"] - float(value.mean())) < 1e-12
     assert (found["most"], found["least"]) == (float(value.max()), float(value.min()))
     assert found["rows"] == 110
+    assert abs(found["total"] - 5 - float(value.sum())) < 1e-12
     assert torch.allclose(found["wide"], value.sum().float().expand(2000))
     assert torch.equal(found["parts"], value)
     assert found["middle"] == sorted(float(part.max()) for part in parts)[1]

@@ -151,7 +151,7 @@ def _merged(found: list[tuple[int, Any]], start: Any, how: Any) -> Any:
     if word == "cat":
         return torch.cat([torch.atleast_1d(state) for state in states])
     if word == "sum":
-        total = start.to(states[0])
+        total = start.to(states[0], copy=True)
         for state in states:
             total += state - start
         return total
