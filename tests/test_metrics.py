@@ -18,6 +18,7 @@ from torchmetrics.classification import BinaryAUROC, BinaryConfusionMatrix, Bina
 from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
 
 from paceline.errors import MetricError
+from paceline.team.ahead import pack, unpack
 
 SCRIPT = """
 import json, os, signal
@@ -197,3 +198,10 @@ def test_a_collection_needs_no_names() -> None:
     both = MetricCollection([BinaryF1Score(), BinaryAUROC()])
     found = trainer().evaluate(rows(2, 45, 10), (both, lambda o, b: (o.softmax(1)[:, 0], (b[1] == 0).long())))
     assert found.keys() == {"BinaryF1Score", "BinaryAUROC", "n"}
+
+
+def test_one_value_of_any_stride_can_be_sent() -> None:
+    """As the scores of a micro-batch of one row, a column of it."""
+    one = torch.arange(4.0).view(2, 2)[:1, 1]
+    assert one.stride() == (2,)
+    assert unpack(pack([one]))[0].equal(one)
