@@ -117,7 +117,7 @@ class _Outputs:
             self._sweep.over(at * size, micro_batches, lambda n, rows, out, _: mine.append([n, rows, _plain(out)]))
         if found := to_main(group, mine):
             self._got = sorted((part for parts in found for part in parts), key=lambda part: part[0])
-        return at
+        return int(at)
 
     def _agreed(self) -> Any:
         """What the main worker says; where it is in trouble all are. Part of the entered collective."""

@@ -486,8 +486,8 @@ def best_of(newest_first: Iterable[Checkpoint | str]) -> dict[int, dict[str, Any
     before it.
     """
     best: dict[int, dict[str, Any]] = {}
-    for found in newest_first:
-        for trainer, mark in best_in(found).items() if isinstance(found, Checkpoint) else ():
+    for found in (one for one in newest_first if isinstance(one, Checkpoint)):
+        for trainer, mark in best_in(found).items():
             best.setdefault(trainer, {"step": found.step, **mark})
     return best
 
