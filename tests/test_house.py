@@ -30,7 +30,10 @@ ROWS = [
     {"comm"},
     {"strategies"},
     {"data", "checkpoint", "team", "observe"},
-    {"run", "saving", "stepping", "phases", "evaluate", "given", "agreement"},
+    {
+        *{"run", "saving", "stepping", "phases", "given", "agreement"},
+        *{"evaluate", "predict", "metrics", "best", "schedules"},
+    },
     {"trainer"},
     {"planner"},
     {"launch"},

@@ -86,6 +86,7 @@ def test_what_programs_get(tmp_path: Path) -> None:
     data, file = weights_of(path).read_bytes(), weights_of(path).name
     assert found == {
         "run": str(tmp_path),
+        "best": [],
         "step": 7,
         "format": 2,
         "plan": "data=3",

@@ -19,18 +19,21 @@ if TYPE_CHECKING:
     from paceline.data.order import sample_index as sample_index
     from paceline.errors import PacelineError as PacelineError
     from paceline.plan import Plan as Plan
+    from paceline.schedules import cosine as cosine
+    from paceline.schedules import linear as linear
+    from paceline.schedules import wsd as wsd
     from paceline.step import stream_seed as stream_seed
+    from paceline.stepping import StepReport as StepReport
     from paceline.strategies.buffers import buffer as buffer
     from paceline.team.team import Team as Team
     from paceline.team.team import join as join
-    from paceline.trainer import StepReport as StepReport
     from paceline.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Trainer": "paceline.trainer",
-    "StepReport": "paceline.trainer",
+    "StepReport": "paceline.stepping",
     "Team": "paceline.team.team",
     "buffer": "paceline.strategies.buffers",
     "join": "paceline.team.team",
@@ -38,6 +41,9 @@ _HOMES = {
     "PacelineError": "paceline.errors",
     "sample_index": "paceline.data.order",
     "stream_seed": "paceline.step",
+    "cosine": "paceline.schedules",
+    "linear": "paceline.schedules",
+    "wsd": "paceline.schedules",
 }
 
 __all__ = [  # noqa: PLE0604 (they are strings)

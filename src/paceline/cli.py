@@ -118,6 +118,7 @@ def _weights(add: Callable[..., Any]) -> None:
         "write the weights of a run's newest checkpoint, for other programs",
         "examples:\n"
         "  paceline export runs/a model.safetensors\n"
+        "  paceline export runs/a model.safetensors --best             the one that trainer.keep_best() kept\n"
         "  paceline export runs/a weights --max-file 2GB --dtype bf16    a folder as Hugging Face's libraries read it\n"
         "  paceline export runs/a weights --format dcp                   for torch.distributed.checkpoint.load",
         "Writes one .safetensors file, or a folder of them. Needs neither the script nor the model's code.",
@@ -128,6 +129,7 @@ def _weights(add: Callable[..., Any]) -> None:
     option("--max-file", default="5GB", metavar="SIZE", help="most bytes of a file in a folder (default 5GB)")
     option("--dtype", metavar="bf16|fp16|fp32", help=dtype)
     option("--step", least=0, help="a checkpoint other than the newest")
+    option("--best", action="store_true", help="the checkpoint that trainer.keep_best() kept")
     option("--trainer", least=0, default=0, help="which trainer of the script, from 0 (default 0)")
     option = add(
         "import",

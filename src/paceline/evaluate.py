@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.comm.group import Group
 from paceline.data.fingerprint import same_lengths
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError
+from paceline.metrics import Objects
 from paceline.pulse import PULSE
 from paceline.step import Grid, stream_seed
 from paceline.strategies.base import Job
 from paceline.strategies.buffers import unchanging
-from paceline.strategies.pieces import Piece, to_device
+from paceline.strategies.pieces import MicroBatch, Piece, to_device
 from paceline.strategies.streams import Streams
 from paceline.team.team import Team
 
-Metric = Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]
 _STREAM = 1 << 43  # the streams of evaluation, apart from those of training
 
 
@@ -42,66 +43,105 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def evaluate(
-    team: Team, job: Job, model: nn.Module, source: Source, metric: Metric, micro: int, place: Place
-) -> dict[str, float]:
-    """Means by name over all rows of `source`, and the number of rows as ``n``; dealt as `place` says. Collective.
-
-    Raises MetricError where metrics are not (sum, count) by name, or their names differ between rows or workers;
-    DatasetError where the dataset is longer on some workers.
+@dataclass(frozen=True)
+class Sweep:
+    """A model at rest and all rows of a dataset, each once and in order, in micro-batches of `micro` rows that are
+    dealt as `place` says.
     """
-    team.group.enter("evaluate()")
-    same_lengths(team.group.gather_json(source.rows), team.group, "the dataset of evaluate()")
-    # The training's loader options serve here too, but a dataset of another kind may not take them.
-    source = replace(source, options=None) if source.rows is None else replace(source, order=in_order)
-    grid = Grid(8 * micro * team.size, micro)
-    span = (0, None if source.rows is None else grid.batches(source.rows), 1)
-    feed = Feed(source, grid, span, lambda: place, team.world.tell)
-    streams = Streams(job.device)
+
+    team: Team
+    job: Job
+    model: nn.Module
+    source: Source
+    micro: int
+    place: Callable[[], Place]
+
+    def feed(self, micro_batches: int) -> Feed:
+        """This worker's part, so many of all workers' micro-batches at a time."""
+        # The training's loader options serve here too, but a dataset of another kind may not take them.
+        stream = self.source.rows is None
+        source = replace(self.source, options=None) if stream else replace(self.source, order=in_order)
+        grid = Grid(micro_batches * self.micro, self.micro)
+        span = (0, None if source.rows is None else grid.batches(source.rows), 1)
+        return Feed(source, grid, span, self.place, self.team.world.tell)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        model, streams = self.model, Streams(self.job.device)
+        with torch.no_grad(), self.job.keeping(), _evaluating(model), unchanging(model), streams.lent():
+            yield
+
+    def over(self, base: int, micro_batches: Sequence[MicroBatch], use: Callable[[int, int, Any, Any], None]) -> None:
+        """Calls `use` with number, rows, output and batch of each of these micro-batches, numbered from `base` on."""
+        streams = Streams(self.job.device)
+        for micro_batch in micro_batches:
+            number = base + micro_batch.index
+            batch = to_device(micro_batch.batch, self.job.device)
+            streams.seed(stream_seed(self.job.seed, _STREAM, number))
+            with Piece([micro_batch], batch).noted, self.job.arithmetic():
+                output = self.job.forward(self.model, batch)
+                if not micro_batch.blank:
+                    use(number, micro_batch.rows, output, batch)
+            PULSE.beat()
+
+
+def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
+    """What `metric` finds by name over all rows, and the number of rows as ``n``. Collective.
+
+    Raises MetricError where metrics are not (sum, count) by name, or their names differ between rows or workers; where
+    objects do not say how their states merge, or what of output and batch they take. DatasetError where the dataset is
+    longer on some workers.
+    """
+    group = sweep.team.group
+    group.enter("evaluate()")
+    same_lengths(group.gather_json(sweep.source.rows), group, "the dataset of evaluate()")
     rows, base = 0, 0
-    sums: dict[int, dict[str, tuple[float, float]]] = {}
-    with torch.no_grad(), job.keeping(), _evaluating(model), unchanging(model), streams.lent():
-        for _, count, micro_batches in feed:
-            for micro_batch in micro_batches:
-                batch = to_device(micro_batch.batch, job.device)
-                streams.seed(stream_seed(job.seed, _STREAM, base + micro_batch.index))
-                with Piece([micro_batch], batch).noted, job.arithmetic():
-                    output = job.forward(model, batch)
-                    if micro_batch.blank:
-                        continue
-                    found = metric(output, batch)
-                sums[base + micro_batch.index] = _pairs(found)
-                PULSE.beat()
-            base += len(grid.cut(count))
+    with Objects.of(metric, sweep.job.device) or Sums(metric) as found, sweep.resting():
+        for _, count, micro_batches in sweep.feed(8 * group.size):
+            sweep.over(base, micro_batches, found.add)
+            base += -(-count // sweep.micro)
             rows += count
-    return {**_together(team, sums, base), "n": rows}
+        return {**found.together(group, base), "n": rows}
 
 
-def _pairs(found: Any) -> dict[str, tuple[float, float]]:
-    good = isinstance(found, Mapping) and all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in found.values()
-    )
-    if not good:
-        raise MetricError(f"the metric returned {found!r:.60}", "return {name: (sum, count)}")
-    return {str(name): (float(total), float(count)) for name, (total, count) in found.items()}
+class Sums:
+    """A function's ``{name: (sum, count)}`` of each micro-batch."""
 
+    def __init__(self, metric: Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]) -> None:
+        self._metric = metric
+        self._sums: dict[int, dict[str, tuple[float, float]]] = {}
 
-def _together(team: Team, sums: dict[int, dict[str, tuple[float, float]]], micro_batches: int) -> dict[str, float]:
-    """Every micro-batch's sums to every worker, then added in grid order: equal bits on any number of workers."""
-    mine = sorted({tuple(sorted(found)) for found in sums.values()})
-    all_names = [tuple(names) for worker in team.group.gather_json(mine) for names in worker]
-    if len(set(all_names)) > 1:
-        one, other = sorted(set(all_names))[:2]
-        raise MetricError(
-            f"the metric returned {list(one)} for some rows and {list(other)} for others",
-            "return the same names everywhere, with count 0 where there is nothing to count",
+    def __enter__(self) -> Sums:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def add(self, number: int, rows: int, output: Any, batch: Any) -> None:
+        found = self._metric(output, batch)
+        good = isinstance(found, Mapping) and all(
+            isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in found.values()
         )
-    names = all_names[0]
-    table = torch.zeros(micro_batches, 2 * len(names), dtype=torch.float64)
-    for index, found in sums.items():
-        table[index] = torch.tensor([part for name in names for part in found[name]], dtype=torch.float64)
-    total = torch.zeros(2 * len(names), dtype=torch.float64)
-    for row in team.group.sum(table):
-        total += row
-    pairs = zip(total[0::2].tolist(), total[1::2].tolist(), strict=True)
-    return {name: part / count if count else math.nan for name, (part, count) in zip(names, pairs, strict=True)}
+        if not good:
+            raise MetricError(f"the metric returned {found!r:.60}", "return {name: (sum, count)}")
+        self._sums[number] = {str(name): (float(total), float(count)) for name, (total, count) in found.items()}
+
+    def together(self, group: Group, micro_batches: int) -> dict[str, float]:
+        """Every micro-batch's sums to every worker, then added in grid order: equal bits on any number of workers."""
+        mine = sorted({tuple(sorted(found)) for found in self._sums.values()})
+        all_names = [tuple(names) for worker in group.gather_json(mine) for names in worker]
+        if len(set(all_names)) > 1:
+            one, other = sorted(set(all_names))[:2]
+            raise MetricError(
+                f"the metric returned {list(one)} for some rows and {list(other)} for others",
+                "return the same names everywhere, with count 0 where there is nothing to count",
+            )
+        names = all_names[0]
+        table = torch.zeros(micro_batches, 2 * len(names), dtype=torch.float64)
+        for index, found in self._sums.items():
+            table[index] = torch.tensor([part for name in names for part in found[name]], dtype=torch.float64)
+        total = torch.zeros(2 * len(names), dtype=torch.float64)
+        for row in group.sum(table):
+            total += row
+        pairs = zip(total[0::2].tolist(), total[1::2].tolist(), strict=True)
+        return {name: part / count if count else math.nan for name, (part, count) in zip(names, pairs, strict=True)}

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.backends.cpu import get_cpu_capability
 from torch.utils._pytree import tree_map_only
 
 from paceline.agreement import Agreement
+from paceline.best import Best, best_now, keep_best
 from paceline.checkpoint.export import write_together
 from paceline.checkpoint.files import FOLDER, folder_of
 from paceline.checkpoint.lock import hold_lock
@@ -50,6 +51,7 @@ class Member(Protocol):
     """What a run needs of a trainer."""
 
     state: State
+    best: Best
 
     def snapshot(self) -> dict[str, Any]: ...
     def flush(self) -> None: ...
@@ -417,6 +419,7 @@ class Run:
         save, self._save_due = self._save_due, 0
         self.saving.turn()
         self._tell_saved()
+        keep_best(self)
         if self._stop_due:
             self.leave(130 if self.notice == 2 else STOPPED, "asked to stop")
         if self.team.world.max_steps is not None and self.step >= self.team.world.max_steps:
@@ -436,19 +439,24 @@ class Run:
 
     # -- results of collectives outside of the loops ------------------------------------------------------------
 
-    def outside(self, compute: Callable[[], Any], spends: str = "script") -> Any:
+    def outside(self, operation: Simple) -> Any:
         """The result of a collective; in a resumed run, before its first step, the one that was recorded."""
+        found = self.recorded() or [self.team.operations.run(operation)]
+        self.record(found[0])
+        return found[0]
+
+    def recorded(self) -> list[Any]:
+        """In a resumed run, before its first step, the result that the next collective had, in a list."""
         self.need_team()
-        if self.loops or self.stepping:
-            return self.team.operations.run(Simple(compute, spends=spends))
-        passing = self.passing and not self.took_step
-        if passing and self._replayed < len(self.results):
-            self._replayed += 1
-            return self.results[self._replayed - 1]
-        result = self.team.operations.run(Simple(compute, spends=spends))
-        if not passing:  # a finished run that goes through its script's end records nothing
+        now = not self.passing or self.took_step or self.loops or self.stepping
+        found = [] if now else self.results[self._replayed : self._replayed + 1]
+        self._replayed += len(found)
+        return found
+
+    def record(self, result: Any) -> None:
+        """For those who resume. A finished run that goes through its script's end records nothing."""
+        if (not self.passing or self.took_step) and not self.loops and not self.stepping:
             self.results.append(result)
-        return result
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -466,16 +474,17 @@ class Run:
             raise UsageError("there is no run folder to save to", cure)
         self.saving.asked = True
 
-    def save(self, wait: bool = False, must: bool = False) -> None:
+    def save(self, wait: bool = False, must: bool = False) -> bool:
         """A checkpoint of all trainers as they are now, written while training goes on; collective.
 
-        With `wait` it is there on return, or a line said why not; `must`: or this raises CheckpointError.
+        With `wait` it is there on return, or a line said why not; `must`: or this raises CheckpointError. Whether it is
+        known to be there.
         """
         saving = self.saving
         if saving.storage is None and wait:
             self.agreement.end(self.step)
         if saving.storage is None:
-            return
+            return False
         for member in self.members:
             member.flush()
         self.journal.flush()
@@ -489,6 +498,7 @@ class Run:
         if must and trouble is not None:
             raise CheckpointError(*trouble)
         self._tell_saved()
+        return trouble is None and saving.committed == self.step
 
     def _subject(self) -> Subject:
         return Subject(self.step, self._tree, self._params, self._about, self.agreement.meet)
@@ -515,6 +525,7 @@ class Run:
             "script": _script(),
             "workers": self.team.size,
             "generation": self.team.operations.number,
+            "best": best_now(self),
             "versions": _versions(),
         }
 
@@ -550,6 +561,7 @@ class Run:
         self.agreement.write(self.journal)
         done = bool(self.members) and all(member.complete for member in self.members)
         if not failed and not self._left and self.members:
+            keep_best(self)
             if self.saving.asked or self.saving.open or self.step > self.saving.begun:
                 self.save(wait=True, must=True)
             self._close_account()

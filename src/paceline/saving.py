@@ -329,7 +329,8 @@ class Saving:
             told = {file: (size, digest) for row in mine for file, (size, digest) in row[4].items()}
             mirrored = storage is not self.storage
             keep = 1 if mirrored else self.keep
-            found = commit(storage, draft.step, draft.plan, told, draft.shapes, draft.manifest, keep)
+            manifest = draft.manifest if not mirrored else {**draft.manifest, "best": []}  # a copy is none to be kept
+            found = commit(storage, draft.step, draft.plan, told, draft.shapes, manifest, keep)
             if mirrored:
                 return {}
             took, size = time.monotonic() - draft.began, sum(size for size, _ in told.values())

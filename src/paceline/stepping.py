@@ -13,17 +13,37 @@ from typing import Any
 import torch
 
 from paceline.agreement import Weights
+from paceline.comm.group import Group
 from paceline.data.balance import Balance
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
+from paceline.given import digest_of, refuse_twins
 from paceline.plan import Plan
 from paceline.pulse import PULSE
 from paceline.run import Run
-from paceline.step import Agreed, VectorLayout, exact_sum
+from paceline.step import Agreed, Grid, VectorLayout, exact_sum
 from paceline.strategies.base import Job, Orders, Strategy, Sums
 from paceline.strategies.merging import Merging
-from paceline.strategies.pieces import MicroBatch, to_device
+from paceline.strategies.pieces import MicroBatch, cut, rows_of, to_device
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step of the whole team: the same on every worker, but for `seconds`.
+
+    `step` counts optimizer steps done, from 1. `loss` and `metrics` are means over the global batch of `samples` rows.
+    `lr` is the first group's learning rate of this step, `grad_norm` the norm of the mean gradient before clipping.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    metrics: dict[str, float]
+    samples: int
+    seconds: float
+    lr: float
+    grad_norm: float
 
 
 @dataclass
@@ -44,6 +64,38 @@ class Rows:
     def share(self) -> list[MicroBatch]:
         """Those that count."""
         return [micro_batch for micro_batch in self.micro_batches if not micro_batch.blank]
+
+
+def bring(
+    group: Group, batch: Any, micro: int | None, together: int, spare: MicroBatch | None, name: str, looks: str
+) -> Rows:
+    """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice. One that has
+    fewer micro-batches than others of the `together` workers of a replica runs its first or the `spare` one besides.
+    """
+    rows = 0 if batch is None else rows_of(batch)
+    grid = Grid(max(rows, 1), micro or max(rows, 1))
+    cuts = grid.cut(rows)
+    group.enter(name, kind="step()")
+    brought = group.gather_json([len(cuts), rows, digest_of(batch) if looks and rows else ""])
+    refuse_twins([entry[2] for entry in brought], looks)
+    rank = group.rank
+    offset, first = (sum(entry[place] for entry in brought[:rank]) for place in (0, 1))
+    said = [f"rows {part.start}-{part.stop - 1} of this worker's batch" for part in cuts]
+    micro_batches = [
+        MicroBatch(offset + i, len(part), cut(batch, part), said[i], start=first + part.start)
+        for i, part in enumerate(cuts)
+    ]
+    whole = Rows(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
+    if whole.rows == 0:
+        raise UsageError("no worker brought a row to step()", "bring at least one row")
+    beside = range(rank - rank % together, rank - rank % together + together)
+    spare = micro_batches[0] if micro_batches else spare
+    for _ in range(max(brought[other][0] for other in beside) - len(cuts)):
+        if spare is None:
+            what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
+            raise UsageError(what, "bring at least one row on every worker, or say zero=1")
+        whole.micro_batches.insert(0, dataclasses.replace(spare, blank=True))
+    return whole
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,59 +16,41 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from paceline.agreement import Weights
+from paceline.best import Best
 from paceline.checkpoint.adopt import adopted
 from paceline.checkpoint.export import write_together
 from paceline.data.balance import Balance
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import PlanError, UsageError, first_line
-from paceline.evaluate import evaluate
+from paceline.evaluate import Sweep, evaluate
 from paceline.given import (
     Schedule,
     checked,
     choose_plan,
     device_of,
-    digest_of,
     fused,
     optimizers_of,
     peak_memory,
     refuse_fused,
-    refuse_twins,
     scheduler_of,
     settle_arithmetic,
 )
 from paceline.observe.ledger import Ledger
 from paceline.phases import Phase, State, grid_text, idle_text
 from paceline.plan import Plan
+from paceline.predict import predicted
 from paceline.run import Run
 from paceline.step import Agreed, Grid, deal, stream_seed
-from paceline.stepping import Rows, Stepper
+from paceline.stepping import Rows, Stepper, StepReport, bring
 from paceline.strategies.base import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
-from paceline.strategies.pieces import MicroBatch, cut, rows_of
+from paceline.strategies.pieces import MicroBatch, rows_of
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.state import hidden_in, refuse_mixing
 from paceline.strategies.streams import Streams
 from paceline.team.operations import Simple
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One optimizer step of the whole team: the same on every worker, but for `seconds`.
-
-    `step` counts optimizer steps done, from 1. `loss` and `metrics` are means over the global batch of `samples` rows.
-    `lr` is the first group's learning rate of this step, `grad_norm` the norm of the mean gradient before clipping.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    metrics: dict[str, float]
-    samples: int
-    seconds: float
-    lr: float
-    grad_norm: float
 
 
 class Trainer:
@@ -160,7 +142,7 @@ class Trainer:
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
-        self.state = State()
+        self.state, self.best = State(), Best()
         run.members.append(self)
         run.models.append(self.model)
         if run.tree:
@@ -336,30 +318,11 @@ class Trainer:
 
     def _brought(self, batch: Any, looks: str) -> Rows:
         """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice."""
-        rows = 0 if batch is None else rows_of(batch)
-        grid = Grid(max(rows, 1), self._grid.micro if self._grid else (self.plan.micro or max(rows, 1)))
-        cuts = grid.cut(rows)
-        self._group.enter(f"step {self.steps_done + 1} by step()", kind="step()")
-        brought = self._group.gather_json([len(cuts), rows, digest_of(batch) if looks and rows else ""])
-        refuse_twins([entry[2] for entry in brought], looks)
-        rank, together = self._group.rank, self.plan.together
-        offset, first = (sum(entry[place] for entry in brought[:rank]) for place in (0, 1))
-        said = [f"rows {part.start}-{part.stop - 1} of this worker's batch" for part in cuts]
-        micro_batches = [
-            MicroBatch(offset + i, len(part), cut(batch, part), said[i], start=first + part.start)
-            for i, part in enumerate(cuts)
-        ]
-        whole = Rows(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
-        if whole.rows == 0:
-            raise UsageError("no worker brought a row to step()", "bring at least one row")
-        beside = range(rank - rank % together, rank - rank % together + together)
-        if together > 1 and micro_batches:
-            self._spare = micro_batches[0]
-        for _ in range(max(brought[other][0] for other in beside) - len(cuts)):
-            if self._spare is None:
-                what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
-                raise UsageError(what, "bring at least one row on every worker, or say zero=1")
-            whole.micro_batches.insert(0, replace(self._spare, blank=True))
+        micro = self._grid.micro if self._grid else self.plan.micro
+        step, together = self.steps_done + 1, self.plan.together
+        whole = bring(self._group, batch, micro, together, self._spare, f"step {step} by step()", looks)
+        if together > 1 and whole.share:
+            self._spare = whole.share[0]
         return whole
 
     def _deal(self, alike: Fingerprint, feed: Feed, phase: Phase, cure: str) -> Rows:
@@ -414,31 +377,87 @@ class Trainer:
     def evaluate(
         self,
         dataset: Any,
-        metric: Callable[[Any, Any], Mapping[str, tuple[Any, Any]]],
+        metric: Any,
         model: nn.Module | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Means of `metric(output, batch) -> {name: (sum, count)}` over all rows of a dataset, and their number ``n``.
 
         Exact: each row counts once, nothing is padded, and sums are added in grid order. Collective. `model` is by
         default the trained one; it is put in eval mode for the time.
-        """
-        micro = self._grid.micro if self._grid else (self.plan.micro or 32)
-        options = self._loader.get("options", {})
-        source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
 
-        def compute() -> dict[str, float]:
-            place = replace(self._place(), fine=False)
-            found = evaluate(self._run.team, self._job, model or self.model, source, metric, micro, place)
+        What is no sum (AUC, correlation, mAP) is an object with `update`, `compute` and `reset` whose states say how
+        they merge, as torchmetrics' do; or a mapping of such objects by name; or a pair of either with a function of
+        output and batch that returns the arguments of `update`. Results are then floats, or tensors. MetricError.
+        """
+        sweep = self._sweep(dataset, collate, model)
+
+        def compute() -> dict[str, Any]:
+            found = evaluate(sweep, metric)
+            self.best.of(found)
             self._run.journal.write("evaluate", trainer=self._number, step=self.steps_done, results=found)
             return found
 
-        results: dict[str, float] = self._run.outside(compute, spends="evaluating")
-        return dict(results)
+        return dict(self._run.outside(Simple(compute, self._offer, spends="evaluating")))
+
+    def predict(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None = None,
+        model: nn.Module | None = None,
+        path: str | Path | None = None,
+    ) -> Any:
+        """What `forward` gives for each row of a dataset, once and in order, in eval mode. Collective.
+
+        An iterator of (rows, output) by micro-batch, for ``for rows, output in trainer.predict(data):`` on all workers:
+        on the main one `rows` is a range of row numbers and `output` the nested tensors of these rows, on the CPU; on
+        the others it does its part and gives nothing. A worker that becomes the main one by a loss gets all rows.
+
+        With `path` the outputs go to a file and the path is returned on all: ``.npy``, one array with rows first, or
+        ``.safetensors``, tensors by their name in a mapping or `output`. Memory holds four micro-batches a worker.
+        Raises UsageError for outputs that cannot be handed on, CheckpointError for those that cannot be written.
+        """
+        sweep = self._sweep(dataset, collate, model)
+        if path is None:
+            return predicted(self._run, sweep)
+        list(predicted(self._run, sweep, Path(path)))  # which gives nothing
+        return Path(path)
+
+    def _sweep(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, model: nn.Module | None) -> Sweep:
+        micro = self._grid.micro if self._grid else (self.plan.micro or 32)
+        options = self._loader.get("options", {})
+        source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
+        place = lambda: replace(self._place(), fine=False)  # noqa: E731
+        return Sweep(self._run.team, self._job, model or self.model, source, micro, place)
 
     def log(self, **values: Any) -> None:
-        """Keeps the user's own figures (or a text) in the run's journal, at the current step."""
+        """Keeps the user's own figures (or a text) in the run's journal, at the current step. Collective for the one
+        that `keep_best` follows.
+        """
         self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
+        value = self.best.of(values)
+        if value is not None and self.best.seen != (self._run.step, value):
+
+            def agree() -> dict[str, Any]:
+                self._group.enter(f"log({self.best.name}=), which keep_best() follows")
+                return {self.best.name: self._group.gather_json(value)[0]}
+
+            self._run.outside(Simple(agree, self._offer))
+
+    def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
+        self.best.offer(values, self._run.step)
+        return values
+
+    def keep_best(self, name: str, mode: str = "max") -> None:
+        """Keeps the checkpoint of the weights whose `name` was best, in `evaluate` or `log`, beyond all others.
+
+        It is taken when the loop asks for its next step, before which training waits until it is there. `mode` is
+        ``max`` or ``min``; NaN is never best. ``paceline export RUN --best`` writes it. Called by all workers, before
+        the loop. Raises UsageError.
+        """
+        self.best.follow(name, mode)
+        if self._run.saving.storage is None:
+            self._run.say(f"the best {name} is not kept: there is no run folder", once=True)
 
     def save(self) -> None:
         """Asks for a checkpoint; taken when the loop asks for its next step, so that it holds what the body did, and
@@ -496,6 +515,7 @@ class Trainer:
             "phases": [phase.saved() for phase in self._phases],
             "stopped": self._stopped,
             "state": self.state.saved(),
+            "best": self.best.saved(),
         }
 
     def follow(self) -> None:
@@ -544,6 +564,7 @@ class Trainer:
             return
         self._phases = [Phase(**phase) for phase in mine["phases"]]
         self._stopped = mine["stopped"]
+        self.best.restore(mine.get("best"))
         self.state.restore(tree_map_only(torch.Tensor, torch.clone, mine["state"]))
         if mine["grid"] and self._grid:
             self._grid = self._resumed_grid(Grid(*mine["grid"]), self._grid)

@@ -21,6 +21,7 @@ from paceline.checkpoint.files import (
     MANIFEST,
     UNFINISHED,
     Checkpoint,
+    best_of,
     checkpoints_of,
     list_checkpoints,
     open_checkpoint,
@@ -58,6 +59,7 @@ def inspect_run(run_dir: str | Path, step: int | None = None, tensors: bool = Fa
     told = {
         "run": str(run_dir),
         "checkpoints": [_listing(storage, *look, sizes[look[1]]) for look in looks],
+        "best": list(best_of(found for _, _, found in looks).values()),
         **_facts(chosen),
     }
     if tensors:
@@ -198,6 +200,8 @@ def _tables(told: dict[str, Any]) -> str:
     console = Console(file=out, width=width, force_terminal=colour, color_system="standard" if colour else None)
     listing = [(row["step"], row["written"], size_text(row["bytes"]), _state(row)) for row in told["checkpoints"]]
     console.print(_table(("step", "written", "size", "state"), listing, right=(0, 2)))
+    for mark in told["best"]:
+        console.print(Text("\nbest of trainer {trainer}: {name} {value:.6g} at step {step}".format(**mark)))
     console.print(Text(f"\nstep {told['step']} of {told['run']}", style="bold"))
     versions = ", ".join(f"{name} {value}" for name, value in (told["versions"] or {}).items())
     facts = [("format", told["format"]), ("plan", told["plan"]), ("workers", told["workers"] or "")]

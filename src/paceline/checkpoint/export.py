@@ -13,11 +13,21 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.checkpoint.deferred import Deferred, deferred, float_named
-from paceline.checkpoint.files import Checkpoint, checkpoints_of, find_checkpoint, grouped, list_checkpoints, write_cure
+from paceline.checkpoint.files import (
+    Checkpoint,
+    best_of,
+    checkpoints_of,
+    find_checkpoint,
+    grouped,
+    list_checkpoints,
+    open_checkpoint,
+    write_cure,
+)
 from paceline.checkpoint.storage import flush_folder, write_file
 from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks, write_tensors
 from paceline.checkpoint.tree import unflatten
@@ -88,12 +98,13 @@ def export_model(
     out: Path,
     trainer: int = 0,
     step: int | None = None,
+    best: bool = False,
     layout: str | None = None,
     dtype: str | None = None,
     max_file: str = "5GB",
 ) -> str:
-    """Writes the weights of the script's `trainer`, counted from 0, to `out`: of `step`, or the newest. `run_dir` is a
-    run folder, or the URL at which a run keeps its checkpoints.
+    """Writes the weights of the script's `trainer`, counted from 0, to `out`: of `step`, the `best` or the newest.
+    `run_dir` is a run folder, or the URL at which a run keeps its checkpoints.
 
     A name that ends in .safetensors is one file. Any other is a folder: Hugging Face's, in files of at most
     `max_file`, or with the `layout` "dcp" that of torch.distributed.checkpoint. `dtype` (bf16, fp16, fp32) converts
@@ -107,6 +118,11 @@ def export_model(
     if layout == "dcp" and out.suffix == ".safetensors":
         raise UsageError(f"{out} is a file's name, and --format dcp writes a folder", "leave .safetensors away")
     lines: list[str] = []
+    if best:
+        if step is not None:
+            raise UsageError("both --best and --step were given", "give one of them")
+        mark = _best(run_dir, trainer)
+        step = mark["step"]
     found = find_checkpoint(checkpoints_of(run_dir), lines.append, step)
     if found is None:
         raise no_checkpoint(run_dir, step)
@@ -122,8 +138,19 @@ def export_model(
         files = _write_folder(out, state, found, most if layout != "dcp" else None)
         text = f"{size_text(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}"
     text += f", floating point as {dtype}" if dtype else ""
-    lines.append(f"wrote {out}: {len(state)} tensors, {text}, from step {found.step} of {run_dir}")
+    text += f", from step {found.step} of {run_dir}"
+    text += f", the best {mark['name']}: {mark['value']:.6g}" if best else ""
+    lines.append(f"wrote {out}: {len(state)} tensors, {text}")
     return "\n".join(lines)
+
+
+def _best(run_dir: str | Path, trainer: int) -> dict[str, Any]:
+    storage = checkpoints_of(run_dir)
+    best = best_of(open_checkpoint(storage, *one, hashes=False) for one in list_checkpoints(storage))
+    if trainer not in best:
+        what = f"no checkpoint in {run_dir} is the best of trainer {trainer} yet"
+        raise CheckpointError(what, "call trainer.keep_best(NAME) before the loop, or leave --best out")
+    return best[trainer]
 
 
 def no_checkpoint(run_dir: str | Path, step: int | None) -> CheckpointError:

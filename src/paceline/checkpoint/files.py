@@ -462,7 +462,7 @@ def _prune(storage: Storage, step: int, keep: int) -> None:
     if isinstance(found, str):
         cure = "check that disk, or choose another --run-dir; older checkpoints were kept"
         raise CheckpointError(f"checkpoint of step {step} was written to {storage} and is damaged ({found})", cure)
-    for number, folder in _doomed(storage, step, keep):
+    for number, folder in _doomed(storage, found, keep):
         try:
             # The manifest first: an interrupted removal must not leave what looks like a damaged checkpoint.
             storage.remove(folder, [MANIFEST])
@@ -476,17 +476,36 @@ def _prune(storage: Storage, step: int, keep: int) -> None:
         storage.remove(folder_of(step), storage.sizes(folder_of(step)).keys() - {MANIFEST, *found.manifest["files"]})
 
 
-def _doomed(storage: Storage, step: int, keep: int) -> Iterator[tuple[int, str]]:
+def best_in(found: Checkpoint) -> dict[int, dict[str, Any]]:
+    """What makes a checkpoint the best so far, by trainer: name, mode and value."""
+    return {mark["trainer"]: mark for mark in found.manifest.get("best", ())}
+
+
+def best_of(newest_first: Iterable[Checkpoint | str]) -> dict[int, dict[str, Any]]:
+    """What `best_in` says of each trainer's best checkpoint, and its step: the newest, for each was better than those
+    before it.
+    """
+    best: dict[int, dict[str, Any]] = {}
+    for found in (one for one in newest_first if isinstance(one, Checkpoint)):
+        for trainer, mark in best_in(found).items():
+            best.setdefault(trainer, {"step": found.step, **mark})
+    return best
+
+
+def _doomed(storage: Storage, newest: Checkpoint, keep: int) -> Iterator[tuple[int, str]]:
+    step, best = newest.step, best_in(newest)
     kept = {step}
     for number, folder in list_checkpoints(storage):
         if folder == folder_of(step) or number > step:
             continue
         try:
-            whole = isinstance(open_checkpoint(storage, number, folder, hashes=False), Checkpoint)
+            found = open_checkpoint(storage, number, folder, hashes=False)
         except CheckpointError:
             continue  # a newer Paceline's: not ours to remove
-        if whole and number not in kept and len(kept) < keep:
+        more = best_in(found) if isinstance(found, Checkpoint) else {}
+        if isinstance(found, Checkpoint) and number not in kept and (len(kept) < keep or more.keys() - best.keys()):
             kept.add(number)
+            best |= more
         else:
             yield number, folder
 

@@ -57,16 +57,16 @@ class Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-def _ordered(tensors: Mapping[str, Shaped]) -> list[str]:
+def ordered(tensors: Mapping[str, Shaped]) -> list[str]:
     """The widest elements first: then every tensor of a mapped file is aligned."""
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
-def _head(tensors: Mapping[str, Shaped]) -> tuple[bytes, int]:
+def head(tensors: Mapping[str, Shaped]) -> tuple[bytes, int]:
     """What is before the tensors in a file, and the bytes of those."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in _ordered(tensors):
+    for name in ordered(tensors):
         tensor = tensors[name]
         start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
@@ -77,14 +77,14 @@ def _head(tensors: Mapping[str, Shaped]) -> tuple[bytes, int]:
 
 def file_bytes(tensors: Mapping[str, Shaped]) -> int:
     """How large the file of these tensors is."""
-    head, rest = _head(tensors)
-    return len(head) + rest
+    first, rest = head(tensors)
+    return len(first) + rest
 
 
 def tensor_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file."""
-    yield _head(tensors)[0]
-    for name in _ordered(tensors):
+    yield head(tensors)[0]
+    for name in ordered(tensors):
         plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
         yield plain.reshape(-1).view(torch.uint8).numpy().data
 

@@ -101,7 +101,8 @@ def map_together(
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory: what is only moved may be of a dtype that gloo or NCCL has no name for."""
-    return tensor.view(-1).view(torch.uint8)
+    # One value is contiguous with any stride, and not every stride can be viewed as bytes.
+    return tensor.view(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass

@@ -256,7 +256,8 @@ def facts(summary: Summary) -> dict[str, Rows]:
         (f"loss {name}".strip(), f"{number(a)} at first, {number(b)} at last") for name, (a, b) in s.losses.items()
     ]
     evaluation = s.evaluations[-1] if s.evaluations else {}
-    values = ", ".join(f"{name} {number(value)}" for name, value in (evaluation.get("results") or {}).items())
+    found = (evaluation.get("results") or {}).items()
+    values = ", ".join(f"{name} {number(v)}" for name, v in found if not isinstance(v, (list, dict)))
     done = f"{plural(s.steps_done, 'step')}, {plural(s.samples, 'sample')} in {duration(s.wall_seconds)}"
     rate = f"{number(round(s.samples_per_second, 1))} samples/s" if s.samples_per_second else ""
     if s.speedup:

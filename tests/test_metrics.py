@@ -1,0 +1,207 @@
+"""Metrics that are no sums: torchmetrics' objects and a user's own, beside one process over all rows at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from alone import trainer
+from basics import net, x
+from cases import rows
+from launching import train_basics
+from safetensors.torch import load_file
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAUROC, BinaryConfusionMatrix, BinaryF1Score
+from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
+
+from paceline.errors import MetricError
+from paceline.team.ahead import pack, unpack
+
+SCRIPT = """
+import json, os, signal
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAUROC, BinaryConfusionMatrix, BinaryF1Score
+from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
+def score(o, b):
+    if os.environ["PACELINE_RANK"] == "{lost}" and len(asked) == 3 and not os.path.exists("lost"):
+        open("lost", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    asked.append(0)
+    return o.softmax(1)[:, 1]
+asked = []
+kinds = {{"auc": BinaryAUROC(), "f1": BinaryF1Score(), "confusion": BinaryConfusionMatrix()}}
+figures = MetricCollection([PearsonCorrCoef(), SpearmanCorrCoef()], prefix="of ")
+t = make(plan="exact micro=3")
+some = torch.utils.data.Subset(data, range(95))
+for report in t.steps(data, count=8):
+    if report.step == 4:
+        t.export("weights.safetensors")
+        found = t.evaluate(some, (kinds, lambda o, b: (score(o, b), b[1])))
+        found |= t.evaluate(some, (figures, lambda o, b: {{"preds": score(o, b), "target": b[0].sum(1)}}))
+        found |= t.evaluate(some, (MeanMetric(), lambda o, b: (score(o, b), b[0][:, 0].abs())))
+        few = t.evaluate(torch.utils.data.Subset(data, range(4)), (kinds, lambda o, b: (score(o, b), b[1])))
+        assert few["n"] == 4 and int(few["confusion"].sum()) == 4
+        for one in [*kinds.values(), *figures.values()]:
+            assert one.sync_on_compute and not one.update_called, one
+        with open(f"found-{{os.environ['PACELINE_RANK']}}.json", "w") as file:
+            json.dump({{name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in found.items()}}, file)
+"""
+
+
+def alone(weights: Path) -> dict[str, Any]:
+    """Each of them by torchmetrics itself, of all rows at once."""
+    model, some = net(), x[:95]
+    model.load_state_dict(load_file(weights))
+    with torch.no_grad():
+        scores = model(some).softmax(1)[:, 1]
+    target = (some.sum(1) > 0).long()
+    given: dict[str, tuple[Any, tuple[torch.Tensor, torch.Tensor]]] = {
+        "auc": (BinaryAUROC(), (scores, target)),
+        "f1": (BinaryF1Score(), (scores, target)),
+        "confusion": (BinaryConfusionMatrix(), (scores, target)),
+        "of PearsonCorrCoef": (PearsonCorrCoef(), (scores, some.sum(1))),
+        "of SpearmanCorrCoef": (SpearmanCorrCoef(), (scores, some.sum(1))),
+        "MeanMetric": (MeanMetric(), (scores, some[:, 0].abs())),
+    }
+    for one, arguments in given.values():
+        one.update(*arguments)
+    return {name: one.compute() for name, (one, _) in given.items()}
+
+
+def measures(folder: Path, workers: int, shares: str, lost: int | str) -> None:
+    train_basics(folder, SCRIPT.format(lost=lost), workers, *(["--shares", shares] if shares else []))
+    assert (folder / "lost").exists() == (lost != "")
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("found-*.json"))]
+    assert len(found) == workers - (lost != "")
+    assert all(one == found[0] for one in found)
+    expected = alone(folder / "weights.safetensors")
+    assert found[0].keys() == {*expected, "n"}
+    assert found[0].pop("n") == 95
+    for name, value in found[0].items():
+        assert torch.allclose(torch.tensor(value).double(), expected[name].double(), rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize(("workers", "shares", "lost"), [(3, "3,1,2", 1), (1, "", "")])
+def test_the_result_is_that_of_one_process(workers: int, shares: str, lost: Any, tmp_path: Path) -> None:
+    measures(tmp_path, workers, shares, lost)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "shares", "lost"),
+    [(2, "", 0), (2, "3,1", 1), (3, "", 0), (5, "1,2,2,3,1", 3), (5, "", ""), (5, "", 0)],
+)
+def test_the_result_is_that_of_one_process_on_any_workers(workers: int, shares: str, lost: Any, tmp_path: Path) -> None:
+    measures(tmp_path, workers, shares, lost)
+
+
+class Own:
+    """A state of each kind, without torchmetrics."""
+
+    _defaults: dict[str, Any] = {  # noqa: RUF012
+        "mean": torch.zeros((), dtype=torch.float64),
+        "most": torch.tensor(-1e9),
+        "least": torch.tensor(1e9),
+        "rows": torch.tensor(100),
+        "total": torch.tensor(5.0),
+        "wide": torch.zeros(2000),
+        "parts": torch.zeros(0),
+        "middle": torch.zeros(1),
+        "each": torch.zeros(1),
+        "texts": [],
+    }
+    _reductions: dict[str, Any] = {  # noqa: RUF012
+        "mean": "mean",
+        "most": "max",
+        "least": "min",
+        "rows": "sum",
+        "total": "sum",
+        "wide": "sum",
+        "parts": "cat",
+        "each": None,
+        "middle": lambda stacked: stacked.median(0).values,
+        "texts": None,
+    }
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        for name, start in self._defaults.items():
+            setattr(self, name, start.clone() if isinstance(start, torch.Tensor) else [])
+
+    def update(self, output: torch.Tensor, batch: Any) -> None:
+        value = batch[0][:, 0]
+        self.mean, self.most, self.least = value.mean(), value.max(), value.min()
+        self.rows += len(value)
+        self.total = self.total + value.sum()
+        self.wide += value.sum().float()
+        self.parts, self.middle, self.each = value, value.max().reshape(1), value.sum().reshape(1)
+        self.texts.append([str(len(value)), value[:1]])
+
+    def compute(self) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in self._defaults if name != "texts"}
+        return {**found, "texts": float("".join(text for text, _ in self.texts))}
+
+
+@pytest.mark.usefixtures("run")
+def test_each_kind_of_state_merges_as_it_says() -> None:
+    data, own = rows(2, 10, 10), Own()
+    value = data.tensors[0][:, 0]
+    found = trainer(plan="micro=4").evaluate(data, own)
+    parts = value.split(4)
+    assert found.pop("n") == 10
+    assert abs(found["mean"] - float(value.mean())) < 1e-12
+    assert (found["most"], found["least"]) == (float(value.max()), float(value.min()))
+    assert found["rows"] == 110
+    assert abs(found["total"] - 5 - float(value.sum())) < 1e-12
+    assert torch.allclose(found["wide"], value.sum().float().expand(2000))
+    assert torch.equal(found["parts"], value)
+    assert found["middle"] == sorted(float(part.max()) for part in parts)[1]
+    assert torch.allclose(found["each"], torch.stack([part.sum().reshape(1) for part in parts]))
+    assert found["texts"] == 442
+    assert int(own.rows) == 100
+
+
+@pytest.mark.usefixtures("run")
+def test_what_is_no_metric_is_told() -> None:
+    class Silent:
+        update = compute = reset = lambda self, output=None, batch=None: None
+
+    for metric, text in (
+        (
+            BinaryF1Score(),
+            "BinaryF1Score.update(preds, target) does not say what it takes of output and batch; "
+            "write evaluate(dataset, (metric, lambda output, batch: (output, batch[1])))",
+        ),
+        (
+            Silent(),
+            "Silent does not say how its states merge; "
+            "give it _defaults and _reductions, as torchmetrics.Metric.add_state does",
+        ),
+        (
+            {"a": 1},
+            "{'a': 1} is no metric; "
+            "give a function that returns {name: (sum, count)}, or an object with update, compute and reset",
+        ),
+    ):
+        with pytest.raises(MetricError) as caught:
+            trainer().evaluate(rows(2, 10, 10), metric)
+        assert str(caught.value) == text
+
+
+@pytest.mark.usefixtures("run")
+def test_a_collection_needs_no_names() -> None:
+    both = MetricCollection([BinaryF1Score(), BinaryAUROC()])
+    found = trainer().evaluate(rows(2, 45, 10), (both, lambda o, b: (o.softmax(1)[:, 0], (b[1] == 0).long())))
+    assert found.keys() == {"BinaryF1Score", "BinaryAUROC", "n"}
+
+
+def test_one_value_of_any_stride_can_be_sent() -> None:
+    """As the scores of a micro-batch of one row, a column of it."""
+    one = torch.arange(4.0).view(2, 2)[:1, 1]
+    assert one.stride() == (2,)
+    assert unpack(pack([one]))[0].equal(one)

@@ -1,0 +1,207 @@
+"""`predict`: each row once and in order, on any number of workers, through losses, and what cannot be handed on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from alone import trainer
+from basics import net, x
+from cases import rows
+from launching import train_basics
+from public import Stream
+from safetensors.torch import load_file
+
+from paceline.errors import CheckpointError, UsageError
+from paceline.observe.journal import read_journal
+
+# In the body of step 4, and of 3 rows with more workers than micro-batches. One worker kills itself in it.
+SCRIPT = """
+import json, os, signal
+from safetensors.torch import save_file
+now = ""
+seen = 0
+def forward(model, batch):
+    global seen
+    if now == "{during}" and os.environ["PACELINE_RANK"] == "{lost}" and not os.path.exists("lost"):
+        seen += 1
+        if seen == {after}:  # after its first window
+            open("lost", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+    output = model(batch[0])
+    forms = {{"iterator": {{"logits": output, "all": [batch[1], (output.sum(1),)]}}}}
+    return (forms | {{"file": {{"a": output, "b": batch[1]}}, "npy": output.float()}}).get(now, output)
+t = make(forward=forward, plan="exact micro=3")
+some = torch.utils.data.Subset(data, range(95))
+for report in t.steps(data, count=8):
+    if report.step == 4:
+        t.export("weights.safetensors")
+        now = "iterator"
+        got = [(rows, output) for rows, output in t.predict(some)]
+        few = [rows for rows, output in t.predict(torch.utils.data.Subset(data, range(3)))]
+        if t.main:
+            last = [output["all"] for _, output in got]
+            json.dump([[rows.start, rows.stop] for rows, _ in got], open("rows.json", "w"))
+            json.dump(len(few), open("few.json", "w"))
+            found = {{"logits": torch.cat([output["logits"] for _, output in got])}}
+            found |= {{"target": torch.cat([a for a, _ in last]), "sums": torch.cat([b for _, (b,) in last])}}
+            save_file(found, "got.safetensors")
+        now = "file"
+        assert str(t.predict(some, path="out.safetensors")) == "out.safetensors"
+        now = "npy"
+        t.predict(some, path="out.npy")
+        now = ""
+t.export("end.safetensors")
+"""
+
+
+def predicts(folder: Path, workers: int, shares: str, during: str, lost: int | str) -> None:
+    body = SCRIPT.format(during=during, lost=lost, after=3 if workers == 5 else 5)
+    train_basics(folder, body, workers, *(["--shares", shares] if shares else []))
+    assert (folder / "lost").exists() == (lost != "")
+    model = net()
+    model.load_state_dict(load_file(folder / "weights.safetensors"))
+    with torch.no_grad():
+        logits = model(x[:95])
+    got, file = load_file(folder / "got.safetensors"), load_file(folder / "out.safetensors")
+    target = (x[:95].sum(1) > 0).long()
+    assert torch.allclose(got["logits"], logits, rtol=0, atol=1e-12)
+    assert torch.allclose(got["sums"], logits.sum(1), rtol=0, atol=1e-12)
+    assert torch.equal(got["target"], target)
+    starts = [*range(0, 95, 3)]
+    assert json.loads((folder / "rows.json").read_text()) == [[start, min(start + 3, 95)] for start in starts]
+    assert json.loads((folder / "few.json").read_text()) == 1
+    assert torch.equal(file["a"], got["logits"])
+    assert torch.equal(file["b"], target)
+    array = np.load(folder / "out.npy")
+    assert array.dtype == np.float32
+    assert np.array_equal(array, got["logits"].float().numpy())
+    assert not [path for path in folder.iterdir() if path.name.startswith(".out")]
+
+
+@pytest.mark.parametrize(("workers", "shares", "during", "lost"), [(3, "3,1,2", "iterator", 2), (2, "", "file", 0)])
+def test_each_row_once_and_in_order(workers: int, shares: str, during: str, lost: int, tmp_path: Path) -> None:
+    predicts(tmp_path, workers, shares, during, lost)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["", 0, 1])
+@pytest.mark.parametrize("during", ["iterator", "file"])
+@pytest.mark.parametrize(("workers", "shares"), [(1, ""), (2, "3,1"), (3, ""), (5, "1,2,2,3,1")])
+def test_each_row_once_on_any_workers(workers: int, shares: str, during: str, lost: Any, tmp_path: Path) -> None:
+    if workers > 1 or lost == "":
+        predicts(tmp_path, workers, shares, during, lost)
+
+
+LEFT = """
+import os
+for report in t.steps(data, count=3):
+    for rows, output in t.predict(data):
+        print("one", rows, flush=True)
+        break
+    print("all", t.evaluate(data, lambda o, b: {"right": (1, 1)})["n"], flush=True)
+try:
+    for rows, output in t.predict(data):
+        raise ValueError("in the body")
+except ValueError:
+    print("raised", flush=True)
+print("rest", t.evaluate(data, lambda o, b: {"right": (1, 1)})["n"], flush=True)
+"""
+
+
+def test_a_loop_that_is_left_keeps_nobody_waiting(tmp_path: Path) -> None:
+    train_basics(tmp_path, "t = make(plan='exact micro=3')\n" + LEFT, 3)
+    first, *others = [(tmp_path / "out" / "logs" / f"worker-{rank}.log").read_text().splitlines() for rank in range(3)]
+    assert first == ["one range(0, 3)", "all 96"] * 3 + ["raised", "rest 96"]
+    assert others == [["all 96"] * 3 + ["rest 96"]] * 2
+
+
+AGAIN = """
+import os, time
+from pathlib import Path
+t = make(plan="exact micro=3")
+before = [len(rows) for rows, _ in t.predict(data)]
+t.predict(data, path="before.npy")
+journal = Path("out/journal.jsonl")
+for report in t.steps(data, count=60):
+    if report.step < 50 and os.environ.get("PACELINE_CHAOS") and journal.read_text().count('"formed"') < 2:
+        time.sleep(0.05 if report.step < 40 else 1.0)
+t.predict(data, path="after.npy")
+print("rows", sum(before), sum(len(rows) for rows, _ in t.predict(data)))
+"""
+
+
+def test_what_was_predicted_before_a_resume_is_not_done_again(tmp_path: Path) -> None:
+    """Its weights are gone. A worker that comes back passes it by, too."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole.mkdir()
+    resumed.mkdir()
+    train_basics(whole, AGAIN, 1)
+    train_basics(resumed, AGAIN, 2, "--steps", "50", chaos="kill:1@1.backward")
+    events = read_journal(resumed / "out")
+    assert [event["workers"] for event in events if event["event"] == "formed"] == [[0], [0, 1]]
+    before = (resumed / "before.npy").stat().st_mtime_ns
+    done = train_basics(resumed, AGAIN, 3)
+    assert done.stderr.count("predict() of step 0 is not done again: the weights are of step 50\n") == 1
+    assert (resumed / "before.npy").stat().st_mtime_ns == before
+    assert "rows 0 96\n" in done.stdout
+    for name in ("before.npy", "after.npy"):
+        assert np.array_equal(np.load(whole / name), np.load(resumed / name)), name
+
+
+@pytest.mark.usefixtures("run")
+def test_memory_holds_a_window() -> None:
+    calls: list[int] = []
+    mine = trainer(forward=lambda model, batch: calls.append(len(batch[0])) or model(batch[0]), plan="micro=3")
+    seen = [(rows, len(calls)) for rows, _ in mine.predict(rows(2, 45, 10))]
+    assert seen == [(range(3 * n, 3 * n + 3), min(15, 4 * (n // 4 + 1))) for n in range(15)]
+    assert [len(rows) for rows, _ in mine.predict(Stream(noisy=False))][:2] == [3, 3]
+    assert mine.model.training
+
+
+@pytest.mark.usefixtures("run")
+def test_what_a_file_cannot_hold_is_told(tmp_path: Path) -> None:
+    here, none = tmp_path / "out.npy", tmp_path / "none" / "out.npy"
+    cure = "return a tensor, or for .safetensors a mapping, of one entry a row, alike for all rows"
+    cannot = f"rows 0-3 cannot be written to {here}: output"
+    for forward, path, text in (
+        (lambda m, b: m(b[0]).sum(), here, f"{cannot} float64[]; {cure}"),
+        (lambda m, b: "text", here, f"{cannot} str; {cure}"),
+        (lambda m, b: m(b[0]).bfloat16(), here, f"{cannot} bfloat16[4, 4]; {cure}"),
+        (lambda m, b: {"a": m(b[0])}, here, f"{cannot} dict; {cure}"),
+        (
+            lambda m, b: m(b[0])[:, : 1 + (len(b[0]) == 4)],
+            here,
+            f"rows 44-44 cannot be written to {here}: output float64[1, 1]; {cure}",
+        ),
+        (
+            lambda m, b: m(b[0]),
+            none,
+            f"the outputs could not be written to {none}: No such file or directory; "
+            "see that the folder exists and can be written to, or choose another file",
+        ),
+    ):
+        mine = trainer(forward=lambda m, b, forward=forward: m(b[0]) if m.training else forward(m, b), plan="micro=4")
+        with pytest.raises(CheckpointError) as caught:
+            mine.predict(rows(2, 45, 10), path=path)
+        assert str(caught.value) == text
+        assert [*tmp_path.glob("*.npy")] == []
+
+
+@pytest.mark.usefixtures("run")
+def test_what_cannot_be_handed_on_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        list(trainer(forward=lambda m, b: {"a": {1, 2}}).predict(rows(2, 45, 10)))
+    assert str(caught.value) == (
+        "the output has a set, which predict() cannot hand on; "
+        "give a forward= that returns tensors, or tuples, lists and mappings of them"
+    )
+    with pytest.raises(UsageError) as caught:
+        trainer().predict(rows(2, 45, 10), path=tmp_path / "out.pt")
+    assert (
+        str(caught.value) == f"predict() cannot write {tmp_path}/out.pt; name a file that ends in .npy or .safetensors"
+    )

@@ -1,0 +1,84 @@
+"""Schedules with a name beside torch's own, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from alone import trainer
+from cases import rows
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+import paceline
+from paceline.errors import UsageError
+
+
+def of_torch(after: Any, warmup: int, count: int) -> list[float]:
+    """The learning rates of torch's warmup and what comes after it, from 1.0."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = after(optimizer)
+    if warmup:
+        warm = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
+        scheduler = SequentialLR(optimizer, [warm, scheduler], [warmup])
+    found = []
+    for _ in range(count):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(20, 0), (20, 6), (7, 6), (1, 0)])
+def test_named_schedules_are_torchs(steps: int, warmup: int) -> None:
+    cosine = of_torch(lambda o: CosineAnnealingLR(o, steps - warmup, eta_min=0.1), warmup, steps + 1)
+    linear = of_torch(lambda o: LinearLR(o, 1.0, 0.0, steps - warmup), warmup, steps + 1)
+    np.testing.assert_allclose([paceline.cosine(steps, warmup, 0.1)(s) for s in range(steps + 1)], cosine, atol=1e-12)
+    np.testing.assert_allclose([paceline.linear(steps, warmup)(s) for s in range(steps + 1)], linear, atol=1e-12)
+    for factor in (paceline.cosine(steps, warmup, 0.1), paceline.linear(steps, warmup)):
+        assert factor(steps + 5) == factor(steps)
+
+
+def test_warmup_stable_decay_is_three_lines() -> None:
+    found = [paceline.wsd(steps=20, warmup=4, decay=5)(step) for step in range(25)]
+    np.testing.assert_allclose(found, np.interp(range(25), [0, 4, 15, 20], [0.2, 1, 1, 0]), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: paceline.cosine(0),
+            "steps=0 is no number of steps of this schedule; give a whole number of 1 or more",
+        ),
+        (
+            lambda: paceline.linear(10.0),
+            "steps=10.0 is no number of steps of this schedule; give a whole number of 1 or more",
+        ),
+        (
+            lambda: paceline.linear(10, warmup=10),
+            "warmup=10 is no number of steps of this schedule; give a whole number from 0 to 9",
+        ),
+        (
+            lambda: paceline.wsd(10, warmup=4, decay=7),
+            "decay=7 is no number of steps of this schedule; give a whole number from 1 to 6",
+        ),
+        (
+            lambda: paceline.cosine(10, floor=1.5),
+            "floor=1.5 is no factor of the learning rate; give a number from 0 to 1",
+        ),
+    ],
+)
+def test_what_is_no_schedule_is_refused(make: Any, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert str(caught.value) == text
+
+
+@pytest.mark.usefixtures("run")
+def test_a_trainer_follows_it_step_by_step() -> None:
+    factor = paceline.wsd(6, warmup=2, decay=2)
+    found = [report.lr for report in trainer(schedule=factor).steps(rows(1, 45, 10), count=6)]
+    base = found[0] / factor(0)
+    np.testing.assert_allclose(found, [base * factor(step) for step in range(6)], rtol=1e-12)
