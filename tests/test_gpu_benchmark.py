@@ -33,6 +33,7 @@ def test_make_gpu_without_a_gpu_says_one_sentence_and_fails() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_all_parts_are_measured_and_recorded(tmp_path: Path) -> None:
     done = gpu(*TINY, "--record", str(tmp_path / "record.json"), code=0)
     assert "ddp starts" in done.stdout
