@@ -20,6 +20,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # anywhere and came from anywhere; 16,400 until checkpoints were written beside training; 16,900 until a model
 # could be larger than a worker; 19,300 until workers were forked from a warm process, every option had bounds, and
 # a thousand workers cost a coordinator as much as ten; 21,500 until code that hangs was named by its line.
+ALLOWED = {"paceline.trainer.__init__": 12}  # parameters: of the Trainer's, the last takes what is none of them
 MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 22_100, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
@@ -28,7 +29,7 @@ ROWS = [
     {"comm"},
     {"strategies"},
     {"data", "checkpoint", "team", "observe"},
-    {"run", "saving", "stepping", "phases", "evaluate", "given"},
+    {"run", "saving", "stepping", "phases", "evaluate", "given", "hints"},
     {"trainer"},
     {"planner"},
     {"launch"},
@@ -90,7 +91,7 @@ def many_parameters(modules: Modules) -> Iterator[str]:
             args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             args += [arg for arg in (node.args.vararg, node.args.kwarg) if arg]
             count = len(args) - bool(args and args[0].arg in ("self", "cls"))
-            if count > MOST_PARAMETERS:
+            if count > ALLOWED.get(f"{name}.{node.name}", MOST_PARAMETERS):
                 yield f"{name}:{node.lineno}: {node.name} has {count} parameters"
 
 

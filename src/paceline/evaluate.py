@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError
+from paceline.hints import Hinting
 from paceline.pulse import PULSE
 from paceline.step import Grid, stream_seed
 from paceline.strategies.base import Job
@@ -54,7 +55,7 @@ def evaluate(
     span = (0, None if source.rows is None else grid.batches(source.rows), 1)
     feed = Feed(source, grid, span, lambda: place, team.world.tell)
     streams = Streams(job.device)
-    rows, base = 0, 0
+    rows, base, hinting = 0, 0, Hinting(metric, "metric")
     sums: dict[int, dict[str, tuple[float, float]]] = {}
     with torch.no_grad(), job.keeping(), _evaluating(model), streams.lent():
         for _, count, micro_batches in feed:
@@ -65,7 +66,7 @@ def evaluate(
                     output = job.forward(model, batch)
                     if micro_batch.blank:
                         continue
-                    found = metric(output, batch)
+                    found = hinting(output, batch)
                 sums[base + micro_batch.index] = _pairs(found)
                 PULSE.beat()
             base += len(grid.cut(count))

@@ -26,7 +26,7 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
-from paceline.given import private_memory
+from paceline.given import private_memory, refused_exports
 from paceline.observe.account import process_began
 from paceline.observe.figures import duration, plural, size_of
 from paceline.observe.journal import Journal
@@ -236,6 +236,8 @@ class Run:
             self.say(f"resuming from step {self.resumed} of {where}{change if before != plan else ''}")
         if origin != "default":
             self.say(f"plan: {plan} (from {origin})")
+        for text in refused_exports(_script()) if self.main else ():
+            self.say(text)
         self.journal.write(
             "start",
             workers=world.size,
@@ -278,7 +280,7 @@ class Run:
         else:
             self.journal.write(event, **fields)
         if self.progress is not None:
-            {"grid": self.progress.phase, "step": self.progress.step}[event](fields)
+            getattr(self.progress, "phase" if event == "grid" else event)(fields)
         self.team.world.tell("phase" if event == "grid" else event, **fields)
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -372,7 +374,8 @@ class Run:
         if self.notice is not None:
             raise KeyboardInterrupt
         self.notice = number
-        self.say("stopping after this step and saving; press Ctrl-C again to stop at once")
+        saves = " and saving" if self.saving.storage is not None else ""
+        self.say(f"stopping after this step{saves}; press Ctrl-C again to stop at once")
 
     # -- between two steps --------------------------------------------------------------------------------------
 
@@ -469,10 +472,10 @@ class Run:
         With `wait` it is there on return, or a line said why not; `must`: or this raises CheckpointError.
         """
         saving = self.saving
-        if saving.storage is None:
-            return
         for member in self.members:
             member.flush()
+        if saving.storage is None:
+            return
         self.journal.flush()
         asked = saving.asked
         if saving.open and (wait or asked):
@@ -562,7 +565,7 @@ class Run:
             if done and self.folder is not None and self.took_step and not failed:
                 self.journal.close()
                 console = Console(stderr=True)
-                print(write_report(self.folder, console.width, console.is_terminal), file=sys.stderr)
+                print(write_report(self.folder, console.width, console.is_terminal, short=True), file=sys.stderr)
         self.journal.close()
 
 

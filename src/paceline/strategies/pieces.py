@@ -54,8 +54,12 @@ class Piece:
         return sum(micro_batch.rows for micro_batch in self.micro_batches)
 
     @property
+    def sources(self) -> list[str]:
+        return [m.source or f"micro-batch {m.index}" for m in self.micro_batches]
+
+    @property
     def source(self) -> str:
-        return ", ".join(m.source or f"micro-batch {m.index}" for m in self.micro_batches)
+        return ", ".join(self.sources)
 
     @property
     def noted(self) -> Noting:
