@@ -64,7 +64,9 @@ def whole_number(name: str, value: Any) -> int | None:
     if value is None:
         return None
     try:
-        count = operator.index(None if isinstance(value, bool) else value)
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)
     except TypeError:
         number = isinstance(value, float) and 1 <= value < math.inf
         what = f"{name}={value!r} is {a(type(value).__name__)}, and a whole number is wanted"
@@ -91,17 +93,21 @@ def refused_exports(script: str) -> Iterator[str]:
         nodes = list(ast.walk(ast.parse(script)))
     except (SyntaxError, ValueError):  # it is no script, or but the beginning of one
         return
-    made = (n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call))
-    made = (n for n in made if ast.unparse(n.value.func).split(".")[-1] == "Trainer")
-    names = {ast.unparse(target) for node in made for target in node.targets}
-    calls = (n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.args)
-    for call in (n for n in calls if n.func.attr == "export" and ast.unparse(n.func.value) in names):
-        path = call.args[0].value if isinstance(call.args[0], ast.Constant) else ""
-        if isinstance(path, str) and path and Path(path).suffix != ".safetensors":
-            told = (
-                f"note: {ast.unparse(call)} in line {call.lineno} will be refused: only .safetensors files are written"
-            )
-            yield f"{told}; name it {Path(path).with_suffix('.safetensors')}"
+    names = {
+        ast.unparse(target)
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        if ast.unparse(node.value.func).split(".")[-1] == "Trainer"
+    }
+    for call in nodes:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "export":
+            path = next((arg.value for arg in call.args[:1] if isinstance(arg, ast.Constant)), None)
+            own = ast.unparse(call.func.value) in names and path != ""
+            if own and isinstance(path, str) and Path(path).suffix != ".safetensors":
+                what = f"note: {ast.unparse(call)} in line {call.lineno} will be refused"
+                better = Path(path).with_suffix(".safetensors")
+                yield f"{what}: only .safetensors files are written; name it {better}"
 
 
 def choose_plan(outside: str | None, origin: str, script: str | None) -> tuple[str, str]:
