@@ -159,6 +159,22 @@ def test_a_worker_that_costs_more_than_it_gives_gets_nothing_and_is_tried_again(
     assert team.balance.parts == (0.25,) * 4
 
 
+def test_people_hear_of_shares_that_are_kept_and_once() -> None:
+    """The journal has all; 38 and 62 %, 62 and 38 and 50 and 50 within seconds are nothing to read."""
+    team = Simulated(2, fine=True)
+    for speeds in ([4.0, 2.0], [2.0, 4.0], [4.0, 4.0]):
+        team.run(20, speeds)
+        assert team.balance.settled() == []
+    assert len(team.changes) == len(team.balance.news) == 3
+    team.run(400, [4.0, 4.0])
+    ((what, why),) = team.balance.settled()
+    assert (what, why) == team.balance.news[-1]
+    assert what == "workers 0 and 1 compute 50 and 50 % of each global batch"
+    team.run(20, [4.0, 2.0]).run(600, [4.0, 4.0])
+    assert len(team.changes) > 4
+    assert team.balance.settled() == [], "that they compute as much was said"
+
+
 def test_what_does_not_depend_on_the_share_is_told_apart() -> None:
     team = Simulated(2, fixed=0.2, fine=True).run(60, [1.0, 0.25])
     done = [0.2 + part / speed for part, speed in zip(team.balance.parts, [1.0, 0.25], strict=True)]

@@ -129,8 +129,8 @@ HOLDS += "state"
         (
             2.8e9,
             "what forward and backward keep did not fit",
-            "say recompute=blocks or a smaller micro= in the plan, or --plan 'shard=4 zero=1', which leaves room for "
-            "960 MB more",
+            "say recompute=blocks, or --plan 'shard=4 zero=1', which leaves room for 960 MB more, or a smaller micro= "
+            "in the plan, which changes the mathematics",
         ),
     ],
 )
@@ -181,6 +181,6 @@ def test_torch_that_has_too_little_memory_is_explained(tmp_path: Path) -> None:
     assert re.search(
         r"OutOfMemoryError: what forward and backward keep did not fit: the plan 'data=1' makes a worker hold 1\.68 kB "
         r"of parameters, 1\.68 kB of gradients and 0 B of the optimizer's state, and \S+ MB besides, in \S+ GB \(tried "
-        r"to allocate 3 GiB\); say recompute=blocks or a smaller micro= in the plan\n",
+        r"to allocate 3 GiB\); say recompute=blocks, or a smaller micro= in the plan, which changes the mathematics\n",
         done.stderr,
     ), done.stderr

@@ -283,6 +283,8 @@ def test_a_trainer_without_steps(launcher: Launcher) -> None:
     ended = launcher.run('event("join", trainer=True); event("ended")')
     assert ended.code == 0
     assert ended.stderr.endswith("note: train.py made a Trainer and never asked it for steps\n")
+    again = 'event("join", trainer=True); event("finished", step=8, already=True); event("ended")'
+    assert "never asked" not in launcher.run(again).stderr
 
 
 # ---- output

@@ -364,8 +364,8 @@ def test_out_of_memory(launcher: Launcher, memory_group: MemoryGroup) -> None:
         "  killed by the kernel's out-of-memory killer (SIGKILL)",
         "the others were stopped by us: worker 0",
         "logs: run/logs/",
-        "next: give it less to hold: a smaller micro= in the plan, fewer workers on this host, fewer loader "
-        f"workers; then run `{AGAIN}`: it starts anew: no checkpoint was written",
+        "next: give it less to hold: fewer workers on this host, fewer loader workers, or a smaller micro= in the "
+        f"plan, which changes the mathematics; then run `{AGAIN}`: it starts anew: no checkpoint was written",
     ]
 
 
@@ -373,6 +373,7 @@ def test_out_of_memory(launcher: Launcher, memory_group: MemoryGroup) -> None:
 
 POLITE = """
 event("join")
+event("phase")
 stop = []
 signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
 mark("up")
@@ -384,6 +385,7 @@ event("stopped", step=120, checkpoint="checkpoints/step-000000000120")
 sys.exit(75)
 """
 STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at once\n"
+UNSAVED = "stopping; press Ctrl-C again to stop at once\n"
 START = "2 workers, run folder run\n"
 
 
@@ -417,7 +419,7 @@ def test_a_second_signal_stops_at_once(launcher: Launcher, number: str, code: in
     process.send_signal(signal.Signals[number])
     ended = launcher.end(process)
     assert ended.code == code
-    assert ended.stderr == f"{START}{STOPPING}stopped at once; no checkpoint was written\nstart again with: {AGAIN}\n"
+    assert ended.stderr == f"{START}{UNSAVED}stopped at once; no checkpoint was written\nstart again with: {AGAIN}\n"
 
 
 def pending(pid: int, number: int) -> bool:
@@ -452,7 +454,7 @@ def test_a_stop_before_a_worker_is_ready(launcher: Launcher) -> None:
     process.send_signal(signal.SIGINT)
     ended = launcher.end(process)
     assert ended.code == 130
-    assert ended.stderr == f"{START}{STOPPING}stopped; no checkpoint was written\nstart again with: {AGAIN}\n"
+    assert ended.stderr == f"{START}{UNSAVED}stopped; no checkpoint was written\nstart again with: {AGAIN}\n"
 
 
 def test_a_stop_that_the_workers_decided(launcher: Launcher) -> None:

@@ -202,11 +202,26 @@ def test_plain_lines_come_first_then_rarely_and_last() -> None:
     assert out.getvalue().splitlines() == ["step 10  loss 10.00", "step 50  loss 50.00"]
 
 
-def test_several_trainers_show_every_loss() -> None:
+def test_several_trainers_show_every_loss_by_name_and_one_count() -> None:
+    """The count is that of checkpoints and of --steps: of all trainers together."""
     progress, out = plain_progress(every=0.0)
-    for trainer, loss in (("generator", 1.5), ("critic", 0.25)):
+    for trainer, model in enumerate(("Generator", "Critic")):
+        progress.phase({"trainer": trainer, "steps": 192, "model": model, "done": [0, 0]})
+    for trainer, loss in ((0, 1.5), (1, 0.25)):
+        progress.step({"trainer": trainer, "step": 48, "loss": loss, "steps": 48, "seconds": 12.0})
+    assert out.getvalue().splitlines()[-1] == "step 96/384  loss Generator 1.500, Critic 0.2500  1:12 left"
+
+
+def test_trainers_whose_models_are_alike_are_numbered() -> None:
+    """A resumed run: the first of them is complete, and the second goes on."""
+    progress, out = plain_progress(every=0.0)
+    for trainer, loss in ((0, 1.5), (1, 0.25)):
         progress.step({"trainer": trainer, "step": 3, "loss": loss})
-    assert out.getvalue().splitlines()[-1] == "step 3  loss 1.500 0.2500"
+    assert out.getvalue().splitlines()[-1] == "step 6  loss trainer 0 1.500, trainer 1 0.2500"
+    progress, out = plain_progress(every=0.0)
+    progress.phase({"trainer": 1, "steps": 192, "model": "Net", "done": [192, 48]})
+    progress.step({"trainer": 1, "step": 96, "loss": 0.25})
+    assert out.getvalue().splitlines()[-1] == "step 288/384  loss 0.2500"
 
 
 def test_rates_are_of_the_last_ten_seconds() -> None:
@@ -221,19 +236,20 @@ def live_progress(width: int) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None, legacy_windows=False)
     with Progress(console) as progress:
-        progress.phase({"trainer": 0, "steps": 1200, "text": "the grid"})
+        progress.phase({"trainer": 0, "steps": 1200, "epochs": 3, "text": "the grid"})
         progress.step(step(750, loss=2.3144))
         progress.line("\x1b[31mred\x1b[0m\x1b[2J")
-        progress.step(step(900, loss=2.25))
+        progress.evaluate({"trainer": 0, "results": {"accuracy": 0.75, "n": 500}})
+        progress.step(step(900, loss=2.25, epoch=2, metrics={"error": 0.5}))
     assert out.getvalue().endswith("\n\x1b[?25h")  # the line stays, and so does the cursor
     assert "\x1b[2J" not in out.getvalue()
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
 
 
 def test_the_live_line_holds_all_parts() -> None:
-    shown = live_progress(140)
-    last = "step 900/1200  ▕█████████   ▏  loss 2.250  5,120 samples/s  0:15 left  "
-    last += "compute 82% reduce 10% data 5% update 3%"
+    shown = live_progress(160)
+    last = "step 900/1200  ▕█████████   ▏  epoch 3/3  loss 2.250  error 0.5000 accuracy 0.7500  5,120 samples/s  "
+    last += "0:15 left  compute 82% reduce 10% data 5% update 3%"
     assert shown.rstrip().splitlines()[-1].rpartition("\r")[2].rstrip() == last
     assert "the grid\n" in shown
     assert "red\n" in shown
@@ -243,11 +259,14 @@ def test_the_live_line_holds_all_parts() -> None:
     ("width", "line"),
     [
         (
-            95,
-            "step 900/1200  loss 2.250  5,120 samples/s  0:15 left  compute 82% reduce 10% data 5% update 3%",
+            140,
+            "step 900/1200  epoch 3/3  loss 2.250  error 0.5000 accuracy 0.7500  5,120 samples/s  0:15 left  "
+            "compute 82% reduce 10% data 5% update 3%",
         ),
-        (60, "step 900/1200  loss 2.250  5,120 samples/s  0:15 left"),
-        (40, "step 900/1200  loss 2.250  0:15 left"),
+        (100, "step 900/1200  epoch 3/3  loss 2.250  error 0.5000 accuracy 0.7500  5,120 samples/s  0:15 left"),
+        (80, "step 900/1200  epoch 3/3  loss 2.250  error 0.5000 accuracy 0.7500  0:15 left"),
+        (70, "step 900/1200  loss 2.250  error 0.5000 accuracy 0.7500  0:15 left"),
+        (60, "step 900/1200  loss 2.250  error 0.5000 accuracy 0.7500"),
         (30, "step 900/1200  loss 2.250"),
         (20, "step 900/1200"),
     ],
@@ -446,6 +465,40 @@ def test_the_terminal_text(tmp_path: Path) -> None:
     ]
     assert max(map(len, write_report(tmp_path, width=40).splitlines())) <= 40
     assert "\x1b[1;32mtrain.py finished at step 100\x1b[0m" in write_report(tmp_path, colour=True)
+
+
+def test_a_good_run_ends_with_six_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a console of 80 columns; of a run of seconds it does not say how little of them was training."""
+    monkeypatch.chdir(tmp_path)
+    run = Path("run")
+    write_run(run)
+    long = {"accuracy": 0.5, **{f"a metric that has a long name {number}": 1.5 for number in range(3)}}
+    for steps, starting, goodput in ((57, 2, []), (2, 0, ["goodput     96% of 1 min 1 s (steps 96%)"])):
+        journal = Journal(run)
+        journal.write("evaluate", trainer=0, step=100, results=long)
+        journal.write("account", seconds={"steps": steps, "starting": starting})
+        text = write_report(run, width=80, short=True)
+        assert re.sub(r"; \d.* m?s in all", "; T in all", text).splitlines() == [
+            "train.py finished at step 100",
+            "loss        9.000 at first, 3.000 at last",
+            "evaluation  accuracy 0.5000, a metric that has a long name 0 1.500, a metric th…",
+            *goodput,
+            "speed       5,120 samples/s, 2.00 times as fast as 1 worker; T in all",
+            "report      run/report.html",
+        ]
+    assert "goodput     96% of 1 min 1 s (steps 96%); starting 2.0 s, waiting 0.2 s" in write_report(run, width=99)
+
+
+def test_of_several_trainers_the_losses_are_one_line(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for trainer, model in enumerate(("Generator", "Critic")):
+        journal.write("grid", trainer=trainer, phase=0, model=model)
+        for done, loss in ((1, 2.0 + trainer), (192, 0.5 + trainer)):
+            journal.write("step", trainer=trainer, step=done, loss=loss)
+    journal.write("finished", step=384)
+    title, loss, *_ = write_report(tmp_path, width=80, short=True).splitlines()
+    assert title == "the run finished at step 384"
+    assert loss == "loss    Generator 2.000 to 0.5000, Critic 3.000 to 1.500"
 
 
 EVIL = "<script>alert('x')</script>\"&"

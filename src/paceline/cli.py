@@ -277,6 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--cold-start", action="store_true", help="start each worker from nothing, and not from a warm process")
     option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--quiet", action="store_true", help="print only how the run ended, where it did not finish")
+    option("--verbose", action="store_true", help="end with all figures of the report")
     option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")
     option("script", nargs="?", help="the training script")
     option("arguments", blank=True, nargs=argparse.REMAINDER, help="its own arguments")

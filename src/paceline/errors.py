@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 _LINE = 80
 _NOTE = "raised in "
+_HINT = "hint: "
 
 
 def a(noun: str) -> str:
@@ -98,6 +99,17 @@ class Noting:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, PacelineError):
             error.add_note(_NOTE + self._what())
+
+
+def add_hint(error: BaseException, hint: str) -> None:
+    """Adds to an exception of the user's what to write instead, once; nothing where there is nothing to say."""
+    if hint and not isinstance(error, PacelineError) and not hint_of(error):
+        error.add_note(_HINT + hint)
+
+
+def hint_of(error: BaseException) -> str:
+    notes = getattr(error, "__notes__", ())
+    return next((n.removeprefix(_HINT) for n in notes if isinstance(n, str) and n.startswith(_HINT)), "")
 
 
 def notes_of(error: BaseException) -> list[str]:

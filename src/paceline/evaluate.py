@@ -15,6 +15,7 @@ from paceline.comm.group import Group
 from paceline.data.fingerprint import same_lengths
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError
+from paceline.hints import Hinting
 from paceline.metrics import Objects
 from paceline.pulse import PULSE
 from paceline.step import Grid, stream_seed
@@ -108,7 +109,7 @@ class Sums:
     """A function's ``{name: (sum, count)}`` of each micro-batch."""
 
     def __init__(self, metric: Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]) -> None:
-        self._metric = metric
+        self._metric = Hinting(metric, "metric")
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
 
     def __enter__(self) -> Sums:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import hashlib
 import inspect
+import math
+import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +23,91 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import PlanError, UsageError, WorkersDifferError, a
+from paceline.hints import path_of, unfit
+from paceline.plan import Plan
 from paceline.strategies.pieces import tensors_of
 
 Schedule = Callable[..., Any]
+_COUNTED = {
+    "global_batch": "the rows of one optimizer step",
+    "epochs": "passes over the dataset, or count=, the optimizer steps",
+    "count": "the optimizer steps",
+}
+_CALLED = {
+    "loss": ("(output, batch)", "output, batch: torch.nn.functional.cross_entropy(output, batch[1])"),
+    "forward": ("(model, batch)", "model, batch: model(batch[0])"),
+}
+# What other libraries call an argument of Trainer, or where it is said here.
+_ELSEWHERE = {
+    "batch_size": "did you mean global_batch=?",
+    "lr": "write optimizer=lambda params: torch.optim.AdamW(params, lr={})",
+    **dict.fromkeys(("epochs", "count", "collate", "order", "loader", "dataset"), "say it in steps(dataset, ...)"),
+}
+
+
+def refuse_words(words: Mapping[str, Any], plan: str | None, known: Sequence[str]) -> None:
+    """Refuses what a Trainer was given that is none of its `known` arguments: words of the plan, or what is unknown."""
+    said = [name for name in words if name in {row.name for row in fields(Plan)}]
+    for name in words.keys() - set(said):
+        close = difflib.get_close_matches(name, known, n=1)
+        cure = f"did you mean {close[0]}=?" if close else f"there are {', '.join(known)}"
+        raise UsageError(f"Trainer has no argument {name}=", _ELSEWHERE.get(name, cure).format(words[name]))
+    if said:
+        texts = [name if words[name] is True else f"{name}={words[name]}" for name in said]
+        verb = "is a word" if len(said) == 1 else "are words"
+        what = f"{' and '.join(f'{name}=' for name in said)} {verb} of the plan, and no argument of Trainer"
+        raise UsageError(what, f'write plan="{" ".join([*(plan or "").split(), *texts])}"')
+
+
+def whole_number(name: str, value: Any) -> int | None:
+    """What counts something, if it is given. UsageError for anything but a whole number, from 0 on."""
+    if value is None:
+        return None
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)
+    except TypeError:
+        number = isinstance(value, float) and 1 <= value < math.inf
+        what = f"{name}={value!r} is {a(type(value).__name__)}, and a whole number is wanted"
+        raise UsageError(what, f"write {name}={round(value) if number else 'N'}, {_COUNTED[name]}") from None
+    if count < 0 and name != "global_batch":
+        raise UsageError(f"{name}={count} is less than none", f"write {name}=N, {_COUNTED[name]}")
+    return count
+
+
+def fitting(name: str, given: Any) -> Any:
+    """A loss or a forward, if it can be called with what it gets."""
+    takes, example = _CALLED[name]
+    if inspect.isclass(given):
+        what = f"{name} is the class {path_of(given)}, and a function of {takes} is wanted"
+        raise UsageError(what, f"write {name}=lambda {example}")
+    if why := unfit(given.forward if isinstance(given, nn.Module) else given, None, None)[0]:
+        raise UsageError(f"{name} cannot be called with {takes}: {why}", f"write {name}=lambda {example}")
+    return given
+
+
+def refused_exports(script: str) -> Iterator[str]:
+    """For people: calls of a Trainer's `export` in a script's text that will be refused for the name of their file."""
+    try:
+        nodes = list(ast.walk(ast.parse(script)))
+    except (SyntaxError, ValueError):  # it is no script, or but the beginning of one
+        return
+    names = {
+        ast.unparse(target)
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        if ast.unparse(node.value.func).split(".")[-1] == "Trainer"
+    }
+    for call in nodes:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "export":
+            path = next((arg.value for arg in call.args[:1] if isinstance(arg, ast.Constant)), None)
+            own = ast.unparse(call.func.value) in names and path != ""
+            if own and isinstance(path, str) and Path(path).suffix != ".safetensors":
+                what = f"note: {ast.unparse(call)} in line {call.lineno} will be refused"
+                better = Path(path).with_suffix(".safetensors")
+                yield f"{what}: only .safetensors files are written; name it {better}"
 
 
 def choose_plan(outside: str | None, origin: str, script: str | None) -> tuple[str, str]:
@@ -91,7 +178,21 @@ def checked(model: Any) -> nn.Module:
     return model
 
 
-def optimizers_of(made: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> list[Optimizer]:
+    """What the user's function makes of the params. UsageError where it is none, or makes something else."""
+    example = "write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
+    if isinstance(optimizer, Optimizer):
+        name, lr = path_of(type(optimizer)), optimizer.defaults.get("lr", "...")
+        what = f"optimizer is {name}(...) itself, and a function that makes it of the params is wanted"
+        raise UsageError(what, f"write optimizer=lambda params: {name}(params, lr={lr})")
+    why, wants = unfit(optimizer, params)
+    if why and inspect.isclass(optimizer):
+        more = ", ".join(f"{name}=..." for name in wants)
+        what = f"optimizer is {path_of(optimizer)} without its {' and '.join(wants)}"
+        raise UsageError(what, f"write optimizer=lambda params: {path_of(optimizer)}(params, {more})")
+    if why:
+        raise UsageError(f"optimizer cannot be called with the params: {why}", example)
+    made = optimizer(params)
     optimizers = [made] if isinstance(made, Optimizer) else list(made)
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         raise UsageError(
@@ -147,13 +248,42 @@ def fused(optimizers: list[Optimizer], device: torch.device, exact: bool) -> lis
     return changed
 
 
-def scheduler_of(schedule: Schedule, optimizer: Optimizer) -> LRScheduler:
+def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
     """One of torch's schedulers, from its class or partial, or from a factor as a function of the step."""
+    of_torch = (LRScheduler, ReduceLROnPlateau)
     made = schedule.func if isinstance(schedule, partial) else schedule
-    if inspect.isclass(made) and issubclass(made, (LRScheduler, ReduceLROnPlateau)):
+    is_class = inspect.isclass(made) and issubclass(made, of_torch)
+    kind = made if is_class else type(made)
+    why, wants = unfit(kind if isinstance(made, of_torch) else schedule, optimizer)
+    if isinstance(made, of_torch) or (is_class and why):
+        known = {name: value for name, value in vars(made).items() if isinstance(value, int | float)}
+        more = ", ".join(f"{name}={known.get(name, '...')}" for name in wants)
+        how = f" without its {' and '.join(wants)}" if is_class else "(...) itself, made for another optimizer"
+        write = f"functools.partial({path_of(kind)}, {more})" if wants else path_of(kind)
+        raise UsageError(f"schedule is {path_of(kind)}{how}", f"write schedule={write}; it counts optimizer steps")
+    if is_class:
         scheduler: LRScheduler = schedule(optimizer)
         return scheduler
-    return LambdaLR(optimizer, schedule)
+    partly = "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=...)"
+    cure = f"write schedule=lambda step: min(1.0, (step + 1) / 100), or schedule={partly}"
+    if why:
+        raise UsageError(f"schedule cannot be called with the step: {why}", cure)
+    try:
+        return LambdaLR(optimizer, schedule)
+    except TypeError as error:
+        if "is not an Optimizer" not in str(error):
+            raise
+        raise UsageError("schedule is called with the step, and makes a scheduler of it", cure) from error
+
+
+def refuse_other_places(places: int, before: int) -> None:
+    """Refuses a trainer whose replicas are not those of the trainers before it."""
+    if places != before:
+        raise PlanError(
+            f"this trainer has shard={places} and those before it shard={before}, and a worker that is lost takes a "
+            "replica with it",
+            "say the same for all trainers, or add --max-restarts 0: a loss then ends the run",
+        )
 
 
 def digest_of(batch: Any) -> str:

@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +27,7 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
-from paceline.given import private_memory
+from paceline.given import private_memory, refused_exports
 from paceline.observe.account import process_began
 from paceline.observe.figures import duration, plural, size_of
 from paceline.observe.journal import Journal
@@ -37,14 +36,13 @@ from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.phases import Phase, State
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
+from paceline.script import module_name, script_text, versions
 from paceline.step import Agreed
 from paceline.strategies.state import held
 from paceline.team.coordinator import STOPPED
 from paceline.team.operations import LeftError, Simple
 from paceline.team.orders import Generation
 from paceline.team.team import Team, join
-
-_SCRIPT_LIMIT = 200_000
 
 
 class Member(Protocol):
@@ -216,7 +214,7 @@ class Run:
 
     def _say_changes(self, manifest: dict[str, Any]) -> None:
         """A changed script continues, but says what changed."""
-        before, now = manifest["script"], _script()
+        before, now = manifest["script"], script_text()
         if before == now or not self.main:
             return
         names = ("script of the checkpoint", "script now")
@@ -240,6 +238,8 @@ class Run:
             self.say(f"resuming from step {self.resumed} of {where}{change if before != plan else ''}")
         if origin != "default":
             self.say(f"plan: {plan} (from {origin})")
+        for text in refused_exports(script_text()) if self.main else ():
+            self.say(text)
         self.journal.write(
             "start",
             workers=world.size,
@@ -247,10 +247,10 @@ class Run:
             plan=plan,
             plan_origin=origin,
             script=sys.argv[0],
-            module=_module(),
+            module=module_name(),
             argv=sys.argv,
-            script_sha256=hashlib.sha256(_script().encode()).hexdigest(),
-            versions=_versions(),
+            script_sha256=hashlib.sha256(script_text().encode()).hexdigest(),
+            versions=versions(),
             seed=seed,
             threads=torch.get_num_threads(),
             device=str(device),
@@ -282,7 +282,7 @@ class Run:
         else:
             self.journal.write(event, **fields)
         if self.progress is not None:
-            {"grid": self.progress.phase, "step": self.progress.step}[event](fields)
+            getattr(self.progress, "phase" if event == "grid" else event)(fields)
         self.team.world.tell("phase" if event == "grid" else event, **fields)
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -377,7 +377,8 @@ class Run:
         if self.notice is not None:
             raise KeyboardInterrupt
         self.notice = number
-        self.say("stopping after this step and saving; press Ctrl-C again to stop at once")
+        saves = " and saving" if self.saving.storage is not None else ""
+        self.say(f"stopping after this step{saves}; press Ctrl-C again to stop at once")
 
     # -- between two steps --------------------------------------------------------------------------------------
 
@@ -481,12 +482,12 @@ class Run:
         known to be there.
         """
         saving = self.saving
-        if saving.storage is None and wait:
-            self.agreement.end(self.step)
-        if saving.storage is None:
-            return False
         for member in self.members:
             member.flush()
+        if saving.storage is None:
+            if wait:
+                self.agreement.end(self.step)
+            return False
         self.journal.flush()
         asked = saving.asked
         if saving.open and (wait or asked):
@@ -522,11 +523,11 @@ class Run:
     def _about(self) -> dict[str, Any]:
         return {
             "plan": self._plan,
-            "script": _script(),
+            "script": script_text(),
             "workers": self.team.size,
             "generation": self.team.operations.number,
             "best": best_now(self),
-            "versions": _versions(),
+            "versions": versions(),
         }
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -580,21 +581,5 @@ class Run:
             if done and self.folder is not None and self.took_step and not failed:
                 self.journal.close()
                 console = Console(stderr=True)
-                print(write_report(self.folder, console.width, console.is_terminal), file=sys.stderr)
+                print(write_report(self.folder, console.width, console.is_terminal, short=True), file=sys.stderr)
         self.journal.close()
-
-
-def _script() -> str:
-    """The text of the script that runs, as far as it is a file."""
-    path = Path(sys.argv[0])
-    return path.read_text(errors="replace")[:_SCRIPT_LIMIT] if path.is_file() else ""
-
-
-def _module() -> str | None:
-    """The script's name where ``python -m`` runs it."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name.removesuffix(".__main__") if spec is not None and spec.origin == sys.argv[0] else None
-
-
-def _versions() -> dict[str, str]:
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "paceline": version("paceline")}

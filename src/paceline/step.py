@@ -62,7 +62,8 @@ class Grid:
         near = (micro for by in range(self.global_batch) for micro in (self.micro + by, self.micro - by))
         fits = (m for m in near if 1 < m <= self.global_batch and all(size % m != 1 for size in sizes))
         micro = None if 1 in sizes else next(fits, None)
-        return f"choose {f'the plan micro={micro}' if micro else 'another global_batch='}, which leaves no single row"
+        other = f"the plan micro={micro}" if micro else "another global_batch="
+        return f"choose {other}, which leaves no single row and changes the mathematics"
 
     def batches(self, rows: int) -> int:
         """Global batches of an epoch of `rows` rows; the last one may be smaller."""

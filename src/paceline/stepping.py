@@ -56,7 +56,7 @@ class Rows:
     count: int
     rows: int
     epoch: int = 0
-    cure: str = "bring one row more, or choose a micro= that leaves no single row"
+    cure: str = "bring one row more, or choose a micro= that leaves no single row, which changes the mathematics"
     full: bool = False
     fine: bool = False
 
@@ -170,8 +170,9 @@ class Stepper:
             self.run.journal.write("shares", **about, **dataclasses.asdict(change))
         for what, why in balance.news:
             self.run.decide(self.trainer, what, why)
-            self.run.say(f"{what}: {why}")
         balance.news.clear()
+        for what, why in balance.settled():
+            self.run.say(f"{what}: {why}")
 
     def _tell(self, news: dict[str, tuple[str, str]]) -> None:
         """What somebody has observed, once: a decision and its reason, or what people would not know otherwise."""
@@ -445,7 +446,8 @@ class OneStep:
         if not math.isfinite(agreed.loss):
             where = self._of.run.team.group.gather_json(sums.bad)
             names = self._of.run.team.group.names
-            named = "; ".join(f"worker {names[rank]}: {', '.join(rows)}" for rank, rows in enumerate(where) if rows)
+            bad = [f"worker {names[rank]}: {rows}" for rank, some in enumerate(where) for rows in some]
+            named = "; ".join(bad[:2]) + (f" and {len(bad) - 2} more" if len(bad) > 2 else "")
             raise NonFiniteLossError(
                 f"the loss of step {self.number + 1} is not finite ({named})",
                 "the step was not applied; look at these rows, lower the learning rate or set clip_norm=",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -17,25 +18,30 @@ from torch.utils._pytree import tree_map_only
 
 from paceline.agreement import Weights
 from paceline.best import Best
-from paceline.checkpoint.adopt import adopted
-from paceline.checkpoint.export import write_together
+from paceline.checkpoint.adopt import adopted, refuse_another_model
+from paceline.checkpoint.export import refuse_other_suffix, write_together
 from paceline.data.balance import Balance
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
-from paceline.errors import PlanError, UsageError, first_line
+from paceline.errors import UsageError, first_line
 from paceline.evaluate import Sweep, evaluate
 from paceline.given import (
     Schedule,
     checked,
     choose_plan,
     device_of,
+    fitting,
     fused,
     optimizers_of,
     peak_memory,
     refuse_fused,
+    refuse_other_places,
+    refuse_words,
     scheduler_of,
     settle_arithmetic,
+    whole_number,
 )
+from paceline.hints import Hinting
 from paceline.observe.ledger import Ledger
 from paceline.phases import Phase, State, grid_text, idle_text
 from paceline.plan import Plan
@@ -79,7 +85,10 @@ class Trainer:
         clip_norm: float | None = None,
         seed: int = 0,
         plan: str | None = None,
+        **words: Never,
     ) -> None:
+        refuse_words(words, plan, list(inspect.signature(Trainer).parameters)[:-1])
+        global_batch = whole_number("global_batch", global_batch)
         self._run = run = Run.current()
         run.weigh(model)
         self._group = run.team.group
@@ -91,12 +100,8 @@ class Trainer:
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
         places = self.plan.places
-        if run.team.operations.elastic and run.members and places != self._group.places:
-            raise PlanError(
-                f"this trainer has shard={places} and those before it shard={self._group.places}, and a worker that is "
-                "lost takes a replica with it",
-                "say the same for all trainers, or add --max-restarts 0: a loss then ends the run",
-            )
+        if run.team.operations.elastic and run.members:
+            refuse_other_places(places, self._group.places)
         if places > 1:
             self._group.replica(places, lend=self.plan.together > 1)
         run.begin(str(self.plan), origin, seed, self._device)
@@ -105,11 +110,11 @@ class Trainer:
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         if not named:
             raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
-        precision = self.plan.precision
-        form = forward or default_forward
+        form = Hinting(fitting("forward", forward or default_forward), "forward", default=forward is None)
         said_so = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
-        kept = {"named": named, "beside": run.models, **said_so, **built}
-        job = Job(self.model, form, loss, self._device, seed, clip_norm, precision, **kept)
+        kept = {"named": named, "beside": run.models, "precision": self.plan.precision, **said_so, **built}
+        judge = Hinting(fitting("loss", loss), "loss")
+        job = Job(self.model, form, judge, self._device, seed, clip_norm, **kept)
         self._job = job
         if places > 1:  # a newcomer has no rows before it has a place
             run.need_team()
@@ -118,7 +123,7 @@ class Trainer:
         for what, why in job.decisions:
             run.decide(self._number, what, why)
             run.say(what)
-        optimizers = optimizers_of(optimizer(list(job.own.items())))
+        optimizers = optimizers_of(optimizer, list(job.own.items()))
         if places > 1:
             refuse_mixing(optimizers)
         refuse_fused(optimizers, bool(self.plan.exact and self.plan.shard))
@@ -128,17 +133,14 @@ class Trainer:
         merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
         run.agreement.weights.append(weights := Weights(job, places))
         self._stepper = Stepper(run, self._number, job, self._top, self.plan, self._streams, merging, weights)
-        if precision == "fp16":
+        if self.plan.precision == "fp16":
             self._stepper.scaling = LossScale()
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
-        if self._grid is not None and run.team.world.shares is None and self.plan.together == 1:
-            whole = run.reverse or self.plan.one_by_one
-            self._stepper.balance = Balance(self._grid, run.team.operations.members, whole)
+        self._stepper.balance = self._balance()
         self._ledger = Ledger()
         self._phases: list[Phase] = []
-        self._looked = False  # for what optimizers hide
         self._untouched: list[Phase] = []  # loops that were made and not gone through
-        self._stopped = False
+        self._stopped = self._looked = False  # the latter for what optimizers hide
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
@@ -148,6 +150,12 @@ class Trainer:
         if run.tree:
             self.restore(newcomer=True)
         run.tell_needs()
+
+    def _balance(self) -> Balance | None:
+        run = self._run
+        if self._grid is None or run.team.world.shares is not None or self.plan.together > 1:
+            return None
+        return Balance(self._grid, run.team.operations.members, run.reverse or self.plan.one_by_one)
 
     def _build(self, model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
         """The model on its device; where each worker is to keep but a part of it, and a function builds it, without
@@ -212,6 +220,7 @@ class Trainer:
             raise UsageError("steps() needs the global batch", "give global_batch= to the Trainer")
         if epochs is not None and count is not None:
             raise UsageError("both epochs= and count= were given", "give one of them")
+        count, epochs = whole_number("count", count), whole_number("epochs", epochs)
         self._loader = {"collate": collate, "options": dict(loader or {})}
         source = Source.of(dataset, self._seed, collate, order, loader or {})
         phase = self._enter_phase(source, 1 if epochs is None and count is None else epochs, count)
@@ -250,6 +259,8 @@ class Trainer:
                 micro_batches=len(grid.cut(grid.global_batch)),
                 rows=rows,
                 epochs=epochs,
+                model=type(self.model).__name__,
+                done=[member.steps_done for member in self._run.members],
                 steps=None if total is None else self.steps_done - phase.done + total,
                 shares=[len(part) for part in share],
                 text=text,
@@ -395,7 +406,7 @@ class Trainer:
         def compute() -> dict[str, Any]:
             found = evaluate(sweep, metric)
             self.best.of(found)
-            self._run.journal.write("evaluate", trainer=self._number, step=self.steps_done, results=found)
+            self._run.show("evaluate", trainer=self._number, step=self.steps_done, results=found)
             return found
 
         return dict(self._run.outside(Simple(compute, self._offer, spends="evaluating")))
@@ -479,6 +490,7 @@ class Trainer:
         if self._untouched and not self.steps_done:
             what = "these weights are not trained: nothing went through what steps() returned"
             self._run.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
+        refuse_other_suffix(Path(path))
         self._run.team.operations.run(Simple(partial(self._write, Path(path))))
 
     def _write(self, path: Path) -> None:
@@ -556,6 +568,9 @@ class Trainer:
             if "model" in mine:
                 self._top.load({"model": adopted(self.model, mine["model"], self._number, self._run.imported)})
             return
+        if newcomer and (step := self._run.resumed) is not None:
+            checkpoint = f"checkpoint of step {step} in {self._run.folder or 'memory'}"
+            refuse_another_model(self.model, mine["model"], self._number, checkpoint)
         self._top.load(mine)
         self._stepper.done, self._stepper.expected = mine["steps"], mine["expected"]
         if self._stepper.scaling is not None and mine.get("scaling"):

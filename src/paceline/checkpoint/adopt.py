@@ -146,29 +146,40 @@ def adopted(model: nn.Module, weights: Mapping[str, torch.Tensor], trainer: int,
     for name, value in wanted.items():
         ties.setdefault(id(value), []).append(name)
     found, whole = set(weights), dict(weights)
-    apart, shapes, dtypes = [], [], []
+    apart, dtypes = [], []
     for names in ties.values():
         there = [name for name in names if name in found]
         whole |= {name: weights[there[0]] for name in names if there and name not in found}
         apart += [f"{name} and {there[0]}" for name in there[1:] if not _equal(weights[name], weights[there[0]])]
     for name in sorted(whole.keys() & wanted.keys()):
         mine, theirs = wanted[name], whole[name]
-        if not isinstance(mine, torch.Tensor):
-            continue
-        if mine.shape != theirs.shape:
-            shapes.append(f"{name} ({list(theirs.shape)} instead of {list(mine.shape)})")
-        elif mine.dtype != theirs.dtype:
+        if isinstance(mine, torch.Tensor) and mine.shape == theirs.shape and mine.dtype != theirs.dtype:
             dtypes.append(f"{name} ({theirs.dtype} instead of {mine.dtype})".replace("torch.", ""))
-    kinds = {
-        "missing": sorted(wanted.keys() - whole.keys()),
-        "unexpected": sorted(found - wanted.keys()),
-        "misshapen": shapes,
-        "of another dtype": dtypes,
-        "tied in the model and different here": apart,
-    }
+    kinds = _other_names_and_shapes(wanted, whole)
+    kinds |= {"of another dtype": dtypes, "tied in the model and different here": apart}
+    cure = "import them again into a new run folder, with --map where names differ and --dtype where dtypes do"
+    _refuse(f"the weights imported from {source} do not fit the model of trainer {trainer}", kinds, cure)
+    return whole
+
+
+def refuse_another_model(model: nn.Module, saved: Mapping[str, Any], trainer: int, checkpoint: str) -> None:
+    """Raises CheckpointError where a resumed run's model has other names or shapes than the checkpoint."""
+    kinds = _other_names_and_shapes(model.state_dict(keep_vars=True), saved)
+    cure = "make the model as it was, or train the new one from the start in another --run-dir"
+    _refuse(f"the {checkpoint} does not fit the model of trainer {trainer}", kinds, cure)
+
+
+def _other_names_and_shapes(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, list[str]]:
+    shapes = []
+    for name in sorted(wanted.keys() & found.keys()):
+        mine, theirs = wanted[name], found[name]
+        if isinstance(mine, torch.Tensor) and mine.shape != theirs.shape:
+            shapes.append(f"{name} ({list(theirs.shape)} instead of {list(mine.shape)})")
+    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    return {"missing": missing, "unexpected": unexpected, "misshapen": shapes}
+
+
+def _refuse(what: str, kinds: Mapping[str, list[str]], cure: str) -> None:
     if any(kinds.values()):
         told = "; ".join(f"{kind}: {_some(items)}" for kind, items in kinds.items() if items)
-        what = f"the weights imported from {source} do not fit the model of trainer {trainer}: {told}"
-        cure = "import them again into a new run folder, with --map where names differ and --dtype where dtypes do"
-        raise CheckpointError(what, cure)
-    return whole
+        raise CheckpointError(f"{what}: {told}", cure)

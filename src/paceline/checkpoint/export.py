@@ -60,12 +60,11 @@ def write_model(state: State, out: Path) -> int:
     Tied weights are written under each of their keys, so that ``load_state_dict(load_file(out))`` is strict. Raises
     UsageError for another suffix or a value that the format does not hold, CheckpointError if writing fails.
     """
-    if out.suffix != ".safetensors":
-        what = f"the model cannot be exported to {out}: only .safetensors files, which run no code, are written"
-        raise UsageError(what, f"name it {out.with_suffix('.safetensors')}")
+    refuse_other_suffix(out)
     _check(state)
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)  # a training is not lost for want of a folder
         temporary.unlink(missing_ok=True)
         size, _ = write_tensors(temporary, state, mode=_MODE)
         os.replace(temporary, out)
@@ -77,6 +76,12 @@ def write_model(state: State, out: Path) -> int:
         with contextlib.suppress(OSError):
             temporary.unlink()
     return size
+
+
+def refuse_other_suffix(out: Path) -> None:
+    if out.suffix != ".safetensors":
+        what = f"the model cannot be exported to {out}: only .safetensors files, which run no code, are written"
+        raise UsageError(what, f"name it {out.with_suffix('.safetensors')}")
 
 
 def _check(state: State) -> None:

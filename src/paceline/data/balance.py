@@ -24,6 +24,7 @@ SURE = 3.0  # standard errors of the measurement that it must save at least
 MOVED = 1.25  # a worker whose seconds changed by this factor between two blocks has another speed now
 FIXED = 0.5  # part of a worker's seconds that may not depend on its share
 APART = 0.25  # parts by which two shares must differ to tell what depends on them
+SETTLED = 30.0  # seconds of steps for which shares must have been kept before people at the console hear of them
 AGAIN = 100  # steps after which a worker without a share is tried once more; twice as many each time after
 HOPELESS = 3.0  # times as long as all others: one step of it is enough
 COARSE, GOOD = 0.9, 0.95  # part of the workers' speed that the grid lets them use: so that it is said; well enough
@@ -90,6 +91,9 @@ class Balance:
     _changed: list[int] = field(default_factory=list)  # the steps after which shares changed
     _earlier: dict[int, tuple[float, float]] = field(default_factory=dict)  # by worker: its part before, its seconds
     news: list[tuple[str, str]] = field(default_factory=list)  # for people: what was decided, and why
+    _kept: float = 0.0  # seconds of steps since shares changed
+    _untold: dict[str, tuple[str, str]] = field(default_factory=dict)  # of the news, what the console has not shown
+    _told: str = ""  # the shares that it showed last
     _before: float | None = None  # seconds before the last change, while it is not known what it gained
     _hinted: bool = False
     _idle: dict[int, tuple[int, int]] = field(default_factory=dict)  # without a share: since when, to wait how long
@@ -152,6 +156,7 @@ class Balance:
     def learn(self, seconds: Sequence[float]) -> Change | None:
         """Takes everybody's seconds of a step on a full global batch; new shares if they are worth it."""
         self._steps += 1
+        self._kept += max(seconds)
         self._warm -= 1
         if self._hopeless(seconds):
             return self._change(seconds, 0.0)
@@ -171,10 +176,20 @@ class Balance:
         """Shares that were kept: what they gained, and what the grid costs."""
         if self._before is not None:
             self.news.append((self.text(), f"a step takes them {seconds:.2g} s instead of {self._before:.2g}"))
-            self._before = None
+            self._before, self._untold["shares"] = None, self.news[-1]
         if not self._hinted and (used := self.coarse()):
             self._hinted = True
             self.news.append((f"micro-batches of {self.grid.micro} rows are too coarse for these workers", used))
+            self._untold["grid"] = self.news[-1]
+
+    def settled(self) -> list[tuple[str, str]]:
+        """The news that people at the console are told by now: of shares that have been kept for a while, each once."""
+        if self._kept < SETTLED or not self._untold:
+            return []
+        told = [pair for pair in self._untold.values() if pair[0] != self._told]
+        self._told = self._untold.get("shares", (self._told, ""))[0]
+        self._untold.clear()
+        return told
 
     def _hopeless(self, seconds: Sequence[float]) -> bool:
         """Whether the worker that is tried takes so long that one step tells."""
@@ -224,6 +239,8 @@ class Balance:
 
     def _begin(self, counts: Sequence[int]) -> None:
         self.counts, self._rows, self._warm = tuple(counts), [], WARM
+        self._kept = 0.0
+        self._untold.pop("shares", None)
 
     def __post_init__(self) -> None:
         self._warm = WARM

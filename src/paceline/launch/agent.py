@@ -165,8 +165,8 @@ class Agent:
                 self._output.lead(generation["members"][0])
         elif main and kind == "line":
             self.say(str(event.get("text", "")))
-        elif main and kind in ("phase", "step") and not self._options.quiet:
-            (self._progress.phase if kind == "phase" else self._progress.step)(event)
+        elif main and kind in ("phase", "step", "evaluate") and not self._options.quiet:
+            getattr(self._progress, kind)(event)
 
     def _signalled(self, wakeup: socket.socket) -> None:
         for number in wakeup.recv(CHUNK):
@@ -186,7 +186,9 @@ class Agent:
         self._stop, self._stopping = number, time.monotonic()
         self._at_once = self._workers.preparing
         if not self._at_once:
-            self.say("stopping after this step and saving; press Ctrl-C again to stop at once", always=True)
+            saves = any(worker.events.keys() & {"phase", "step"} for worker in self._workers.all)  # they train
+            how = "stopping after this step and saving" if saves else "stopping"
+            self.say(f"{how}; press Ctrl-C again to stop at once", always=True)
         for worker in self._workers.all:
             if worker.alive:  # one that has not come to its trainer yet just ends
                 worker.process.signal(signal.SIGUSR2)

@@ -100,10 +100,10 @@ class Ending:
             return 1
         if "join" not in events:
             self._say(f"note: {name} ended without using paceline, which trained and saved nothing")
-        elif events["join"].get("trainer") and "phase" not in events:
+        elif events["join"].get("trainer") and not events.keys() & {"phase", "finished"}:
             self._say(f"note: {name} made a Trainer and never asked it for steps")
         if "phase" in events and not events.get("finished", {}).get("already") and not self._options.quiet:
-            self._say(write_report(self._folder, colour=self._coloured))
+            self._say(write_report(self._folder, colour=self._coloured, short=not self._options.verbose))
         if "stopped" in events:
             self._say(self._how_stopped(workers, "stopped"), always=True)
         return 0

@@ -33,7 +33,8 @@ SIGNALS: dict[int, tuple[str, str]] = {
 }
 OUT_OF_MEMORY = (
     "killed by the kernel's out-of-memory killer (SIGKILL)",
-    "give it less to hold: a smaller micro= in the plan, fewer workers on this host, fewer loader workers",
+    "give it less to hold: fewer workers on this host, fewer loader workers, or a smaller micro= in the plan, which "
+    "changes the mathematics",
 )
 ASKED = ("EOFError: EOF when reading a line", "bdb.BdbQuit")  # input(), breakpoint()
 NO_TERMINAL = "workers have no terminal to ask at: give an argument instead, or this worker the terminal: --debug {}"
@@ -78,7 +79,8 @@ class Failure:
             what, at = read_trace(errors)
             self.frame = at or self.frame
         self.what = why or what or (not exits and self.kind) or f"ended with exit code {status}"
-        self.cure = NO_TERMINAL.format(rank) if what.startswith(ASKED) else "fix the cause" if what else "see its log"
+        cure = told.get("hint") or ("fix the cause" if what else "see its log")
+        self.cure = NO_TERMINAL.format(rank) if what.startswith(ASKED) else cure
         if out_of_memory:  # it was a child of the worker, which raised for that
             self.cure += " (the kernel's out-of-memory killer ended a process here)"
 

@@ -17,7 +17,8 @@ class LaunchOptions:
 
     `script`: the file that trains; `module`: its name, where it is to run as ``python -m`` runs it. `against`: the
     folder of a run to compare the speed with. `debug`: the rank whose standard streams are the terminal's own, for pdb
-    (its log stays empty). `quiet`: the console shows only how the run ended, and that only where it did not finish.
+    (its log stays empty). `quiet`: the console shows only how the run ended, and that only where it did not finish;
+    `verbose`: it ends with all figures of the report.
     `cold_start`: each worker imports for itself what it needs; `kept`: where a run leaves its warm process for the next
     one of the same command. `checkpoints`: a folder or URL for them, other than the run folder's own; of which the
     newest `keep` stay; `mirror`: steps between two copies of a lone worker's state in memory. `environment`: further
@@ -43,6 +44,7 @@ class LaunchOptions:
     against: str | None = None
     debug: int | None = None
     quiet: bool = False
+    verbose: bool = False
     kept: Kept | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     cold_start: bool = False

@@ -132,7 +132,7 @@ class Worker:
             what, at = read_trace(self.output.errors(self.rank), crash=self.status < 0)
             told = {"what": what, "at": at}
         told = told or {}
-        lines = [(told.get("what"), ""), (told.get("at"), "at "), (told.get("within"), "in ")]
+        lines = [(told.get("what"), ""), (told.get("at"), "at "), (told.get("within"), "in "), (told.get("hint"), "")]
         tail = before_the_trace(self.output.tail(self.rank, LOOKED))[-SHOWN:]
         return {"cause": [before + text for text, before in lines if text], "tail": tail}
 

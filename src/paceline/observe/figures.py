@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -70,6 +71,12 @@ def shares_of(seconds: dict[str, float]) -> list[tuple[str, float]]:
     total = sum(seconds.values())
     parts = [(name, value / total) for name, value in seconds.items() if value > 0] if total > 0 else []
     return sorted(parts, key=lambda part: (part[0] == "other", -part[1]))
+
+
+def trainer_names(models: Mapping[Any, str]) -> dict[Any, str]:
+    """What the trainers of a run are called, by number: as the classes of their models where these differ."""
+    kinds = Counter(models.values())
+    return {number: kind if kind and kinds[kind] == 1 else f"trainer {number}" for number, kind in models.items()}
 
 
 def ranks(workers: Iterable[int]) -> str:

@@ -35,9 +35,10 @@ def advice(plans: Sequence[tuple[str, Sequence[int]]], besides: int, room: int) 
     fitting = [(text, sum(sizes)) for text, sizes in others if besides + sum(sizes) <= FULL * room]
     smaller = [(text, size) for text, size in fitting if size < sum(held)]
     if not what:
-        cure = "say recompute=blocks or a smaller micro= in the plan"
+        cure = "say recompute=blocks"
         if smaller:
             cure += f", or --plan {smaller[0][0]!r}, which leaves room for {size_of(sum(held) - smaller[0][1])} more"
+        cure += ", or a smaller micro= in the plan, which changes the mathematics"
         return f"what forward and backward keep did not fit: {told}", cure
     if fitting:
         return f"{what} did not fit: {told}", f"say --plan {fitting[0][0]!r}: that is {size_of(fitting[0][1])}"

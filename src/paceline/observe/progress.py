@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from paceline.observe.figures import clock, number, shares_of, total, totals
+from paceline.observe.figures import clock, number, shares_of, total, totals, trainer_names
 from paceline.observe.journal import Event
 
 BAR = 12  # cells
@@ -26,22 +26,26 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 class _Track:
-    """What is known of one trainer."""
+    """What is known of one trainer, which has made so many steps `before`."""
 
-    def __init__(self) -> None:
-        self.total: int | None = None
+    def __init__(self, before: int = 0) -> None:
+        self.before = before
+        self.total: int | None = before
+        self.epochs: int | None = None
+        self.model = ""
+        self.evaluated: Event = {}
         self.events: deque[Event] = deque()
         self.heard = 0.0
+
+    @property
+    def step(self) -> int:
+        return int(self.events[-1].get("step") or 0) if self.events else self.before
 
     def add(self, event: Event) -> None:
         self.heard = time.monotonic()
         self.events.append(event)
         while len(self.events) > 1 and total(self.events, "seconds") - (self.events[0].get("seconds") or 0.0) >= WINDOW:
             self.events.popleft()
-
-    def rate(self, field: str) -> float:
-        seconds = total(self.events, "seconds")
-        return total(self.events, field) / seconds if seconds > 0 else 0.0
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -68,7 +72,10 @@ class Progress(AbstractContextManager["Progress"]):
 
     def phase(self, event: Event) -> None:
         """A trainer was asked for steps: prints the grid's sentence. Fields as in the journal's ``grid``."""
-        self._tracks.setdefault(event.get("trainer"), _Track()).total = event.get("steps")
+        for trainer, before in enumerate(event.get("done") or ()):
+            self._tracks.setdefault(trainer, _Track(before))
+        track = self._tracks.setdefault(event.get("trainer"), _Track())
+        track.total, track.epochs, track.model = event.get("steps"), event.get("epochs"), event.get("model") or ""
         if event.get("text"):
             self.line(str(event["text"]))
 
@@ -78,6 +85,10 @@ class Progress(AbstractContextManager["Progress"]):
         self._pending = True
         if time.monotonic() - self._shown >= (REFRESH if self._live else self._every):
             self._show()
+
+    def evaluate(self, event: Event) -> None:
+        """Something was evaluated. Fields as in the journal's ``evaluate``."""
+        self._tracks.setdefault(event.get("trainer"), _Track()).evaluated = event.get("results") or {}
 
     def line(self, text: str) -> None:
         """Prints a line above the live one."""
@@ -119,25 +130,38 @@ class Progress(AbstractContextManager["Progress"]):
         """The parts of the line from left to right: (rank, 0 being the most important; text; style)."""
         heard = {name: track for name, track in self._tracks.items() if track.events}
         latest = max(track.heard for track in heard.values())
-        # Several trainers may take turns: the line follows the first that is at work, with everybody's loss.
-        active = [track for track in heard.values() if latest - track.heard < WINDOW]
-        lead, event = active[0], active[0].events[-1]
-        step, aim = int(event.get("step") or 0), lead.total
+        # Several trainers may take turns: their steps are one count, as in checkpoints and for --steps.
+        step, totals_ = sum(track.step for track in self._tracks.values()), [t.total for t in self._tracks.values()]
+        aim = sum(total or 0 for total in totals_) if None not in totals_ else None
         aim = aim if aim and aim >= step else None
-        bar = ""
-        if self._live and aim and self._console.encoding.startswith("utf"):
-            eighths = step * BAR * 8 // aim
-            bar = ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).strip().ljust(BAR)
-        losses = " ".join(number(track.events[-1]["loss"]) for track in active if "loss" in track.events[-1])
-        speed, pace = lead.rate("samples"), lead.rate("steps")
-        shares = [f"{name} {share:.0%}" for name, share in shares_of(totals(lead.events, "time")) if share >= 0.005]
+        active = {name: track for name, track in heard.items() if latest - track.heard < WINDOW}
+        events = [event for track in active.values() for event in track.events]
+        lead, event = next((track, track.events[-1]) for track in active.values())
+        bar = epoch = metrics = ""
+        if self._live:
+            if aim and self._console.encoding.startswith("utf"):
+                eighths = step * BAR * 8 // aim
+                bar = ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).strip().ljust(BAR)
+            begun = int(event.get("epoch") or 0) + 1
+            of = f"/{lead.epochs}" if (lead.epochs or 0) >= begun else ""
+            epoch = f"epoch {begun}{of}" if begun > 1 or of else ""
+            values = {**(event.get("metrics") or {}), **lead.evaluated}
+            metrics = " ".join(f"{name} {number(value)}" for name, value in values.items() if name != "n")
+        names = trainer_names({name: track.model for name, track in heard.items()}) if len(heard) > 1 else {}
+        known = {name: track.events[-1]["loss"] for name, track in active.items() if "loss" in track.events[-1]}
+        losses = ", ".join(f"{names.get(name, '')} {number(loss)}".strip() for name, loss in known.items())
+        seconds = total(events, "seconds")
+        speed, pace = (total(events, field) / seconds if seconds > 0 else 0.0 for field in ("samples", "steps"))
+        shares = [f"{name} {share:.0%}" for name, share in shares_of(totals(events, "time")) if share >= 0.005]
         parts = [
             (0, f"step {step}/{aim}" if aim else f"step {step}", "bold"),
-            (5, bar and f"▕{bar}▏", "cyan"),
+            (7, bar and f"▕{bar}▏", "cyan"),
+            (4, epoch, ""),
             (1, losses and f"loss {losses}", ""),
-            (3, f"{speed:,.{0 if speed >= 10 else 1}f} samples/s" if speed else "", ""),
-            (2, f"{clock((aim - step) / pace)} left" if aim and pace else "", ""),
-            (4, " ".join(shares), "dim"),
+            (2, metrics, ""),
+            (5, f"{speed:,.{0 if speed >= 10 else 1}f} samples/s" if speed else "", ""),
+            (3, f"{clock((aim - step) / pace)} left" if aim and pace else "", ""),
+            (6, " ".join(shares), "dim"),
         ]
         return [part for part in parts if part[1]]
 

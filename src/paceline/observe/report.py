@@ -11,15 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.observe.page import render
-from paceline.observe.summary import Summary, facts
+from paceline.observe.summary import Summary, brief, facts
 
 NAME = "report.html"
 
 
-def write_report(folder: Path, width: int = 80, colour: bool = False) -> str:
+def write_report(folder: Path, width: int = 80, colour: bool = False, short: bool = False) -> str:
     """Writes RUN/report.html, whole or not at all; returns the figures as a table, `width` columns at most.
 
-    `colour`: with a terminal's colours. UsageError: not the folder of a run.
+    `colour`: with a terminal's colours; `short`: the few that tell how a good run went, one a line. UsageError: not the
+    folder of a run.
     """
     summary = Summary(folder)
     half = folder / f".{NAME}.{os.getpid()}"
@@ -34,7 +35,10 @@ def write_report(folder: Path, width: int = 80, colour: bool = False) -> str:
     table.add_column(overflow="fold")
     tables = facts(summary)
     losses = [row for row in tables["What happened"] if row[0] == "lost"]
-    for name, text in [*tables["Results"], *tables["Costs"], *losses, ("report", str(folder / NAME))]:
+    rows, page = brief(summary) if short else [*tables["Results"], *tables["Costs"]], str(folder / NAME)
+    for name, text in rows:
+        table.add_row(name, Text(text, no_wrap=short, overflow="ellipsis" if short else "fold"))
+    for name, text in [*losses, ("report", page)]:
         table.add_row(name, Text(text))
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=colour, color_system="standard" if colour else None)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.observe.account import COSTS, USEFUL
-from paceline.observe.figures import duration, number, plural, shares_of, size_of, total, totals
+from paceline.observe.figures import duration, number, plural, shares_of, size_of, total, totals, trainer_names
 from paceline.observe.journal import NAME, Event, effective_steps, read_journal
 
 Rows = list[tuple[str, str]]
+SHORT = 60.0  # seconds
 
 
 class Summary:
@@ -66,10 +67,12 @@ class Summary:
 
     def _add_steps(self, events: list[Event], last: list[Event]) -> None:
         records = effective_steps(events)
-        several = len({str(record.get("trainer")) for record in records}) > 1
+        models = {record.get("trainer"): "" for record in records}
+        models |= {grid["trainer"]: grid.get("model") or "" for grid in self.grids if grid.get("trainer") in models}
+        names = trainer_names(models) if len(models) > 1 else {}
         self.steps: dict[str, list[Event]] = {}
         for record in records:
-            self.steps.setdefault(f"trainer {record.get('trainer')}" if several else "", []).append(record)
+            self.steps.setdefault(names.get(record.get("trainer"), ""), []).append(record)
         own = next(iter(self.steps.values()), [])
         main = own[0].get("trainer") if own else None
         current = [event for event in last if event["event"] == "step" and event.get("trainer") == main] or own
@@ -186,15 +189,18 @@ def _steady_speed(records: list[Event]) -> float | None:
     return total(steady, "samples") / seconds if seconds > 0 else None
 
 
-def _goodput(s: Summary) -> str:
-    """How much of the time brought the training forward, and where the rest went."""
-    if s.goodput is None:
-        return ""
+def _goodput(s: Summary) -> tuple[str, str]:
+    """How much of the time brought the training forward, and where the rest went. Most of a short run is its start,
+    which says nothing of a longer one: there it is the seconds alone.
+    """
     whole = sum(s.account.values())
-    useful = ", ".join(f"{name} {s.account[name] / whole:.0%}" for name in USEFUL if name in s.account)
     costs = sorted(((s.account[name], name) for name in COSTS if name in s.account), reverse=True)
+    if s.goodput is None or whole < SHORT:
+        spent = sorted(((seconds, name) for name, seconds in s.account.items()), reverse=True)
+        return "wall clock", ", ".join(f"{name} {duration(seconds)}" for seconds, name in spent)
+    useful = ", ".join(f"{name} {s.account[name] / whole:.0%}" for name in USEFUL if name in s.account)
     rest = ", ".join(f"{name} {duration(seconds)}" for seconds, name in costs)
-    return f"{s.goodput:.0%} of {duration(whole)} ({useful})" + (f"; {rest}" if rest else "")
+    return "goodput", f"{s.goodput:.0%} of {duration(whole)} ({useful})" + (f"; {rest}" if rest else "")
 
 
 def _by_kind(summary: Summary) -> Rows:
@@ -277,7 +283,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             *losses,
             *(("note", str(event.get("text"))) for event in s.notes),
             ("evaluation", f"{values} (step {evaluation.get('step')})" if values else ""),
-            ("goodput", _goodput(s)),
+            _goodput(s),
             ("done", done if s.steps_done else ""),
             ("speed", rate),
         ],
@@ -313,6 +319,17 @@ def facts(summary: Summary) -> dict[str, Rows]:
         ],
     }
     return {title: [row for row in rows if row[1]] for title, rows in tables.items()}
+
+
+def brief(summary: Summary) -> Rows:
+    """The same in as few rows as tell how a good run went."""
+    told = {title: dict(rows) for title, rows in facts(summary).items()}
+    results, losses = told["Results"], summary.losses.items()
+    loss = ", ".join(f"{name} {number(a)} to {number(b)}" for name, (a, b) in losses) if len(losses) > 1 else ""
+    rows = {"loss": loss, **results, "goodput": results.get("goodput", "").partition("; ")[0]}
+    if summary.samples_per_second:
+        rows["speed"] += f"; {duration(summary.wall_seconds)} in all"
+    return [(name, rows[name]) for name in ("loss", "evaluation", "goodput", "speed") if rows.get(name)]
 
 
 def explain(folder: Path) -> str:

@@ -438,7 +438,8 @@ class Single(Strategy):
         losses = torch.stack([part.total for part in parts]).cpu().double().tolist()
         counts = [float(part.count) for part in parts]
         sums.loss, sums.count = exact_sum(losses), math.fsum(counts)
-        sums.bad = [part.piece_source for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss)]
+        bad = (part for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss))
+        sums.bad = [source for part in bad for source in part.sources]
         for part in parts:
             for name, (total, count) in part.metrics.items():
                 before = sums.metrics.get(name, (0.0, 0.0))
@@ -539,7 +540,7 @@ class _Part:
     total: torch.Tensor
     count: Any
     metrics: Mapping[str, tuple[Any, Any]]
-    piece_source: str
+    sources: list[str]
     index: int
     mean: torch.Tensor | None = None  # if that is what the loss returned
 
@@ -564,11 +565,11 @@ class _Part:
             )
         if not isinstance(metrics, Mapping) or any(not _is_pair(pair) for pair in metrics.values()):
             raise LossError(f"the loss returned metrics {metrics!r:.80}", LOSS_FORMS)
-        return _Part(total.reshape(()), count, metrics, piece.source, piece.micro_batches[0].index, mean)
+        return _Part(total.reshape(()), count, metrics, piece.sources, piece.micro_batches[0].index, mean)
 
     def detached(self) -> _Part:
         metrics = {name: (_bare(total), _bare(count)) for name, (total, count) in self.metrics.items()}
-        return _Part(self.total.detach(), _bare(self.count), metrics, self.piece_source, self.index)
+        return _Part(self.total.detach(), _bare(self.count), metrics, self.sources, self.index)
 
 
 def _bare(value: Any) -> Any:

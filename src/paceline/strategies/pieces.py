@@ -69,8 +69,12 @@ class Piece:
         return len(self.micro_batches) == 1 and not self.micro_batches[0].divided
 
     @property
+    def sources(self) -> list[str]:
+        return [m.source or f"micro-batch {m.index}" for m in self.micro_batches]
+
+    @property
     def source(self) -> str:
-        return ", ".join(m.source or f"micro-batch {m.index}" for m in self.micro_batches)
+        return ", ".join(self.sources)
 
     @property
     def noted(self) -> Noting:

@@ -17,7 +17,7 @@ from functools import wraps
 from types import FrameType
 from typing import Any
 
-from paceline.errors import notes_of
+from paceline.errors import hint_of, notes_of
 from paceline.observe.traces import TRACEBACK, read_trace
 
 TOLD = 500  # characters of an exception that the agent is told
@@ -68,8 +68,9 @@ def _returned(frame: FrameType) -> bool:
 
 def exception_told(error: BaseException) -> dict[str, str]:
     """What the agent is told of an exception: its class and text; its line in a traceback, the user's innermost frame,
-    and what it was raised in.
+    what it was raised in, and a hint.
     """
     what, at = read_trace("".join(traceback.format_exception(error)).splitlines())
     told = {"text": str(error), "what": what, "at": at or "", "within": ", ".join(notes_of(error))}
+    told["hint"] = hint_of(error)
     return {"kind": type(error).__name__, **{name: text[:TOLD] for name, text in told.items()}}

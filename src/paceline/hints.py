@@ -1,0 +1,130 @@
+"""What to say where a user's own code fails on what it was given: added to its exception, which stays what it is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError, a, add_hint
+
+_ABOUT = (TypeError, AttributeError, LookupError)  # what is raised where a batch is not what it was taken for
+_SHOWN = 6  # entries of a batch
+
+
+def path_of(kind: Any) -> str:
+    """How a user writes the name of a class or function of torch's, or of their own."""
+    homes = ("torch.optim.lr_scheduler", "torch.optim", "torch.nn.functional", "torch.nn")
+    home = next((home for home in homes if kind.__module__.startswith(home)), "")
+    return f"{home}.{kind.__name__}" if home else str(kind.__name__)
+
+
+def unfit(given: Callable[..., Any], /, *args: Any, **named: Any) -> tuple[str, list[str]]:
+    """Why something cannot be called so, in Python's words, and the names of what it wants besides; an empty text where
+    it can, or where nobody knows.
+    """
+    if not callable(given):
+        return f"it is {a(type(given).__name__)}", []
+    try:
+        signature = inspect.signature(given)
+    except ValueError:  # of compiled code
+        return "", []
+    try:
+        signature.bind(*args, **named)
+    except TypeError as error:
+        wanted = (p for p in signature.parameters.values() if p.default is p.empty and p.kind not in (2, 4))
+        return str(error), [p.name for p in wanted][len(args) :]
+    return "", []
+
+
+def shape_of(batch: Any) -> str:
+    """A batch in a few words: ``[3x10 float64, 3 int64]``."""
+    if isinstance(batch, torch.Tensor):
+        return f"{'x'.join(map(str, batch.shape)) or 'a single'} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping):
+        return f"{{{_listed([f'{key!r}: {_short(value)}' for key, value in batch.items()])}}}"
+    if isinstance(batch, tuple | list):
+        text = _listed([_short(value) for value in batch])
+        return f"[{text}]" if isinstance(batch, list) else f"({text})"
+    return a(type(batch).__name__)
+
+
+def _short(value: Any) -> str:
+    return shape_of(value) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _listed(items: list[str]) -> str:
+    return ", ".join(items[:_SHOWN]) + (", ..." if len(items) > _SHOWN else "")
+
+
+def _parts(name: str, value: Any) -> list[str]:
+    """How the parts of a batch are written."""
+    if isinstance(value, Mapping):
+        return [f"{name}[{key!r}]" for key in value]
+    if hasattr(value, "_fields"):
+        return [f"{name}.{field}" for field in value._fields]
+    return [f"{name}[{place}]" for place in range(len(value))] if isinstance(value, tuple | list) else [name]
+
+
+def _mistaken(error: BaseException, name: str, value: Any, first: int = 0) -> str:
+    """What `value` is, and how to write its parts from the `first` on, if the error comes from taking it for something
+    else.
+    """
+    kind, sought = type(value).__name__, getattr(error, "name", None) or next(iter(error.args), None)
+    about = re.search(rf"not {kind}\b|'{kind}'|\b{kind} ind", str(error)) is not None
+    about |= isinstance(error, KeyError) and isinstance(value, Mapping) and sought not in value
+    about |= isinstance(value, torch.Tensor) and "indices" in str(error)
+    if not about:
+        return ""
+    parts, meant = _parts(name, value), f"{name}[{sought!r}]"
+    parts = [meant] if meant in parts else parts if isinstance(value, Mapping) else parts[first:] or parts
+    return f"{name} is {shape_of(value)}: write {' or '.join(parts[:_SHOWN])}"
+
+
+def _default(error: BaseException, model: Any, batch: Any) -> str:
+    """What to write in place of the default forward, if that calls the model with what it does not take."""
+    mapping = isinstance(batch, Mapping)
+    why, _ = unfit(model.forward, **batch) if mapping else unfit(model.forward, batch)
+    if not why or not isinstance(error, TypeError):
+        return ""
+    known, call = _parts("batch", batch), "model(**batch)" if mapping else "model(batch[0])"
+    needs = [p.name for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
+    pairs = zip(needs, known, strict=False)
+    parts = [f"batch[{name!r}]" if mapping and name in batch else part for name, part in pairs]
+    write = f"write forward=lambda model, batch: model({', '.join(parts)})"
+    return f"batch is {shape_of(batch)} and goes to {call}, {type(model).__name__} takes {', '.join(needs)}: {write}"
+
+
+@dataclass
+class Hinting:
+    """A user's forward(model, batch), loss(output, batch) or metric(output, batch), by `name`. What it raises about the
+    kind of these is given a hint. `default`: it is ours, for want of theirs.
+    """
+
+    call: Callable[[Any, Any], Any]
+    name: str
+    default: bool = False
+
+    def __call__(self, first: Any, batch: Any) -> Any:
+        given = self.call
+        torchs = getattr(given, "__module__", "").startswith(("torch.nn.modules.loss", "torch.nn.functional"))
+        if torchs and not isinstance(batch, torch.Tensor):
+            path = path_of(given if inspect.isfunction(given) else type(given))
+            what = f"{self.name} is {path}, which gets (output, batch), and batch is {shape_of(batch)}"
+            call = f"{path if inspect.isfunction(given) else f'{path}()'}(output, {_parts('batch', batch)[-1]})"
+            raise UsageError(what, f"write {self.name}=lambda output, batch: {call}")
+        try:
+            return given(first, batch)
+        except _ABOUT as error:
+            if self.default:
+                hint = _default(error, first, batch)
+            elif self.name == "forward":
+                hint = _mistaken(error, "batch", batch)
+            else:  # the inputs come first, as a rule
+                hint = _mistaken(error, "batch", batch, first=1) or _mistaken(error, "output", first)
+            add_hint(error, hint)
+            raise
