@@ -54,8 +54,9 @@ class Play:
 
     def start(self) -> Coordinator:
         generations = [entry for entry in self.journal if entry["event"] == "generation"]
-        *before, known = [{"workers": self.hosts["a"], "number": 0}, *generations]
-        roster = Roster(tuple(known["workers"]), known["number"], before=tuple(before[-1]["workers"]) if before else ())
+        *before, known = [{"workers": self.hosts["a"], "number": 0, "at_once": 0}, *generations]
+        past = tuple(before[-1]["workers"]) if before else ()
+        roster = Roster(tuple(known["workers"]), known["number"], known["at_once"], before=past)
         made = Coordinator(100, 1, self.record, roster)
         made.version = 1_000_000 * (1 + len(self.journal))
         return made
@@ -197,6 +198,7 @@ SILENT_OFTEN: list[tuple[str, Any]] = [
 @example((1, BACK_AFTER_THE_COORDINATOR))
 @example((2, ALL_TOLD_ONE_AFTER_ANOTHER))
 @example((2, TOLD_BEFORE_THE_COORDINATOR))
+@example((2, [("leave", 1), ("silent", "b"), ("silent", "b"), ("again", None)]))
 @given(st.sampled_from([1, 2]).flatmap(lambda places: st.tuples(st.just(places), events(places))))
 def test_whatever_happens_one_team_is_left_with_all_that_live(case: tuple[int, list[tuple[str, Any]]]) -> None:
     play = Play(case[0])

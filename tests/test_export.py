@@ -108,8 +108,9 @@ def test_export_errors(tmp_path: Path) -> None:
         f"the model cannot be exported to {tmp_path}/m.pt: only .safetensors files, which run no code, "
         f"are written; name it {tmp_path}/m.safetensors"
     )
+    (tmp_path / "no").touch()
     assert refusal(CheckpointError, export_model, run, tmp_path / "no/m.safetensors") == (
-        f"the model could not be written to {tmp_path}/no/m.safetensors: No such file or directory; "
+        f"the model could not be written to {tmp_path}/no/m.safetensors: Not a directory; "
         "see that the folder exists and can be written to, or choose another file"
     )
     assert not out.exists()

@@ -24,7 +24,9 @@ def gpu(*options: str, code: int) -> subprocess.CompletedProcess[str]:
 
 
 def test_make_gpu_without_a_gpu_says_one_sentence_and_fails() -> None:
-    done = subprocess.run(["make", "-n", "gpu"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-n", "gpu"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     command = done.stdout.splitlines()[-1]
     assert command.startswith(".venv/bin/python benchmarks/gpu.py --tests --record benchmarks/records/gpu-")
     done = gpu("--tests", code=1)

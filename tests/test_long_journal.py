@@ -55,24 +55,27 @@ def test_lines_from_the_end_are_the_lines(
 
 
 def test_a_coordinator_reads_the_last_generation_from_the_end(tmp_path: Path) -> None:
-    generations = [("generation", {"number": n, "workers": [*range(n, 4)], "planned": False}) for n in (1, 2, 3)]
+    generations = [
+        ("generation", {"number": n, "workers": [*range(n, 4)], "planned": n != 2, "at_once": min(n, 2)})
+        for n in (1, 2, 3)
+    ]
     since = long_journal(tmp_path, *generations)
     with (tmp_path / NAME).open("a") as file:
         file.write('{"event": "generation", "number"')  # torn, then gone on after
         file.write('\n{"event": "generation", "number": 4, "workers": [3]}')  # not whole yet
     first = (0, [0, 1, 2, 3])
     before = bytes_read()
-    assert last_generation(tmp_path, 0, first) == Roster((3,), 3, before=(2, 3))
+    assert last_generation(tmp_path, 0, first) == Roster((3,), 3, 2, before=(2, 3))
     assert bytes_read() - before < 2 * journals.BLOCK < since / 10
-    assert last_generation(tmp_path, since, first) == Roster((3,), 3, before=(2, 3))
+    assert last_generation(tmp_path, since, first) == Roster((3,), 3, 2, before=(2, 3))
 
 
 @pytest.mark.parametrize(
     ("generations", "roster"),
     [
-        ([], Roster((0, 1, 2), 7)),
-        ([[1, 2]], Roster((1, 2), 8, before=(0, 1, 2))),
-        ([[1, 2], [2]], Roster((2,), 9, before=(1, 2))),
+        ([], Roster((0, 1, 2), 7, 7)),
+        ([[1, 2]], Roster((1, 2), 8, 8, before=(0, 1, 2))),
+        ([[1, 2], [2]], Roster((2,), 9, 9, before=(1, 2))),
     ],
 )
 def test_generations_before_this_coordinator_do_not_count(

@@ -314,7 +314,7 @@ def errors(kind: type) -> Iterator[str]:
 def test_every_event_and_public_name_is_documented() -> None:
     source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
     written = set(re.findall(r"(?:\.(?:write|show)|record)\(\s*\"([a-z]+)\"", source)) - {"journal"}
-    told = set(re.findall(r"\.tell(?:\(\s*|, )\"([a-z]+)\"", source)) | {"step"}
+    told = set(re.findall(r"\.tell(?:\(\s*|, )\"([a-z]+)\"", source)) | {"step", "evaluate"}
     assert {"start", "grid", "failed"} <= written
     assert {row[0].strip("`") for row in rows(section("docs/names.md", "## Journal"))} == written
     assert {row[0].strip("`") for row in rows(section("docs/names.md", "## Events of a worker"))} == told

@@ -182,7 +182,8 @@ def test_what_workers_pack_is_unpacked_as_their_sum(data):
 def test_fields_that_are_not_given_are_zero():
     layout = VectorLayout(("accuracy",), 2, 1)
     agreed = layout.unpack(layout.pack(1, 0.5, {}, {0}, {"count": 3}))
-    assert agreed == Agreed(3.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {"accuracy": (0.0, 0.0)}, (0.0, 0.5), (0,), 0, (0.0, 0.0))
+    nothing = {"accuracy": (0.0, 0.0)}
+    assert agreed == Agreed(3.0, 0.0, 0, 0, 0, 0, 0, 0, 0, nothing, (0.0, 0.5), (0,), digests=(0.0, 0.0))
 
 
 # -- the transaction --------------------------------------------------------------------------------------------

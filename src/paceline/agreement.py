@@ -67,6 +67,7 @@ class Weights:
         self.kind, self.kinds = f"{name} {get_cpu_capability()}", list[str]()
         self.due, self.checks, self.seconds = True, 0, 0.0
         self.distance: float | None = None
+        self.refused = False  # the last step was
         self.done, self._alike = 0, -1  # steps; after how many of them all were alike last
         self._rests = 0.0  # until when there is no time
 
@@ -173,13 +174,13 @@ class Agreement:
     def __init__(self, team: Team, copied: Callable[[], None]) -> None:
         self.team, self._copied = team, copied
         self.weights: list[Weights] = []
-        self._noted: tuple[int, list[float] | None] = (-1, None)
+        self._noted: tuple[int, list[float | None] | None] = (-1, None)
         self._ended = 0
 
     def note(self, step: int) -> None:
         """A loop is left: what the script does with the weights from here on is no part of the training."""
         if self.team.size > 1 and not sys.is_finalizing():
-            self._noted = step, [one.told() for one in self.weights]
+            self._noted = step, self._all_told()
 
     def end(self, step: int) -> None:
         """The end of training, where no checkpoint is written. Collective."""
@@ -188,7 +189,7 @@ class Agreement:
             self.team.operations.run(Simple(partial(self.meet, noted, "the end of the training")))
         self._ended = step
 
-    def meet(self, noted: list[float] | None = None, name: str = "") -> None:
+    def meet(self, noted: list[float | None] | None = None, name: str = "") -> None:
         """Collective; without a `name` part of one that all have entered. Raises WorkersDifferError."""
         group = self.team.group
         if group.size == 1:
@@ -196,11 +197,16 @@ class Agreement:
         if name:
             group.enter(name)
         self._copied()
-        told = noted or [one.told() for one in self.weights]
+        told = noted or self._all_told()
         everyone = group.gather_json([[one.kind, found] for one, found in zip(self.weights, told, strict=False)])
         for one, *said in zip(self.weights, *everyone, strict=False):  # a newcomer may make some later
             one.kinds = [kind for kind, _ in said]
-            one.judge(group, [found for _, found in said], True if noted is None else None)
+            if None not in (found := [found for _, found in said]):
+                one.judge(group, found, True if noted is None else None)
+
+    def _all_told(self) -> list[float | None]:
+        """Nothing of those whose last step was refused: its forwards may have written to weights."""
+        return [None if one.refused else one.told() for one in self.weights]
 
     def write(self, journal: Journal) -> None:
         for number, one in enumerate(self.weights):

@@ -30,7 +30,7 @@ from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, Worke
 from paceline.given import private_memory, refused_exports
 from paceline.observe.account import process_began
 from paceline.observe.figures import duration, plural, size_of
-from paceline.observe.journal import Journal
+from paceline.observe.journal import Journal, plain
 from paceline.observe.memory import advice, whole_memory
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
@@ -283,7 +283,9 @@ class Run:
             self.journal.write(event, **fields)
         if self.progress is not None:
             getattr(self.progress, "phase" if event == "grid" else event)(fields)
-        self.team.world.tell("phase" if event == "grid" else event, **fields)
+        self.team.world.tell(
+            "phase" if event == "grid" else event, **(plain(fields) if event == "evaluate" else fields)
+        )
 
     # -- memory -------------------------------------------------------------------------------------------------
 

@@ -237,7 +237,7 @@ class OneStep:
         for member in of.run.members:
             member.state.step_begins()
         whole = self._load()
-        self._looks = group.size > 1 and of.weights.looks(self.number)
+        self._looks, of.weights.refused = group.size > 1 and of.weights.looks(self.number), True
         self._digest = of.weights.told() if self._looks else 0.0
         loaded = time.perf_counter()
         self._scale = 1.0 if of.scaling is None else of.scaling.scale
@@ -340,7 +340,7 @@ class OneStep:
             of.run.team.operations.ahead.copied()
         of.run.saving.copied()
         of.top.update(self._sums, self.agreed, self._orders, self.norm)
-        of.done = self.number + 1
+        of.done, of.weights.refused = self.number + 1, False
         of.expected = self.agreed.count
         if of.scaling is not None and (why := of.scaling.took(self._scale)):
             of.run.decide(of.trainer, f"loss scale {of.scaling.scale:g} from step {of.done + 1}", why)
@@ -377,6 +377,7 @@ class OneStep:
 
     def taken(self, result: Any) -> Any:
         """This worker's own part was lost; the step was not."""
+        self._of.weights.refused = False
         agreed, self.norm, self.lr, (rows, epoch) = result
         self.agreed = Agreed(**agreed)
         self.whole = Rows([], 0, rows, epoch)

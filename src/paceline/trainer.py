@@ -287,7 +287,7 @@ class Trainer:
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
         feed = Feed(source, grid, span, self._place, run.team.world.tell)
         self._stepper.waiting_since = time.perf_counter()
-        alike = Fingerprint(source)
+        alike = Fingerprint(source, run.team.world.tell)
         with run.loop(phase):
             while feed.has(phase.done):
                 report = self._advance(partial(self._deal, alike, feed, phase, cure), f"step {self.steps_done + 1}")

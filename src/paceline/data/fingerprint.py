@@ -37,8 +37,8 @@ _SAME = (
 class Fingerprint:
     """The dataset of a loop, as all workers must have it."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, tell: Callable[..., None]) -> None:
+        self._source, self._tell = source, tell
         self._mine: dict[str, Any] = {}
         self._generation: int | None = None  # whose members are known to have the same
 
@@ -49,7 +49,7 @@ class Fingerprint:
         """
         if group.size == 1 or generation == self._generation or self._source.rows is None:
             return ""
-        self._mine = self._mine or _sample(self._source)
+        self._mine = self._mine or _sample(self._source, self._tell)
         group.enter("the first rows of steps()", kind="rows compared")
         told, known = group.gather_json(self._mine), self._generation is not None
         try:
@@ -94,13 +94,13 @@ def same_lengths(lengths: Sequence[int | None], group: Group, what: str) -> None
         raise DatasetError(f"{what} has {' and '.join(each)}", cure)
 
 
-def _sample(source: Source) -> dict[str, Any]:
+def _sample(source: Source, tell: Callable[..., None]) -> dict[str, Any]:
     """What this worker tells: positions over all of an epoch, the rows there, and the digests of each."""
     assert source.rows is not None
     at = sorted({(source.rows - 1) * part // (SAMPLED - 1) for part in range(SAMPLED)})
     slots = [Slot(number, source.first_epoch, position, position + 1) for number, position in enumerate(at)]
     rows = [slot.rows[0] for slot in source.filled(iter(slots))]
-    digests = source.loaded(_Twice(source, rows))
+    digests = source.loaded(_Twice(source, rows), tell)
     return {"length": source.rows, "at": at, "rows": rows, "digests": digests, "kind": get_cpu_capability()}
 
 

@@ -105,14 +105,17 @@ class Source:
         many = getattr(self.dataset, "__getitems__", None)
         return list(many(list(indices))) if many else [self.dataset[index] for index in indices]
 
-    def loaded(self, one: Any) -> Any:
+    def loaded(self, one: Any, tell: Callable[..., None]) -> Any:
         """The item of a dataset that has one, made as rows are: where the user has processes for it, in such a one."""
         options, more = self.options or {}, dict[str, Any]()
         if count := min(1, options.get("num_workers", 0)):
             more = {"worker_init_fn": _Start(options.get("worker_init_fn"))}
             more["multiprocessing_context"] = options.get("multiprocessing_context")
         loader = DataLoader(one, None, num_workers=count, collate_fn=_same, generator=torch.Generator(), **more)
-        (found,) = loader
+        iterator = iter(loader)
+        if count:
+            tell("loaders", pids=[child.pid for child in active_children()])
+        (found,) = iterator
         return found
 
     def filled(self, slots: Iterator[Slot]) -> Iterator[Slot]:

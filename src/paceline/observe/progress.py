@@ -146,7 +146,8 @@ class Progress(AbstractContextManager["Progress"]):
             of = f"/{lead.epochs}" if (lead.epochs or 0) >= begun else ""
             epoch = f"epoch {begun}{of}" if begun > 1 or of else ""
             values = {**(event.get("metrics") or {}), **lead.evaluated}
-            metrics = " ".join(f"{name} {number(value)}" for name, value in values.items() if name != "n")
+            shown = {n: value for n, value in values.items() if n != "n" and isinstance(value, int | float)}
+            metrics = " ".join(f"{name} {number(value)}" for name, value in shown.items())
         names = trainer_names({name: track.model for name, track in heard.items()}) if len(heard) > 1 else {}
         known = {name: track.events[-1]["loss"] for name, track in active.items() if "loss" in track.events[-1]}
         losses = ", ".join(f"{names.get(name, '')} {number(loss)}".strip() for name, loss in known.items())

@@ -63,7 +63,6 @@ class Coordinator:
         self._raised: set[Any] = set()  # the exceptions, and lines that a worker hung at, that were survived
         self._causes: Counter[str] = Counter()
         self._detection = 0.0  # of the generation that was announced
-        self._at_once = self.roster.number  # of the newest generation that was not planned
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
         self._late = 0.0  # after a restart: when it is said who is waited for
 
@@ -128,7 +127,8 @@ class Coordinator:
     def heard_of(self, number: int, members: Iterable[int]) -> None:
         """An agent comes back, and knows of this generation."""
         if self.recovering < math.inf and number > self.roster.number:
-            self.roster = Roster(tuple(members), number, before=self.roster.members, places=self.roster.places)
+            before, places = self.roster.members, self.roster.places
+            self.roster = Roster(tuple(members), number, number, before=before, places=places)
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0) -> None:
         """An agent is silent, or gone, for so many seconds, with all its workers."""
@@ -216,7 +216,7 @@ class Coordinator:
                 "number": order.number,
                 "members": list(order.members),
                 "store": list(first.said.store) if first else ["", 0],
-                "at_once": self._at_once,
+                "at_once": self.roster.at_once,
                 "detection": self._detection,
                 "hold": self._too_few(order.members),
             }
@@ -513,10 +513,11 @@ class Coordinator:
         if order is None:
             return
         self._left = (self._left | self.roster.going) - set(order.members)
-        self.record("generation", number=order.number, workers=list(order.members), planned=order.planned)
+        about = {"planned": order.planned, "at_once": self.roster.at_once}
+        self.record("generation", number=order.number, workers=list(order.members), **about)
         self.order, self._detection = order, detection
         if not order.planned:  # one that is comes after a step, which who misses others does not end
-            self._at_once, self._again = order.number, math.inf
+            self._again = math.inf
         self.version += 1
 
     def _form_again(self) -> None:

@@ -30,6 +30,7 @@ class Roster:
 
     members: tuple[int, ...]
     number: int = 0
+    at_once: int = 0  # the number of the newest generation that was not planned
     established: set[int] = field(default_factory=set)
     entered: set[int] = field(default_factory=set)
     waiting: dict[int, None] = field(default_factory=dict)  # in the order in which they came
@@ -141,6 +142,7 @@ class Roster:
 
     def _announce(self, members: tuple[int, ...], planned: bool) -> Announcement:
         self.number += 1
+        self.at_once = self.at_once if planned else self.number
         if self.entered == set(self.members):
             self.before = self.members
         self.members, self.entered = members, set()
