@@ -110,7 +110,7 @@ def test_export_errors(tmp_path: Path) -> None:
     )
     (tmp_path / "no").touch()
     assert refusal(CheckpointError, export_model, run, tmp_path / "no/m.safetensors") == (
-        f"the model could not be written to {tmp_path}/no/m.safetensors: Not a directory; "
+        f"the model could not be written to {tmp_path}/no/m.safetensors: File exists; "
         "see that the folder exists and can be written to, or choose another file"
     )
     assert not out.exists()

@@ -283,9 +283,8 @@ class Run:
             self.journal.write(event, **fields)
         if self.progress is not None:
             getattr(self.progress, "phase" if event == "grid" else event)(fields)
-        self.team.world.tell(
-            "phase" if event == "grid" else event, **(plain(fields) if event == "evaluate" else fields)
-        )
+        told = plain(fields) if event == "evaluate" else fields  # what of its results is no number, too
+        self.team.world.tell("phase" if event == "grid" else event, **told)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
