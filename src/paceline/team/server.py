@@ -382,7 +382,9 @@ def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> R
     """Who the team was when the journal's last generation was written, after byte `since`, and before that: `first`."""
     lines = (event_of(line) for line in lines_from_end(folder / NAME, since) if b'"generation"' in line)
     events = (event for event in lines if event.get("event") == "generation")
-    found = ((event["number"], event["workers"], event["at_once" if "at_once" in event else "number"]) for event in events)
+    found = (
+        (event["number"], event["workers"], event["at_once" if "at_once" in event else "number"]) for event in events
+    )
     (number, members, at_once), *before = [*islice(found, 2), (first[0], first[1], first[0])][:2]
     return Roster(tuple(members), number, at_once, before=tuple(before[0][1]) if before else ())
 
