@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
 import threading
@@ -185,6 +187,25 @@ def test_an_admission_by_others_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -
     nobody = Newcomer()
     nobody.thread.join(20)
     assert (nobody.followed, nobody.current) == (False, 1)
+
+
+def test_the_end_is_heard_though_a_child_has_the_connection_open() -> None:
+    """As a loader's process has that was forked meanwhile: the newcomer waited for ever, and the team for it."""
+    newcomer, first = Newcomer(), Ahead(7)
+    begun(first, newcomer)
+    until(lambda: newcomer.current == 1)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        newcomer.admitted = 7
+        first.enter([6])
+        newcomer.thread.join(60)
+        assert newcomer.followed
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_digests_tell_what_differs() -> None:

@@ -146,6 +146,7 @@ class Giver:
         try:
             with suppress(OSError), socket.create_connection(self.at[:2], MEET) as link:
                 self._give(link)
+                link.shutdown(socket.SHUT_WR)  # a loader that was forked meanwhile has it open, too
         finally:
             self.close()
 
