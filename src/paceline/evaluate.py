@@ -97,7 +97,7 @@ def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
     group.enter("evaluate()")
     same_lengths(group.gather_json(sweep.source.rows), group, "the dataset of evaluate()")
     rows, base = 0, 0
-    with Objects.of(metric, sweep.job.device) or Sums(metric) as found, sweep.resting():
+    with Objects.of(metric, sweep.job.device) or Means(metric) as found, sweep.resting():
         for _, count, micro_batches in sweep.feed(8 * group.size):
             sweep.over(base, micro_batches, found.add)
             base += -(-count // sweep.micro)
@@ -105,14 +105,14 @@ def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
         return {**found.together(group, base), "n": rows}
 
 
-class Sums:
+class Means:
     """A function's ``{name: (sum, count)}`` of each micro-batch."""
 
     def __init__(self, metric: Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]) -> None:
         self._metric = Hinting(metric, "metric")
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
 
-    def __enter__(self) -> Sums:
+    def __enter__(self) -> Means:
         return self
 
     def __exit__(self, *error: object) -> None:
