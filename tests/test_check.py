@@ -75,7 +75,7 @@ def test_what_depends_on_the_worker_is_found(tmp_path):
 @pytest.mark.slow
 def test_what_differs_from_run_to_run_is_found(tmp_path):
     body = (
-        "noise = torch.rand(96, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(os.getpid()))\n"
+        "noise = torch.rand(96, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(os.getppid()))\n"
         "list(make().steps(TensorDataset(x + noise, data.tensors[1])))\n"
     )
     said = check(body, tmp_path, code=1)

@@ -162,22 +162,22 @@ def broad_excepts(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: catches everything"  # type: ignore[attr-defined]
 
 
-def strategies_of(modules: Modules) -> dict[str, str]:
-    """{class: module} of the concrete strategies: all that derive from `Strategy`."""
+def layouts_of(modules: Modules) -> dict[str, str]:
+    """{class: module} of the layouts: `Layout`, and all that derive from it."""
     bases, homes = {}, {}
     for name, tree in modules.items():
         for node in tree.body if room(name) == "strategies" else ():
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = {dotted(base).split(".")[-1] for base in node.bases}
                 homes[node.name] = name
-    found = {"Strategy"}
+    found = {"Layout"}
     while more := {kind for kind, of in bases.items() if of & found} - found:
         found |= more
-    return {kind: homes[kind] for kind in found - {"Strategy"}}
+    return {kind: homes[kind] for kind in found if kind in homes}
 
 
-def questions_about_strategies(modules: Modules) -> Iterator[str]:
-    concrete = strategies_of(modules)
+def questions_about_layouts(modules: Modules) -> Iterator[str]:
+    concrete = layouts_of(modules)
     for name, tree in modules.items():
         for node in ast.walk(tree) if name != "paceline.strategies.nest" else ():
             asked: list[ast.AST] = []
@@ -190,8 +190,8 @@ def questions_about_strategies(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: asks for {', '.join(sorted(kinds))}"  # type: ignore[attr-defined]
 
 
-def strategies_that_import_strategies(modules: Modules) -> Iterator[str]:
-    homes = set(strategies_of(modules).values()) - {"paceline.strategies.base"}
+def layouts_that_import_layouts(modules: Modules) -> Iterator[str]:
+    homes = set(layouts_of(modules).values()) - {"paceline.strategies.layout"}
     for name in homes:
         for line, target in imports(modules[name], modules, runtime=False):
             if target != name and target in homes | {"paceline.strategies.nest"}:
@@ -235,8 +235,8 @@ RULES: list[Rule] = [
     imports_of_the_package_itself,
     environment_outside_world,
     broad_excepts,
-    questions_about_strategies,
-    strategies_that_import_strategies,
+    questions_about_layouts,
+    layouts_that_import_layouts,
     unpickling,
 ]
 
@@ -265,9 +265,9 @@ def test_the_package_keeps_the_rule(rule: Rule) -> None:
     assert list(rule(package())) == []
 
 
-def test_there_are_strategies_to_keep_apart() -> None:
+def test_there_are_layouts_to_keep_apart() -> None:
     """Were the base class renamed, two rules above would find nothing to forbid."""
-    assert strategies_of(package())
+    assert len(layouts_of(package())) > 1
 
 
 def test_the_readme_shows_every_room() -> None:
@@ -277,11 +277,11 @@ def test_the_readme_shows_every_room() -> None:
 # Each rule on snippets that break it, and on the nearest thing that does not.
 
 BODY = "    x = 1\n"
-STRATEGIES = {
-    "strategies.base": "class Strategy: ...\nclass Single(Strategy): ...",
-    "strategies.data": "from paceline.strategies.base import Strategy\nclass Data(Strategy): ...\nclass Note: ...",
+LAYOUTS = {
+    "strategies.layout": "class Layout: ...",
+    "strategies.rows": "from paceline.strategies.layout import Layout\nclass Rows(Layout): ...\nclass Note: ...",
     "strategies.watch": "class Watch: ...",
-    "strategies.nest": "from paceline.strategies.data import Data\nisinstance(x, Data)",
+    "strategies.nest": "from paceline.strategies.rows import Rows\nisinstance(x, Rows)",
 }
 SHARD = "strategies.shard"
 BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
@@ -347,23 +347,23 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
     (broad_excepts, "try: ...\nexcept* builtins.BaseException: ...", ["plan:2: catches everything"]),
     (broad_excepts, "with suppress(Exception): ...", ["plan:1: catches everything"]),
     (broad_excepts, "try: ...\nexcept (OSError, KeyError): ...\nwith suppress(OSError): ...", []),
-    (questions_about_strategies, STRATEGIES | {"run": "isinstance(x, (int, data.Data))"}, ["run:1: asks for Data"]),
-    (questions_about_strategies, STRATEGIES | {"run": "issubclass(x, int | Single)"}, ["run:1: asks for Single"]),
-    (questions_about_strategies, STRATEGIES | {"run": "match x:\n  case Data(): ..."}, ["run:2: asks for Data"]),
-    (questions_about_strategies, STRATEGIES | {"run": "isinstance(x, Strategy | Note)"}, []),
+    (questions_about_layouts, LAYOUTS | {"run": "isinstance(x, (int, rows.Rows))"}, ["run:1: asks for Rows"]),
+    (questions_about_layouts, LAYOUTS | {"run": "issubclass(x, int | Layout)"}, ["run:1: asks for Layout"]),
+    (questions_about_layouts, LAYOUTS | {"run": "match x:\n  case Rows(): ..."}, ["run:2: asks for Rows"]),
+    (questions_about_layouts, LAYOUTS | {"run": "isinstance(x, Other | Note)"}, []),
     (
-        strategies_that_import_strategies,
-        STRATEGIES | {SHARD: "from paceline.strategies.data import Data\nclass Shard(Strategy): ..."},
-        ["strategies.shard:1: imports paceline.strategies.data"],
+        layouts_that_import_layouts,
+        LAYOUTS | {SHARD: "from paceline.strategies.rows import Rows\nclass Shard(Layout): ..."},
+        ["strategies.shard:1: imports paceline.strategies.rows"],
     ),
     (
-        strategies_that_import_strategies,
-        STRATEGIES | {SHARD: "import paceline.strategies.nest\nclass Shard(Single): ..."},
+        layouts_that_import_layouts,
+        LAYOUTS | {SHARD: "import paceline.strategies.nest\nclass Shard(Rows): ..."},
         ["strategies.shard:1: imports paceline.strategies.nest"],
     ),
     (
-        strategies_that_import_strategies,
-        STRATEGIES | {SHARD: "from paceline.strategies.watch import Watch\nclass Shard(Strategy): ..."},
+        layouts_that_import_layouts,
+        LAYOUTS | {SHARD: "from paceline.strategies.watch import Watch\nclass Shard(Layout): ..."},
         [],
     ),
     (unpickling, "import pickle, json, marshal", ["plan:1: pickle, marshal"]),

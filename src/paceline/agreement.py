@@ -24,9 +24,9 @@ from paceline.errors import WorkersDifferError
 from paceline.observe.figures import ranks
 from paceline.observe.journal import Journal
 from paceline.step import parted
-from paceline.strategies.base import Job
 from paceline.strategies.data import kinds, share
-from paceline.team.operations import Simple
+from paceline.strategies.job import Job
+from paceline.team.operations import settling
 from paceline.team.team import Team
 
 SPENT = 0.005  # of the time, at most, after the first steps
@@ -186,7 +186,7 @@ class Agreement:
         """The end of training, where no checkpoint is written. Collective."""
         if step != self._ended:
             noted = self._noted[1] if self._noted[0] == step else None
-            self.team.operations.run(Simple(partial(self.meet, noted, "the end of the training")))
+            self.team.operations.run(settling(partial(self.meet, noted, "the end of the training")))
         self._ended = step
 
     def meet(self, noted: list[float | None] | None = None, name: str = "") -> None:

@@ -19,8 +19,8 @@ from paceline.hints import Hinting
 from paceline.metrics import Objects
 from paceline.pulse import PULSE
 from paceline.step import Grid, stream_seed
-from paceline.strategies.base import Job
 from paceline.strategies.buffers import unchanging
+from paceline.strategies.job import Job
 from paceline.strategies.pieces import MicroBatch, Piece, to_device
 from paceline.strategies.streams import Streams
 from paceline.team.team import Team

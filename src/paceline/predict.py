@@ -27,7 +27,7 @@ from paceline.evaluate import Sweep
 from paceline.metrics import to_main
 from paceline.run import Run
 from paceline.team.ahead import raw
-from paceline.team.operations import Simple
+from paceline.team.operations import settling
 
 _WINDOW = 4  # micro-batches of a worker
 _BLOCK = 1 << 24
@@ -61,7 +61,7 @@ class _Outputs:
         self._fed = [0, 0]  # the window that it gave last, as in a word
 
     def windows(self) -> Iterator[tuple[range, Any]]:
-        run = partial(self._sweep.team.operations.run, Simple(self._window, spends="evaluating"))
+        run = partial(self._sweep.team.operations.run, settling(self._window), "evaluating")
         try:
             while run() is not None:
                 got, self._got = self._got, None

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,7 +40,7 @@ from paceline.script import module_name, script_text, versions
 from paceline.step import Agreed
 from paceline.strategies.state import held
 from paceline.team.coordinator import STOPPED
-from paceline.team.operations import LeftError, Simple
+from paceline.team.operations import Attempt, LeftError
 from paceline.team.orders import Generation
 from paceline.team.team import Team, join
 
@@ -56,7 +56,7 @@ class Member(Protocol):
     def restore(self, newcomer: bool) -> None: ...
     def follow(self) -> None: ...
     def prepare(self, saved: dict[str, Any]) -> None: ...
-    def gather_weights(self) -> None: ...
+    def complete_step(self) -> None: ...
     def needs(self) -> list[tuple[str, tuple[int, ...]]]: ...
     def hear(self, said: list[Any]) -> None: ...
     @property
@@ -169,9 +169,9 @@ class Run:
         for member in self.members:
             member.restore(newcomer)
 
-    def gather_weights(self) -> None:
+    def complete(self) -> None:
         for member in self.members:
-            member.gather_weights()
+            member.complete_step()
 
     def changing(self) -> int:
         return sum(p.nbytes for model in self.models for p in model.parameters() if p.requires_grad)
@@ -441,9 +441,9 @@ class Run:
 
     # -- results of collectives outside of the loops ------------------------------------------------------------
 
-    def outside(self, operation: Simple) -> Any:
+    def outside(self, make: Callable[[], Attempt], spends: str = "script") -> Any:
         """The result of a collective; in a resumed run, before its first step, the one that was recorded."""
-        found = self.recorded() or [self.team.operations.run(operation)]
+        found = self.recorded() or [self.team.operations.run(make, spends)]
         self.record(found[0])
         return found[0]
 

@@ -44,7 +44,7 @@ from paceline.errors import CheckpointError
 from paceline.pulse import PULSE
 from paceline.step import Agreed
 from paceline.team.ahead import pack, unpack
-from paceline.team.operations import Simple
+from paceline.team.operations import settling
 from paceline.team.team import Team
 from paceline.world import parse_save_every
 
@@ -184,8 +184,8 @@ class Saving:
     def begin(self, subject: Subject, still: bool = False, mirror: bool = False) -> None:
         """Begins one; collective. What went wrong is in the news."""
         self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
-        operation = Simple(partial(self._prepare, subject), partial(self._start, subject, still), spends="saving")
-        self.team.operations.run(operation)
+        attempt = settling(partial(self._prepare, subject), partial(self._start, subject, still))
+        self.team.operations.run(attempt, "saving")
         self.open = True
         if mirror:
             self._mirrored = subject.step
@@ -287,7 +287,7 @@ class Saving:
         """Between two steps: what was written is made a checkpoint, once all have written. Collective, if at all."""
         if self._collect:
             self._collect = False
-            self.team.operations.run(Simple(self._tell, self._end, spends="saving"))
+            self.team.operations.run(settling(self._tell, self._end), "saving")
         if self._commit is not None and self._commit.over:
             self._done(self._commit.result, self._commit.trouble)
             self._commit = None
@@ -364,7 +364,7 @@ class Saving:
 
     def finish(self) -> list[str] | None:
         """Waits for the end of the last one that was begun; what went wrong. All know the same then. Collective."""
-        trouble: list[str] | None = self.team.operations.run(Simple(self._wait, self._close, spends="saving"))
+        trouble: list[str] | None = self.team.operations.run(settling(self._wait, self._close), "saving")
         return trouble
 
     @PULSE.waiting()  # for a disk, or a store

@@ -146,6 +146,7 @@ class Agreed:
     digests: tuple[float, ...] = ()
 
 
+NOTHING = Agreed(0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {}, (), ())
 Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
 _VOTES = ("tested", "strict", "whole", "failed", "news")
 _FIELDS = ("count", "loss", *_VOTES, "stop", "save", "enter", "writing", "written", "look")

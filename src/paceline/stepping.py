@@ -1,4 +1,4 @@
-"""One optimizer step as an operation of the team: rows, gradients, the agreed vector, the update."""
+"""One optimizer step of the team, whole or not at all: rows, gradients, the agreed vector, the update."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,12 +21,15 @@ from paceline.given import digest_of, refuse_twins
 from paceline.plan import Plan
 from paceline.pulse import PULSE
 from paceline.run import Run
-from paceline.step import Agreed, Grid, VectorLayout, exact_sum
-from paceline.strategies.base import Job, Orders, Strategy, Sums
+from paceline.step import NOTHING, Agreed, Grid, VectorLayout
+from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.merging import Merging
 from paceline.strategies.pieces import MicroBatch, cut, rows_of, to_device
+from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
+from paceline.team.ahead import Ahead
+from paceline.team.operations import Attempt, Operations
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class StepReport:
 
 
 @dataclass
-class Rows:
+class Portion:
     """One worker's part of a global batch: its micro-batches, and the size of the whole. `full`: that is what a global
     batch has; `fine`: micro-batches were divided among workers.
     """
@@ -68,7 +72,7 @@ class Rows:
 
 def bring(
     group: Group, batch: Any, micro: int | None, together: int, spare: MicroBatch | None, name: str, looks: str
-) -> Rows:
+) -> Portion:
     """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice. One that has
     fewer micro-batches than others of the `together` workers of a replica runs its first or the `spare` one besides.
     """
@@ -85,7 +89,7 @@ def bring(
         MicroBatch(offset + i, len(part), cut(batch, part), said[i], start=first + part.start)
         for i, part in enumerate(cuts)
     ]
-    whole = Rows(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
+    whole = Portion(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
     if whole.rows == 0:
         raise UsageError("no worker brought a row to step()", "bring at least one row")
     beside = range(rank - rank % together, rank - rank % together + together)
@@ -99,6 +103,29 @@ def bring(
 
 
 @dataclass
+class Step:
+    """A step under way, and once it is done what tells of it: `agreed`, `norm` (of the mean gradient), `lr` (the first
+    group's learning rate in it), `whole` (the rows), `spent` (seconds by part) and `news` of all workers. Without
+    `sums` another worker's state was taken over with it. `scale` is that of the loss.
+    """
+
+    number: int
+    lr: float
+    scale: float = 1.0
+    generation: int = -1  # that it was computed in last
+    digest: float | None = None  # of the weights before it, where they are compared
+    ahead: Ahead.Step | None = None  # what newcomers hear of it
+    whole: Portion = field(default_factory=lambda: Portion([], 0, 0))
+    indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
+    options: Options = field(default_factory=lambda: Options(0, 1.0, 0))
+    sums: Sums | None = None
+    agreed: Agreed = NOTHING
+    norm: float = 0.0
+    news: dict[str, tuple[str, str]] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
 class Stepper:
     """Makes one trainer's steps. `done` counts them; `expected` is the last global count, which gradients are divided
     by before it is known; `waiting_since` is when the last step ended. `balance` says who computes how much; the memory
@@ -108,7 +135,7 @@ class Stepper:
     run: Run
     trainer: int
     job: Job
-    top: Strategy
+    replica: Replica
     plan: Plan
     streams: Streams
     merging: Merging
@@ -124,30 +151,200 @@ class Stepper:
     told: set[str] = field(default_factory=set)  # kinds that people have been told of
     waiting_since: float = field(default_factory=time.perf_counter)
 
-    def step(self, deal: Callable[[], Rows], name: str) -> OneStep:
+    def step(self, deal: Callable[[], Portion], name: str) -> Step:
         """Makes the next one, applied whole or not at all; `deal` gives this worker's rows, in the present team."""
-        one = OneStep(self, deal, name)
+        step = Step(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
-            self.run.team.operations.run(one)
-        decision = one.learn()
-        if decision is not None:
-            self.run.decide(self.trainer, *decision)
-        self._tell(one.news)
-        if self.balance is not None and one.generation == self.run.team.operations.number:
-            self._weigh(self.balance, one)
-        self.run.agreed(one.agreed)
-        self.weights.done, self.weights.due = self.done, one.agreed.look > 0
-        self._name_unused(one.agreed.unused)
+            self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
+        self._rest(step)
+        self._learn(step)
+        self.run.agreed(step.agreed)
+        self.weights.done, self.weights.due = self.done, step.agreed.look > 0
         self.waiting_since = time.perf_counter()
         PULSE.step()
-        return one
+        return step
+
+    def _attempt(self, step: Step, deal: Callable[[], Portion], name: str) -> Attempt:
+        with ExitStack() as undo:
+            began = time.perf_counter()
+            undo.callback(self._again)
+            self._begin(step, deal, name)
+            loaded = time.perf_counter()
+            undo.callback(self.replica.abort)
+            with self.streams.lent():
+                computed = self._compute(step, deal, name, began)
+            self._end(step)
+            step.spent = {"data": loaded - began, "compute": computed - loaded}
+            norm = yield partial(self._norm, step)
+            undo.pop_all()
+        reduced = time.perf_counter()
+        self._update(step, norm)
+        ended = time.perf_counter()
+        self.updated = ended - reduced
+        step.spent |= {"reduce": reduced - computed, "update": self.updated}
+        yield [dataclasses.asdict(step.agreed), norm, step.lr, [step.whole.rows, step.whole.epoch]]
+        self.operations.reached("applied")
+        self.replica.complete()
+        step.spent["update"] += time.perf_counter() - ended
+
+    # -- up to what all agree on ------------------------------------------------------------------------------------
+
+    def _begin(self, step: Step, deal: Callable[[], Portion], name: str) -> None:
+        """Rows, and how they may be computed."""
+        group, step.generation = self.run.team.group, self.operations.number
+        self.house(name)
+        self.operations.reached("loading")
+        for member in self.run.members:
+            member.state.step_begins()
+        self._load(step, deal)
+        looks, self.weights.refused = group.size > 1 and self.weights.looks(step.number), True
+        step.digest = self.weights.told() if looks else None
+        step.scale = 1.0 if self.scaling is None else self.scaling.scale
+        step.options = Options(
+            step=step.number,
+            expected=(self.expected or float(step.whole.rows)) / step.scale,
+            micro_batches=step.whole.count,
+            rows=step.whole.rows,
+            merge=self.merging.size,
+            test=self.merging.undecided and not self.plan.one_by_one,
+            collect=group.size > 1 or self.plan.exact,
+            probe=self.plan.together == 1 and step.whole.count > 1,
+            reverse=self.run.reverse,
+            hooked="hooks" in self.told,
+            cure=step.whole.cure,
+            reached=self.operations.reached,
+        )
+
+    def _load(self, step: Step, deal: Callable[[], Portion]) -> None:
+        """This worker's micro-batches, on its device."""
+        step.whole, step.indivisible = deal(), False
+        for micro_batch in step.whole.micro_batches:
+            step.indivisible |= not micro_batch.take_part()
+            micro_batch.batch = to_device(micro_batch.batch, self.job.device)
+
+    def _compute(self, step: Step, deal: Callable[[], Portion], name: str, began: float) -> float:
+        """Gradients, and what all agree on: again, as long as they agree to. When this worker's own part was there."""
+        group, options = self.run.team.group, step.options
+        group.enter(name, check=False, kind="gradients")
+        while True:
+            step.ahead = self.operations.ahead.step(self.trainer, whole=bool(self.plan.exact or self.scaling))
+            sums = step.sums = self.replica.run(step.whole.micro_batches, options, step.ahead.sum)
+            computed = time.perf_counter()
+            agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
+            alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
+            divided = step.whole.fine and alone
+            if not (sums.redo or divided or agreed.failed or self._overflows(step)):
+                return computed
+            self._again()
+            self.replica.abort(again=True)
+            if agreed.failed:  # names of metrics may not be known yet
+                options.merge, self.layout = 1, None
+            if divided and self.balance is not None:  # it draws, say, or fails: everybody takes whole ones
+                self.balance.divide(tested=False, strict=True)
+                self._load(step, deal)
+
+    def _overflows(self, step: Step) -> bool:
+        """Whether the gradients are too large for the loss scale; then the step is computed again with half of it."""
+        step.norm = 0.0
+        if self.scaling is None or not math.isfinite(step.agreed.loss):
+            return False
+        step.norm = self.replica.norm(step.agreed, step.options)
+        if math.isfinite(step.norm) or step.scale <= 1:
+            return False
+        step.scale /= 2
+        step.options.expected *= 2
+        return True
+
+    def _end(self, step: Step) -> None:
+        """All is computed: what somebody has to tell, and what cannot be applied."""
+        group = self.run.team.group
+        if step.agreed.news:
+            for told in group.gather_json(self._untold()):
+                step.news = {**told, **step.news}
+        if step.digest is not None:
+            self.weights.judge(group, step.agreed.digests, undo=partial(self.replica.abort, again=True))
+        self._refuse(step)
+        for member in self.run.members:
+            member.state.step_computed()
+
+    def _norm(self, step: Step) -> float:
+        """That of the mean gradient. When all know it, all sums have arrived everywhere."""
+        self.operations.reached("reduced")
+        norm = step.norm or self.replica.norm(step.agreed, step.options)
+        if not math.isfinite(norm):
+            raise NonFiniteLossError(
+                f"the gradient of step {step.number + 1} is not finite, though its loss is "
+                f"({step.agreed.loss / step.agreed.count:.6g})",
+                "the step was not applied; look for a square root, a division or a logarithm at 0",
+            )
+        return norm
+
+    def _again(self) -> None:
+        for member in self.run.members:
+            member.state.step_again()
+
+    # -- what changes the state -------------------------------------------------------------------------------------
+
+    def _update(self, step: Step, norm: float) -> None:
+        sums, agreed = step.sums, step.agreed
+        assert sums is not None
+        assert step.ahead is not None
+        step.norm = norm
+        step.ahead.end(self.replica.sums, dataclasses.asdict(agreed), norm, step.options.expected, sums.records)
+        self.run.saving.copied()
+        self.replica.update(sums, agreed, step.options, norm)
+        self.done, self.weights.refused = step.number + 1, False
+        self.expected = agreed.count
+        if self.scaling is not None and (why := self.scaling.took(step.scale)):
+            self.run.decide(self.trainer, f"loss scale {self.scaling.scale:g} from step {self.done + 1}", why)
+
+    def _taken(self, step: Step, _: Any, result: Any) -> None:
+        """This worker's own part was lost; the step was not."""
+        self.weights.refused = False
+        agreed, step.norm, step.lr, (rows, epoch) = result
+        step.agreed, step.whole = Agreed(**agreed), Portion([], 0, rows, epoch)
+        step.sums, step.spent = None, {}
+
+    def hear(self, said: list[Any]) -> None:
+        """A part of a step that the team made before this newcomer was of it: one tensor of sums, or all the rest."""
+        self.house("a step of others")
+        if len(said) == 2:
+            place, flat = said
+            self.replica.sums[place].copy_(flat)
+            return
+        agreed, norm, expected, records = said
+        options = Options(step=self.done, expected=expected, micro_batches=0)
+        self.replica.follow(Sums(records=records), Agreed(**agreed), options, norm)
+        self.done += 1
+
+    # -- what a step teaches ----------------------------------------------------------------------------------------
+
+    def _rest(self, step: Step) -> None:
+        """The seconds since the last step's end that are none of the other parts."""
+        since = time.perf_counter() - self.waiting_since
+        step.spent["other"] = max(0.0, since - sum(step.spent.values()))
+
+    def _learn(self, step: Step) -> None:
+        """Of merging, of who is how fast, and of what people are to know."""
+        if step.sums is not None:
+            share = step.whole.share
+            per_row = step.spent["compute"] / max(1, sum(m.rows for m in share))
+            decision = self.merging.learn(step.sums, step.agreed, per_row, len(share))
+            if decision is not None:
+                self.run.decide(self.trainer, *decision)
+        self._tell(step.news)
+        # Only in the generation that it was computed in: its members know the same, and those of the next one tell
+        # each other.
+        if self.balance is not None and step.generation == self.operations.number:
+            self._weigh(self.balance, step)
+        self._name_unused(step.agreed.unused)
 
     def house(self, name: str) -> None:
         """Before a trainer's first step in a generation: memory comes from its group, the step's vector has as many
         workers as it, and all know the same of everybody's speed. Collective; and not earlier, since newcomers come to
         the places where a script makes its trainers at other times than the others.
         """
-        operations, group = self.run.team.operations, self.run.team.group
+        operations, group = self.operations, self.run.team.group
         if self.housed == operations.number:
             return
         balance = self.balance
@@ -156,15 +353,17 @@ class Stepper:
         if balance is not None:
             balance.reform(operations.members, said[0][0])  # of who is here longest
         self.weights.kinds, self.weights.due = [kind for _, kind in said], True
-        self.top.rehouse()
+        self.replica.rehouse()
         self.layout, self.housed, self.updated = None, operations.number, 0.0
 
-    def _weigh(self, balance: Balance, one: OneStep) -> None:
-        """What a step tells of the workers' speeds. Only in the generation that it was computed in: its members know
-        the same, and those of the next one tell each other.
-        """
-        balance.divide(tested=one.agreed.tested > 0, strict=one.agreed.strict + one.agreed.whole > 0)
-        change = balance.learn(one.agreed.seconds) if one.whole.full else None
+    @property
+    def operations(self) -> Operations:
+        return self.run.team.operations
+
+    def _weigh(self, balance: Balance, step: Step) -> None:
+        """What a step tells of the workers' speeds."""
+        balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.strict + step.agreed.whole > 0)
+        change = balance.learn(step.agreed.seconds) if step.whole.full else None
         if change is not None:
             about = {"trainer": self.trainer, "step": self.done, "workers": balance.members}
             self.run.journal.write("shares", **about, **dataclasses.asdict(change))
@@ -185,17 +384,8 @@ class Stepper:
                 self.run.journal.write("note", trainer=self.trainer, step=self.done, text=what)
                 self.run.say(what, once=True)
 
-    def hear(self, said: list[Any]) -> None:
-        """A part of a step that the team made before this newcomer was of it: one tensor of sums, or all the rest."""
-        self.house("a step of others")
-        if len(said) == 2:
-            place, flat = said
-            self.top.sums()[place].copy_(flat)
-            return
-        agreed, norm, expected, records = said
-        orders = Orders(step=self.done, expected=expected, micro_batches=0)
-        self.top.follow(Sums(records=records), Agreed(**agreed), orders, norm)
-        self.done += 1
+    def _untold(self) -> dict[str, tuple[str, str]]:
+        return {kind: said for kind, said in self.news.items() if kind not in self.told}
 
     def _name_unused(self, unused: tuple[int, ...]) -> None:
         if unused:
@@ -207,203 +397,15 @@ class Stepper:
                 once=True,
             )
 
-
-class OneStep:
-    """A step under way. Once it is done, `agreed`, `norm` (of the mean gradient), `lr` (the first group's learning rate
-    in it), `whole` (the rows) and `spent` (seconds by part) tell of it.
-    """
-
-    agreed: Agreed
-    norm: float
-    whole: Rows
-    spends = "steps"
-
-    def __init__(self, stepper: Stepper, deal: Callable[[], Rows], name: str) -> None:
-        self._of, self._deal, self._name = stepper, deal, name
-        self.generation = -1  # that it was computed in last
-        self._begun = False  # gradients have been touched
-        self._sums: Sums | None = None
-        self.news: dict[str, tuple[str, str]] = {}  # of all workers
-        self.number = stepper.done
-        self.lr = float(stepper.job.optimizers[0].param_groups[0]["lr"])
-        self.spent: dict[str, float] = {}
-
-    def compute(self) -> None:
-        of = self._of
-        group, began = of.run.team.group, time.perf_counter()
-        self.generation = of.run.team.operations.number
-        of.house(self._name)
-        of.run.team.operations.reached("loading")
-        for member in of.run.members:
-            member.state.step_begins()
-        whole = self._load()
-        self._looks, of.weights.refused = group.size > 1 and of.weights.looks(self.number), True
-        self._digest = of.weights.told() if self._looks else 0.0
-        loaded = time.perf_counter()
-        self._scale = 1.0 if of.scaling is None else of.scaling.scale
-        self._orders = Orders(
-            step=self.number,
-            expected=(of.expected or float(whole.rows)) / self._scale,
-            micro_batches=whole.count,
-            rows=whole.rows,
-            merge=of.merging.size,
-            test=of.merging.undecided and not of.plan.one_by_one,
-            collect=group.size > 1 or of.plan.exact,
-            probe=of.plan.together == 1 and whole.count > 1,
-            reverse=of.run.reverse,
-            hooked="hooks" in of.told,
-            cure=whole.cure,
-            reached=of.run.team.operations.reached,
-        )
-        if of.run.team.operations.ahead.giving and not (of.plan.exact or of.scaling):  # sums in their last form only
-            self._orders.summed = self._summed
-        with of.streams.lent():
-            group.enter(self._name, check=False, kind="gradients")
-            while True:
-                self._begun, self._ahead = True, 0
-                sums = of.top.gradients(whole.micro_batches, self._orders)
-                computed = time.perf_counter()
-                self.agreed = self._agree(sums, whole, of.updated + computed - began)
-                alone = self.agreed.strict + self.agreed.whole > 0 or not math.isfinite(self.agreed.loss)
-                divided = whole.fine and alone
-                if not (sums.redo or divided or self.agreed.failed or self._overflows()):
-                    break
-                self._again()
-                of.top.abort(again=True)
-                if self.agreed.failed:  # names of metrics may not be known yet
-                    self._orders.merge, of.layout = 1, None
-                if divided and of.balance is not None:  # it draws, say, or fails: everybody takes whole ones
-                    of.balance.divide(tested=False, strict=True)
-                    whole = self._load()
-            if self.agreed.news:
-                for told in group.gather_json(self._untold()):
-                    self.news = {**told, **self.news}
-            if self._looks:
-                of.weights.judge(group, self.agreed.digests, undo=partial(of.top.abort, again=True))
-            self._refuse(sums, self.agreed)
-        for member in of.run.members:
-            member.state.step_computed()
-        self._sums = sums
-        self._per_row = (computed - loaded) / max(1, sum(m.rows for m in whole.share))
-        self.spent = {"data": loaded - began, "compute": computed - loaded}
-        self._computed = computed
-
-    def _load(self) -> Rows:
-        """This worker's micro-batches, on its device."""
-        whole = self.whole = self._deal()
-        self._indivisible = [m.source for m in whole.micro_batches if not m.take_part()]
-        for micro_batch in whole.micro_batches:
-            micro_batch.batch = to_device(micro_batch.batch, self._of.job.device)
-        return whole
-
-    def _untold(self) -> dict[str, tuple[str, str]]:
-        return {kind: said for kind, said in self._of.news.items() if kind not in self._of.told}
-
-    def _summed(self, flat: torch.Tensor) -> None:
-        """The next tensor of sums is there, while the backward goes on."""
-        self._of.run.team.operations.ahead.put(self._of.trainer, self._ahead, flat)
-        self._ahead += 1
-
-    def _overflows(self) -> bool:
-        """Whether the gradients are too large for the loss scale; then the step is computed again with half of it."""
-        self._squares: float | None = None
-        if self._of.scaling is None or not math.isfinite(self.agreed.loss):
-            return False
-        self._squares = exact_sum(self._of.top.squares(self._orders).tolist())
-        if math.isfinite(self._squares) or self._scale <= 1:
-            return False
-        self._scale /= 2
-        self._orders.expected *= 2
-        return True
-
-    def settle(self) -> Any:
-        """The norm of the mean gradient."""
-        self._of.run.team.operations.reached("reduced")
-        squares = self._squares
-        if squares is None:
-            squares = exact_sum(self._of.top.squares(self._orders).tolist())
-        norm = math.sqrt(squares) * self._orders.expected / self.agreed.count
-        if not math.isfinite(norm):
-            raise NonFiniteLossError(
-                f"the gradient of step {self.number + 1} is not finite, though its loss is "
-                f"({self.agreed.loss / self.agreed.count:.6g})",
-                "the step was not applied; look for a square root, a division or a logarithm at 0",
-            )
-        return norm
-
-    def apply(self, settled: Any) -> Any:
-        of, reduced = self._of, time.perf_counter()
-        assert self._sums is not None
-        self.norm = settled
-        if of.run.team.operations.ahead.giving:
-            self._send_ahead()
-            of.run.team.operations.ahead.copied()
-        of.run.saving.copied()
-        of.top.update(self._sums, self.agreed, self._orders, self.norm)
-        of.done, of.weights.refused = self.number + 1, False
-        of.expected = self.agreed.count
-        if of.scaling is not None and (why := of.scaling.took(self._scale)):
-            of.run.decide(of.trainer, f"loss scale {of.scaling.scale:g} from step {of.done + 1}", why)
-        ended = time.perf_counter()
-        of.updated = ended - reduced
-        self.spent |= {"reduce": reduced - self._computed, "update": of.updated}
-        self._rest(ended)
-        return [dataclasses.asdict(self.agreed), self.norm, self.lr, [self.whole.rows, self.whole.epoch]]
-
-    def applied(self) -> None:
-        self._of.run.team.operations.reached("applied")
-        began = time.perf_counter()
-        self._of.top.gather_weights()
-        self.spent["update"] += time.perf_counter() - began
-
-    def _send_ahead(self) -> None:
-        """To newcomers, what it takes to apply this step."""
-        assert self._sums is not None
-        put, trainer = self._of.run.team.operations.ahead.put, self._of.trainer
-        for place, flat in enumerate(self._of.top.sums()):
-            if place >= self._ahead:
-                put(trainer, place, flat)
-        put(trainer, dataclasses.asdict(self.agreed), self.norm, self._orders.expected, self._sums.records)
-
-    def void(self) -> None:
-        self._again()
-        if self._begun:
-            self._begun = False
-            self._of.top.abort()
-
-    def _again(self) -> None:
-        for member in self._of.run.members:
-            member.state.step_again()
-
-    def taken(self, result: Any) -> Any:
-        """This worker's own part was lost; the step was not."""
-        self._of.weights.refused = False
-        agreed, self.norm, self.lr, (rows, epoch) = result
-        self.agreed = Agreed(**agreed)
-        self.whole = Rows([], 0, rows, epoch)
-        self._sums, self.spent = None, {}
-        self._rest(time.perf_counter())
-        return result
-
-    def _rest(self, ended: float) -> None:
-        """The seconds since the last step's end that are none of the other parts."""
-        self.spent["other"] = max(0.0, ended - self._of.waiting_since - sum(self.spent.values()))
-
-    def learn(self) -> tuple[str, str] | None:
-        """What merging learns of the step."""
-        if self._sums is None:
-            return None
-        return self._of.merging.learn(self._sums, self.agreed, self._per_row, len(self.whole.share))
-
     # -- the vector ---------------------------------------------------------------------------------------------
 
-    def _agree(self, sums: Sums, whole: Rows, seconds: float) -> Agreed:
+    def _agree(self, step: Step, sums: Sums, seconds: float) -> Agreed:
         """Sums of all workers; on the first step they first agree on the names of the metrics."""
-        of, group, run = self._of, self._of.run.team.group, self._of.run
-        of.news |= sums.news
-        if of.layout is None:
-            of.layout = self._first_layout(sums, whole)
-        layout = of.layout
+        group, run, whole = self.run.team.group, self.run, step.whole
+        self.news |= sums.news
+        if self.layout is None:
+            self.layout = self._first_layout(sums, whole)
+        layout = self.layout
         if whole.share and not sums.failed and tuple(sorted(sums.metrics)) != layout.metrics:
             raise MetricError(
                 f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}",
@@ -414,24 +416,25 @@ class OneStep:
             "loss": sums.loss,
             "tested": sums.tested,
             "strict": sums.strict,
-            "whole": sums.whole or bool(self._indivisible),
+            "whole": sums.whole or step.indivisible,
             "failed": sums.failed,
             "news": bool(self._untold()),
             "stop": run.notice is not None,
             "save": run.wants_save(),
-            "enter": run.team.operations.newcomers,
-            "look": group.rank == 0 and group.size > 1 and of.weights.wish,
+            "enter": self.operations.newcomers,
+            "look": group.rank == 0 and group.size > 1 and self.weights.wish,
             **run.saving.fields,
         }
-        packed = layout.pack(group.rank, seconds, sums.metrics, sums.unused, fields, self._digest)
-        rows = layout.rows(sums.parts, whole.count) if of.plan.exact else []
+        packed = layout.pack(group.rank, seconds, sums.metrics, sums.unused, fields, step.digest or 0.0)
+        rows = layout.rows(sums.parts, whole.count) if self.plan.exact else []
         with PULSE.waiting():  # also where NCCL does
-            vector = of.top.agree(torch.tensor(packed + rows, dtype=torch.float64), sums).tolist()
+            summed = self.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)
+        vector = summed.tolist()
         agreed = layout.unpack(vector[: len(packed)])
         return layout.exactly(agreed, vector[len(packed) :]) if rows else agreed
 
-    def _first_layout(self, sums: Sums, whole: Rows) -> VectorLayout:
-        group = self._of.run.team.group
+    def _first_layout(self, sums: Sums, whole: Portion) -> VectorLayout:
+        group = self.run.team.group
         names = group.gather_json(sorted(sums.metrics) if whole.share and not sums.failed else None)
         known = [(rank, name) for rank, name in enumerate(names) if name is not None]
         for rank, other in known:
@@ -440,21 +443,21 @@ class OneStep:
                     f"the loss returned metrics {known[0][1]} on worker {known[0][0]} and {other} on worker {rank}",
                     "return the same names everywhere, with count 0 where there is nothing to count",
                 )
-        return VectorLayout(tuple(known[0][1]) if known else (), group.size, len(self._of.job.named))
+        return VectorLayout(tuple(known[0][1]) if known else (), group.size, len(self.job.named))
 
-    def _refuse(self, sums: Sums, agreed: Agreed) -> None:
+    def _refuse(self, step: Step) -> None:
         """Refuses a step that cannot be applied: its loss is not finite, or there is nothing to take the mean over."""
+        sums, agreed, group = step.sums, step.agreed, self.run.team.group
         if not math.isfinite(agreed.loss):
-            where = self._of.run.team.group.gather_json(sums.bad)
-            names = self._of.run.team.group.names
+            where, names = group.gather_json([] if sums is None else sums.bad), group.names
             bad = [f"worker {names[rank]}: {rows}" for rank, some in enumerate(where) for rows in some]
             named = "; ".join(bad[:2]) + (f" and {len(bad) - 2} more" if len(bad) > 2 else "")
             raise NonFiniteLossError(
-                f"the loss of step {self.number + 1} is not finite ({named})",
+                f"the loss of step {step.number + 1} is not finite ({named})",
                 "the step was not applied; look at these rows, lower the learning rate or set clip_norm=",
             )
         if agreed.count <= 0:
             raise UsageError(
-                f"the loss of step {self.number + 1} counts {agreed.count:g} rows or tokens in the whole global batch",
+                f"the loss of step {step.number + 1} counts {agreed.count:g} rows or tokens in the whole global batch",
                 "return a positive count for at least one row of each global batch",
             )

@@ -48,15 +48,15 @@ from paceline.plan import Plan
 from paceline.predict import predicted
 from paceline.run import Run
 from paceline.step import Agreed, Grid, deal, stream_seed
-from paceline.stepping import Rows, Stepper, StepReport, bring
-from paceline.strategies.base import Job, default_forward
+from paceline.stepping import Portion, Stepper, StepReport, bring
+from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
 from paceline.strategies.pieces import MicroBatch, rows_of
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.state import hidden_in, refuse_mixing
 from paceline.strategies.streams import Streams
-from paceline.team.operations import Simple
+from paceline.team.operations import settling
 
 
 class Trainer:
@@ -119,7 +119,7 @@ class Trainer:
         if places > 1:  # a newcomer has no rows before it has a place
             run.need_team()
         known = run.knows(self._number)
-        self._top = nest(self.plan, job, self._group, run.team.operations.elastic, known)
+        self._replica = nest(self.plan, job, self._group, run.team.operations.elastic, known)
         for what, why in job.decisions:
             run.decide(self._number, what, why)
             run.say(what)
@@ -127,12 +127,12 @@ class Trainer:
         if places > 1:
             refuse_mixing(optimizers)
         refuse_fused(optimizers, bool(self.plan.exact and self.plan.shard))
-        self._top.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
+        self._replica.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
         run.agreement.weights.append(weights := Weights(job, places))
-        self._stepper = Stepper(run, self._number, job, self._top, self.plan, self._streams, merging, weights)
+        self._stepper = Stepper(run, self._number, job, self._replica, self.plan, self._streams, merging, weights)
         if self.plan.precision == "fp16":
             self._stepper.scaling = LossScale()
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
@@ -305,7 +305,7 @@ class Trainer:
         self.flush()
         if phase.done:
             peak = {"process": peak_memory(self._device)}
-            run.journal.write("memory", trainer=self._number, **self._top.memory(), **peak)
+            run.journal.write("memory", trainer=self._number, **self._replica.memory(), **peak)
         phase.complete, phase.stopped = True, self._stopped
         if outermost and phase.done:
             run.save(wait=True, must=True)
@@ -327,7 +327,7 @@ class Trainer:
         when = "their first step()" if first else f"step {number}"
         return self._advance(partial(self._brought, batch, when if looks else ""), f"the gradients of step {number}")
 
-    def _brought(self, batch: Any, looks: str) -> Rows:
+    def _brought(self, batch: Any, looks: str) -> Portion:
         """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice."""
         micro = self._grid.micro if self._grid else self.plan.micro
         step, together = self.steps_done + 1, self.plan.together
@@ -336,13 +336,13 @@ class Trainer:
             self._spare = whole.share[0]
         return whole
 
-    def _deal(self, alike: Fingerprint, feed: Feed, phase: Phase, cure: str) -> Rows:
+    def _deal(self, alike: Fingerprint, feed: Feed, phase: Phase, cure: str) -> Portion:
         """This worker's part of the loop's next global batch."""
         if told := alike.compare(self._group, self._run.team.operations.number):
             self._run.say(told, once=True)
         epoch, rows, micro_batches = feed.at(phase.done)
         full = rows == feed.grid.global_batch
-        return Rows(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, self._place().fine)
+        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, self._place().fine)
 
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""
@@ -352,7 +352,7 @@ class Trainer:
             return place
         return replace(place, weights=balance.weights, fine=balance.fine)
 
-    def _advance(self, deal: Callable[[], Rows], name: str) -> StepReport:
+    def _advance(self, deal: Callable[[], Portion], name: str) -> StepReport:
         run = self._run
         one = self._stepper.step(deal, name)
         agreed = one.agreed
@@ -409,7 +409,7 @@ class Trainer:
             self._run.show("evaluate", trainer=self._number, step=self.steps_done, results=found)
             return found
 
-        return dict(self._run.outside(Simple(compute, self._offer, spends="evaluating")))
+        return dict(self._run.outside(settling(compute, self._offer), "evaluating"))
 
     def predict(
         self,
@@ -453,7 +453,7 @@ class Trainer:
                 self._group.enter(f"log({self.best.name}=), which keep_best() follows")
                 return {self.best.name: self._group.gather_json(value)[0]}
 
-            self._run.outside(Simple(agree, self._offer))
+            self._run.outside(settling(agree, self._offer))
 
     def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
         self.best.offer(values, self._run.step)
@@ -491,7 +491,7 @@ class Trainer:
             what = "these weights are not trained: nothing went through what steps() returned"
             self._run.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
         refuse_other_suffix(Path(path))
-        self._run.team.operations.run(Simple(partial(self._write, Path(path))))
+        self._run.team.operations.run(settling(partial(self._write, Path(path))))
 
     def _write(self, path: Path) -> None:
         self._group.enter("export()")
@@ -505,7 +505,7 @@ class Trainer:
     def _together(self, name: str) -> None:
         """All workers come to this, or none."""
         self._run.need_team()
-        self._run.team.operations.run(Simple(partial(self._group.enter, name)))
+        self._run.team.operations.run(settling(partial(self._group.enter, name)))
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -516,10 +516,10 @@ class Trainer:
                 self._run.say(f"{hidden}; keep them in self.state", once=True)
         self._looked = True
         return {
-            "model": (strategy := self._top.state())["model"],
-            "optimizers": strategy["optimizers"],
-            "schedulers": strategy["schedulers"],
-            "exact": strategy["exact"],
+            "model": (state := self._replica.state())["model"],
+            "optimizers": state["optimizers"],
+            "schedulers": state["schedulers"],
+            "exact": state["exact"],
             "steps": self.steps_done,
             "expected": self._stepper.expected,
             "scaling": None if (scaling := self._stepper.scaling) is None else [scaling.scale, scaling.good],
@@ -536,7 +536,7 @@ class Trainer:
 
     def prepare(self, saved: dict[str, Any]) -> None:
         """The state as it was some steps ago, which goes ahead to a newcomer."""
-        self._top.load(saved)
+        self._replica.load(saved)
         self._stepper.done = saved["steps"]
 
     def needs(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -545,9 +545,9 @@ class Trainer:
         plans = [self.plan, *self.plan.in_shards(workers)]
         return [(str(plan), cost(plan, facts, workers).held) for plan in plans]
 
-    def gather_weights(self) -> None:
+    def complete_step(self) -> None:
         """What a step that counts has left to do."""
-        self._top.gather_weights()
+        self._replica.complete()
 
     def hear(self, said: list[Any]) -> None:
         """A part of a step after it."""
@@ -566,12 +566,12 @@ class Trainer:
         self._run.tree = {**self._run.tree, "trainers": trainers}
         if "steps" not in mine:  # weights from elsewhere, to begin with; or nothing for this trainer
             if "model" in mine:
-                self._top.load({"model": adopted(self.model, mine["model"], self._number, self._run.imported)})
+                self._replica.load({"model": adopted(self.model, mine["model"], self._number, self._run.imported)})
             return
         if newcomer and (step := self._run.resumed) is not None:
             checkpoint = f"checkpoint of step {step} in {self._run.folder or 'memory'}"
             refuse_another_model(self.model, mine["model"], self._number, checkpoint)
-        self._top.load(mine)
+        self._replica.load(mine)
         self._stepper.done, self._stepper.expected = mine["steps"], mine["expected"]
         if self._stepper.scaling is not None and mine.get("scaling"):
             self._stepper.scaling = LossScale(*mine["scaling"])

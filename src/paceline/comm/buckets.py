@@ -51,6 +51,74 @@ class Bucket:
     missing: int = 0
 
 
+def squares_of(gradients: list[torch.Tensor]) -> torch.Tensor:
+    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
+    return torch.stack(norms).cpu().double().square().sum(0, keepdim=True)
+
+
+class Landing:
+    """Where a step's gradients land as autograd makes them, one backward after another, and leave for other workers.
+
+    This one is for where no others can come: they stay where autograd puts them.
+    """
+
+    maxima: torch.Tensor | None = None  # for exact sums: the largest gradient of each parameter
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self.params = list(params)
+        self.buckets: list[Bucket] = []
+        self.largest: list[float] = []
+
+    @property
+    def home(self) -> Landing:
+        """Where the gradients of the own parameters are in the end."""
+        return self
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """All gradients of the own rows, in as few tensors as there are."""
+        return [param.grad for param in self.params if param.grad is not None]
+
+    def memory(self) -> int:
+        """Bytes that gradients take."""
+        return sum(grad.nbytes for grad in self.sums)
+
+    def rehouse(self, allocate: Allocate) -> None:
+        """Fresh memory for all buckets, as `allocate` gives it. What they held is lost."""
+
+    def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
+        """Starts a step of so many micro-batches in all: `ready` will be called once with every bucket, in order."""
+
+    def open(self, last: bool, blank: bool = False, weight: float | None = None) -> None:
+        """The next backward begins. What the `last` of a step completes may go; of a `blank` one nothing counts. With a
+        `weight` its gradients land at its end, when they have been multiplied by it.
+        """
+
+    def close(self) -> None:
+        """It has ended."""
+
+    def flush(self) -> set[int]:
+        """Hands on what is left, zeros where no gradient came; returns the numbers of those parameters."""
+        return {number for number, param in enumerate(self.params) if param.grad is None}
+
+    def settle(self, maxima: torch.Tensor) -> bool:
+        """After all sums have arrived; False: the step is to be redone. For exact sums only."""
+        return True
+
+    def squares(self, micro_batches: int) -> torch.Tensor:
+        """The squares of all of them added up, in float64 numbers whose sum it is."""
+        return squares_of(self.sums)
+
+    def adopt(self) -> None:
+        """What has been written into the sums are the gradients of the own parameters."""
+
+    def abandon(self, again: bool = False) -> None:
+        """Ends a step whose backward failed, or which is begun `again`; nothing more is handed on."""
+
+    def applied(self) -> None:
+        """The step's sums have been used."""
+
+
 def in_two_parts(param: torch.Tensor) -> UsageError:
     return UsageError(
         f"the gradient of a parameter of shape {tuple(param.shape)} came in two parts, the second after the first was "
@@ -65,7 +133,7 @@ def by_place(grad: torch.Tensor, wires: Wires) -> Sequence[torch.Tensor]:
     return parts
 
 
-class Buckets:
+class Buckets(Landing):
     """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket, and
     those of the rows of this worker's place are gradients of `own`, which are the parameters unless said.
 
@@ -74,7 +142,6 @@ class Buckets:
     `add` (staging.py).
     """
 
-    maxima: torch.Tensor | None = None
     _wire: torch.dtype | None = None
 
     def __init__(
@@ -87,12 +154,10 @@ class Buckets:
         own: Sequence[Parameter] | None = None,
         hooks: bool = True,
     ) -> None:
-        self.params = list(params)
+        super().__init__(params)
         self.own = self.params if own is None else list(own)
         self.places = places
         self.elements = [param.numel() for param in self.params]  # of the whole ones
-        self.largest: list[float] = []
-        self.buckets: list[Bucket] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self.params)
         self._wires: list[Wires] = [[]] * len(self.params)
         self._home: list[Bucket] = [Bucket(-1, torch.empty(0), [], torch.empty(0))] * len(self.params)
@@ -108,7 +173,6 @@ class Buckets:
             param.register_post_accumulate_grad_hook(self._hook(number))
 
     def rehouse(self, allocate: Allocate) -> None:
-        """Fresh memory for all buckets, as `allocate` gives it. What they held is lost."""
         self._allocate = allocate
         self.buckets.clear()
         for members in self._groups:
@@ -227,11 +291,9 @@ class Buckets:
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """All gradients of the own rows, in as few tensors as there are."""
         return [bucket.mine for bucket in self.buckets]
 
     def memory(self) -> int:
-        """Bytes that gradients take."""
         return sum(bucket.flat.nbytes for bucket in self.buckets)
 
     def offer(self, bucket: Bucket) -> None:
@@ -251,7 +313,6 @@ class Buckets:
             start += self.places.width(whole.shape)
 
     def adopt(self) -> None:
-        """What has been written into the sums are the gradients of the own parameters."""
         for param, view in zip(self.own, self._views, strict=True):
             param.grad = view
 
@@ -262,7 +323,6 @@ class Buckets:
             self._ready(self.buckets[self._next - 1])
 
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
-        """Starts a step of so many micro-batches in all: `ready` will be called once with every bucket, in order."""
         self._ready, self._armed, self._weight, self._next = ready, False, None, 0
         self._touched.clear()
         self._counted.clear()
@@ -270,20 +330,15 @@ class Buckets:
             bucket.missing = len(bucket.members)
 
     def open(self, last: bool, blank: bool = False, weight: float | None = None) -> None:
-        """The next backward begins. What the `last` of a step completes may go; of a `blank` one nothing counts. With a
-        `weight` its gradients land at its end, when they have been multiplied by it.
-        """
         self._armed, self._weight = last, weight
 
     def close(self) -> None:
-        """It has ended."""
         for number, param in enumerate(self.params if self._weight is not None else ()):
             if param.grad is not None:
                 self._take(number, param)
         self._weight = None
 
     def flush(self) -> set[int]:
-        """Hands on what is left, zeros where no gradient came; returns the numbers of those parameters."""
         unused = set(range(len(self.params))) - self._touched
         for number in unused:
             for wire in (wire for levels in self._wires[number] for wire in levels):
@@ -295,13 +350,5 @@ class Buckets:
         self._ready = None
         return unused
 
-    def settle(self, maxima: torch.Tensor) -> bool:
-        """After all sums have arrived; False: the step is to be redone. For exact sums only."""
-        return True
-
     def abandon(self, again: bool = False) -> None:
-        """Ends a step whose backward failed, or which is begun `again`; nothing more is handed on."""
         self._ready = None
-
-    def applied(self) -> None:
-        """The step's sums have been used."""

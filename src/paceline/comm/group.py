@@ -101,6 +101,12 @@ class Group:
     def _all_parts(self) -> list[Group]:
         return [*self._parts.values(), *self._replicas.values()]
 
+    def along(self, *axes: str) -> Group:
+        """The group of the workers that differ from this one along these axes alone."""
+        if axes == ("shard",):
+            return self.replica(self.places)
+        return self.across(self.places) if axes == ("data",) else self
+
     def across(self, places: int) -> Group:
         """The group of the workers that have the place of this one in their replicas. Collective at first; it ends with
         the generation.

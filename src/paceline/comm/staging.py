@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.buckets import Allocate, Bucket, Buckets, Wires, in_two_parts, zeros
+from paceline.comm.buckets import Allocate, Bucket, Buckets, Landing, Wires, in_two_parts, zeros
 from paceline.comm.group import Group
 from paceline.comm.places import Places
 from paceline.errors import UsageError
@@ -68,7 +68,7 @@ class _Block:
         return self.pool.stages[(self.pool.used + self.turn) % len(self.pool.stages)]
 
 
-class Staging:
+class Staging(Landing):
     """Takes whole gradients of parameters of these `shapes` and adds up the own rows of each in the buckets `home`.
 
     `blocks` has every parameter's number once; they leave in this order, on all workers of `group`. What one needs
@@ -86,7 +86,9 @@ class Staging:
         ended: Callable[[], dist.Work | None] = lambda: None,
         patient: bool = True,
     ) -> None:
-        self.home, self.group, self._ended, self._patient = home, group, ended, patient
+        super().__init__(home.params)
+        self._home, self.group, self._ended, self._patient = home, group, ended, patient
+        self.maxima = home.maxima
         home.elements = [shape.numel() for shape in shapes]
         self.places = Places(group.size, group.rank)
         self._shapes = shapes
@@ -120,13 +122,16 @@ class Staging:
             for members, count in pools.items()
         )
 
-    def rehouse(self) -> None:
-        """Takes fresh memory from the group. Collective."""
+    @property
+    def home(self) -> Buckets:
+        return self._home
+
+    def rehouse(self, allocate: Allocate) -> None:
         for pool in self._pools.values():
             pool.stages.clear()
         for block in self._blocks:
             if len(block.pool.stages) <= UNDER_WAY:
-                block.pool.stages.append(self._make(block.members, self.group.allocate))
+                block.pool.stages.append(self._make(block.members, allocate))
 
     # -- as buckets are used --------------------------------------------------------------------------------------
 
@@ -137,9 +142,6 @@ class Staging:
         self._begun = True
 
     def open(self, last: bool, blank: bool = False, weight: float | None = None) -> None:
-        """The next backward begins, the `last` of the step or not; what comes of a `blank` one counts nothing, what
-        comes of others is multiplied by a `weight` that is said.
-        """
         self._open, self._last, self._blank, self._next, self._weight = True, last, blank, 0, weight
         self._waits = self._patient
 
@@ -182,7 +184,6 @@ class Staging:
             self._advance()
 
     def close(self) -> None:
-        """The backward has ended: what got no gradient in it goes as zeros."""
         ended, self._waits = self._ended(), True
         while self._next < len(self._blocks):
             self._send()
@@ -193,9 +194,6 @@ class Staging:
         self._open = False
 
     def flush(self) -> set[int]:
-        """All micro-batches are done: waits for what is under way. Returns the numbers of the parameters that got no
-        gradient here.
-        """
         while self._works:
             self._arrive()
         self._begun = False
@@ -218,7 +216,6 @@ class Staging:
         self.home.abandon(again)
 
     def memory(self) -> int:
-        """Bytes that gradients take."""
         return self.home.memory() + sum(s.flat.nbytes for pool in self._pools.values() for s in pool.stages)
 
     # -- on the way -----------------------------------------------------------------------------------------------

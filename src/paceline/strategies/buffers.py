@@ -21,7 +21,7 @@ from paceline.strategies.pieces import Piece
 from paceline.strategies.watch import OTHERS, BatchStatistics
 
 if TYPE_CHECKING:
-    from paceline.strategies.base import Orders
+    from paceline.strategies.job import Options
 
 Merge = str | Callable[[Any], torch.Tensor]
 _RULES = ("affine", "sum", "mean", "last", "queue")
@@ -107,10 +107,10 @@ class _Held:
         self.tensor = _buffer_of(self.module, self.name)
         self.start, self._version = self.tensor.clone(), self.tensor._version
 
-    def shape(self, orders: Orders, exact: bool) -> tuple[int, int]:
+    def shape(self, options: Options, exact: bool) -> tuple[int, int]:
         """Of a step's records: a row per micro-batch where their order counts, or that of a sum must not."""
         apart = self.rule.merge == "affine" or (exact and self.rule.merge != "last")
-        rows = orders.micro_batches if apart else 1
+        rows = options.micro_batches if apart else 1
         return (rows if self.rule.merge in _RULES else 0), self.start.numel() + 1
 
     def restore(self) -> None:
@@ -154,9 +154,9 @@ class _Held:
 
 
 class _Queue(_Held):
-    def shape(self, orders: Orders, exact: bool) -> tuple[int, int]:
+    def shape(self, options: Options, exact: bool) -> tuple[int, int]:
         self.first, self.size = int(self.pointer.start), self.start.shape[self.rule.dim]
-        return orders.rows, self.start.numel() // self.size + 1
+        return options.rows, self.start.numel() // self.size + 1
 
     def _places(self, count: int) -> torch.Tensor:
         return torch.arange(self.first, self.first + count, device=self.start.device)[-self.size :] % self.size
@@ -191,13 +191,13 @@ class Carried:
         """Identities of the buffers that are looked after here."""
         return self._statistics.buffers() | {id(one.tensor) for one in self._held}
 
-    def begin(self, orders: Orders, device: torch.device) -> torch.Tensor | None:
+    def begin(self, options: Options, device: torch.device) -> torch.Tensor | None:
         """Starts a step; its records, which are empty as yet, or None where there are none."""
-        self._open, self._count = True, orders.micro_batches
+        self._open, self._count = True, options.micro_batches
         for one in self._held:
             one.take()
-        collected = self._count if orders.collect or self._held else 0
-        self._shapes = [(collected, self._statistics.begin()), *(one.shape(orders, self._exact) for one in self._held)]
+        collected = self._count if options.collect or self._held else 0
+        self._shapes = [(collected, self._statistics.begin()), *(one.shape(options, self._exact) for one in self._held)]
         length = sum(map(math.prod, self._shapes))
         return torch.zeros(length, dtype=torch.float64, device=device) if length or self._held else None
 

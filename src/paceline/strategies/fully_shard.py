@@ -22,14 +22,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from paceline.comm.buckets import Buckets
+from paceline.comm.exact import ExactBuckets
 from paceline.comm.group import Group
 from paceline.comm.places import Places, Rows, marked, marks_of
 from paceline.comm.staging import Staging
 from paceline.errors import CollectiveMismatchError, UsageError
-from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
 from paceline.strategies.blocks import blocks_of, by_block, gathered
 from paceline.strategies.blueprint import Blueprint, Held, strip
-from paceline.strategies.pieces import MicroBatch
+from paceline.strategies.job import Job
+from paceline.strategies.layout import Layout
 from paceline.strategies.state import held
 
 Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
@@ -51,7 +52,7 @@ _TORCHS = {  # what torch says, what it means, and what to do
 }
 
 
-class FullyShard(Strategy):
+class FullyShard(Layout):
     """Between two steps each place holds its rows of the parameters alone, and of gradients never more than its rows
     and a few blocks.
 
@@ -62,11 +63,15 @@ class FullyShard(Strategy):
     Parameters without dimensions, which it does not take, stay whole everywhere. The first place updates them.
     """
 
-    def __init__(self, job: Job, replica: Group, reshard: bool, share: Share | None = None) -> None:
-        self.job, self.replica = job, replica
+    within = ("shard",)
+    gathers = True
+
+    def __init__(self, job: Job, group: Group, reshard: bool, share: Share | None = None) -> None:
+        self.group, self.replica = group, (replica := group.along("shard"))
+        super().__init__(job, replica.allocate)
         self.places = Places(replica.size, replica.rank)
         self.blocks = blocks_of(job.model)
-        shapes = [param.shape for param in job.named.values()]
+        self._shapes = [param.shape for param in job.named.values()]
         groups = by_block(list(job.named), list(self.blocks))
         job.decisions.append(gathered(self.blocks, rest=bool(groups[-1])))
         refuse_ungatherable(job.model, groups)
@@ -82,8 +87,7 @@ class FullyShard(Strategy):
             vars(param).update(marks[name])
         self._scalars = [param for param in job.named.values() if param.dim() == 0]
         numbers = {name: number for number, name in enumerate(job.named)}
-        blocks = [[numbers[name] for name in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names]
-        self.inner = Single(job, None, self.places, partial(self._staged, shapes, blocks))
+        self._leaving = [[numbers[n] for n in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names]
         self._hooked: dict[int, nn.Parameter] = {}
         self._owners = [_owner(job.model, name) for name, _ in job.model.named_parameters()]
         self._gathered = self._weighed = 0  # bytes of whole parameters, at most, and how often that was looked for
@@ -175,8 +179,12 @@ class FullyShard(Strategy):
     def _rows(self, param: torch.Tensor) -> torch.Tensor:
         return _local(param) if isinstance(param, DTensor) else self.places.of(param.detach(), self.places.me)
 
-    def _staged(self, shapes: list[torch.Size], blocks: list[list[int]], home: Buckets) -> Staging:
-        self.staging = Staging(home, shapes, blocks, self.replica, self._ended, patient=not self._compares)
+    def own(self) -> None:
+        pass  # known since the model is in pieces
+
+    def land(self) -> Staging:
+        home = (ExactBuckets if self.job.exact else Buckets)(list(self.job.own.values()), hooks=False)
+        self.staging = Staging(home, self._shapes, self._leaving, self.replica, self._ended, not self._compares)
         return self.staging
 
     def _look(self, places: Sequence[_Param], module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
@@ -194,7 +202,7 @@ class FullyShard(Strategy):
         """Weights may change after a call of the script's own, which has no backward."""
         inside = self._keeps or self._torchs._state_ctx.iter_forward_root is not None
         if not inside and not torch.is_grad_enabled():
-            self._rest()
+            self.rest()
 
     def _hear(self, places: Sequence[_Param]) -> None:
         """Makes sure that gradients of whole parameters are heard of."""
@@ -218,70 +226,59 @@ class FullyShard(Strategy):
             now = held(param for param in whole if not isinstance(param, DTensor))
             self._gathered = max(self._gathered, now)
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
-        self.replica.enter(f"step {orders.step + 1}", check=False, kind="gradients")
-        model = self.job.model
+    @contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        replica, model = self.group.along("shard"), self.job.model
+        replica.enter(name, check=False, kind="gradients")
         assert isinstance(model, FSDPModule)
         model.set_reshard_after_backward(self._reshard)  # or a second backward would gather again, here and not there
         try:
             with self._keeping(), _explained(self._compares):
-                return self.inner.gradients(micro_batches, orders, ready)
+                yield
         finally:
             model.set_reshard_after_backward(True)
 
-    def rehouse(self) -> None:
-        self.staging.rehouse()
-
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        self._rest()
+        self.rest()
         self._keeps = True
         try:
             yield
         finally:
             self._keeps = False
-            self._rest()
+            self.rest()
 
-    def _rest(self) -> None:
-        """Whatever a forward or backward has left, or where it was cut off: only the own rows are there."""
+    def rest(self) -> None:
+        """Only the own rows are there."""
         assert isinstance(self.job.model, FSDPModule)
         self.job.model.reset_iter_state()
 
-    def gather_weights(self) -> None:
+    def complete(self) -> None:
+        replica = self.group.along("shard")
         if self._scalars:
-            self.replica.enter("the weights after an update", check=False, kind="weights")
+            replica.enter("the weights after an update", check=False, kind="weights")
         for scalar in self._scalars:
-            self.replica.broadcast(scalar.detach().view(1))
+            replica.broadcast(scalar.detach().view(1))
 
-    def squares(self, orders: Orders, known: float | None = None) -> torch.Tensor:
-        return self.replica.sum(self.inner.squares(orders, known))
+    def gathered(self) -> int:
+        return self._gathered
 
-    def memory(self) -> dict[str, int]:
-        found = super().memory()
-        return {**found, "parameters": found["parameters"] + self._gathered}
-
-    def state(self) -> dict[str, Any]:
-        state = super().state()
-        state["model"] = {
+    def told(self, model: dict[str, Any]) -> dict[str, Any]:
+        return {
             name: Rows(_local(value), self.places, tuple(value.shape)) if isinstance(value, DTensor) else value
-            for name, value in state["model"].items()
+            for name, value in model.items()
         }
-        return state
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def taken(self, model: Mapping[str, Any]) -> Mapping[str, Any]:
         """Each parameter's own rows, one after another; torch sees to the rest, and that all are there."""
-        wanted, model = self.job.model.state_dict(keep_vars=True), dict(state["model"])
-        for name, value in state["model"].items():
+        wanted, found = self.job.model.state_dict(keep_vars=True), dict(model)
+        for name, value in model.items():
             mine = wanted.get(name)
             if isinstance(mine, DTensor) and value.shape in (mine.shape, _local(mine).shape):
                 whole = value.shape == mine.shape
                 _local(mine).copy_(self.places.of(value, self.places.me) if whole else value)
-                model[name] = mine
-        super().load({**state, "model": model})
-
-    def abort(self, again: bool = False) -> None:
-        self.inner.abort(again)
-        self._rest()
+                found[name] = mine
+        return found
 
 
 @contextmanager

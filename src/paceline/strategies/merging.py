@@ -10,7 +10,7 @@ import math
 import torch
 
 from paceline.step import Agreed
-from paceline.strategies.base import Sums
+from paceline.strategies.job import Sums
 
 Decision = tuple[str, str]  # what, why
 TRIES = 2  # steps measured per size; the better one counts

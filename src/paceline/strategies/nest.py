@@ -1,4 +1,4 @@
-"""From a plan to nested strategies: the only place that sees them all."""
+"""From a plan to a replica: the only place that knows all layouts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from functools import partial
 from paceline.comm.group import Group
 from paceline.plan import Plan
 from paceline.strategies import data, shard
-from paceline.strategies.base import Job, Single, Strategy
 from paceline.strategies.blocks import blocks_of, by_block, compiled, recompute, set_apart
 from paceline.strategies.cost import Cost, Facts
-from paceline.strategies.data import Data, share
+from paceline.strategies.data import share
+from paceline.strategies.job import Job
+from paceline.strategies.layout import Layout
+from paceline.strategies.replica import Replica
 from paceline.strategies.shard import Shard
 from paceline.strategies.state import held, kept_for_each
 
@@ -40,27 +42,24 @@ def facts_of(job: Job) -> Facts:
     )
 
 
-def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False) -> Strategy:
-    """The plan's strategies, outermost first around `Single`. An `elastic` team may be of one worker and grow; where
-    the others do not make this trainer now, it is `known` to them. Collective if it is not.
+def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False) -> Replica:
+    """A worker's part of the plan. An `elastic` team may be of one worker and grow; where the others do not make this
+    trainer now, it is `known` to them. Collective if it is not.
     """
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
-    places = plan.places
     if plan.exact:
         set_apart(job.model)
     if plan.recompute:
         job.decisions.append(recompute(job.model))
     if plan.compile:
         job.decisions.append(compiled(job.model, plan.together > 1, plan.exact))
-    if places > 1:
-        replica = group.replica(places)
-        if plan.zero == 1:
-            return Data(Shard(job, replica), group, job, places)
-        from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
+    if plan.places == 1:
+        alone = group.size == 1 and not elastic and not plan.exact
+        return Replica(job, Layout(job, None if alone else group.allocate), group, ("data", "shard"))
+    if plan.zero == 1:
+        return Replica(job, Shard(job, group), group, ("data",))
+    from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
 
-        filled = None if known else partial(share, group=group)
-        return Data(FullyShard(job, replica, plan.zero == 3, filled), group, job, places)
-    if group.size == 1 and not elastic:
-        return Single(job, group.allocate if plan.exact else None)
-    return Data(Single(job, group.allocate), group, job)
+    filled = None if known else partial(share, group=group)
+    return Replica(job, FullyShard(job, group, plan.zero == 3, filled), group, ("data",))

@@ -14,7 +14,7 @@ from paceline.strategies.pieces import MicroBatch, Piece, join
 from paceline.strategies.streams import Streams
 
 if TYPE_CHECKING:
-    from paceline.strategies.base import Job, Orders, Sums
+    from paceline.strategies.job import Job, Options, Sums
 
 Loss = Callable[[Piece], Any]  # has `total` and `count`
 # What a forward raises that was not made for other rows than a micro-batch has, or for being at rest.
@@ -54,13 +54,13 @@ class Observer:
             _not_divided(sums, f"a part of one fails {_told(error)}")
 
     def observe(
-        self, loss: Loss, models: Sequence[nn.Module], some: Sequence[MicroBatch], sums: Sums, orders: Orders
+        self, loss: Loss, models: Sequence[nn.Module], some: Sequence[MicroBatch], sums: Sums, options: Options
     ) -> None:
         """After a step's micro-batches, of which `some` count."""
         first, self.done = not self.done, self.done or bool(some)
         if self.hooks.where:
             sums.news["hooks"] = f"{self.hooks.where}: {_SEES}", ""
-        asked = (first and orders.probe and not self.change) or (orders.test and not sums.strict and len(some) > 1)
+        asked = (first and options.probe and not self.change) or (options.test and not sums.strict and len(some) > 1)
         if not some or sums.failed or not asked:
             return
         # At rest, draws and BatchNorm do not hide what the loss does.
@@ -70,7 +70,7 @@ class Observer:
         mark = self.streams.mark()
         try:
             with nullcontext() if self.hooks.where else torch.no_grad():  # without, none can be set
-                self._observe(loss, some[:2], sums, orders.test, first)
+                self._observe(loss, some[:2], sums, options.test, first)
         finally:
             for module in training:
                 module.training = True

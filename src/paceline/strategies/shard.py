@@ -4,18 +4,14 @@ SC 2020): the workers of a replica hold rows of what each of them would hold who
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-import torch.distributed as dist
-
-from paceline.comm.buckets import Bucket
+from paceline.comm.buckets import Buckets
 from paceline.comm.group import Group
 from paceline.comm.places import Places
 from paceline.comm.staging import Staging
-from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
+from paceline.comm.transit import Hop
 from paceline.strategies.cost import Cost, Facts
-from paceline.strategies.pieces import MicroBatch
+from paceline.strategies.job import Job
+from paceline.strategies.layout import Layout
 
 
 def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int, offload: bool = False) -> Cost:
@@ -40,57 +36,30 @@ def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int, off
     return Cost(own + gathered + beside, own + staged, optimizer, sums)
 
 
-class Shard(Strategy):
+class Shard(Layout):
     """Level 1: each place holds the optimizer's state of its rows of every parameter, and updates these.
 
-    A bucket's sums are scattered over the replica, then the layer above sums each place's part over the replicas; after
-    the update everybody gathers the rows of the others.
+    A bucket's sums are scattered over the replica, then each place's part is summed over the replicas; after the update
+    everybody gathers the rows of the others.
     """
 
-    def __init__(self, job: Job, replica: Group) -> None:
-        self.job, self.replica = job, replica
-        self.places = Places(replica.size, replica.rank)
-        self.single = Single(job, replica.allocate, self.places)
-        self.inner = self.single
-        self._works: list[tuple[dist.Work | None, Bucket]] = []
-        self._ready: Ready | None = None
+    route = (Hop("scatter", ("shard",)),)
+    within = ("shard",)
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
-        self._works, self._ready = [], ready
-        self.replica.enter(f"step {orders.step + 1}", check=False, kind="gradients")
-        sums = self.inner.gradients(micro_batches, orders, self.reduce)
-        self._hand_on(wait=True)
-        return sums
+    def __init__(self, job: Job, group: Group) -> None:
+        replica = group.along("shard")
+        super().__init__(job, replica.allocate)
+        self.group, self.places = group, Places(replica.size, replica.rank)
 
-    def reduce(self, bucket: Bucket) -> None:
-        self._works.append((self.replica.start_scatter(bucket.flat), bucket))
-        self._hand_on(wait=False)
+    def land(self) -> Buckets:
+        self._buckets = self.buckets()
+        return self._buckets
 
-    def _hand_on(self, wait: bool) -> None:
-        """Buckets whose part has arrived go to the layer above, in order."""
-        while self._works:
-            work, bucket = self._works[0]
-            if not wait and work is not None and not work.is_completed():
-                return
-            self.replica.finish(work)
-            self._works.pop(0)
-            if self._ready is not None:
-                self._ready(bucket)
-
-    def squares(self, orders: Orders, known: float | None = None) -> torch.Tensor:
-        return self.replica.sum(self.inner.squares(orders, known))
-
-    def gather_weights(self) -> None:
-        self.replica.enter("the weights after an update", check=False, kind="weights")
-        buckets = self.single.buckets
-        assert buckets is not None
+    def complete(self) -> None:
+        replica, buckets = self.group.along("shard"), self._buckets
+        replica.enter("the weights after an update", check=False, kind="weights")
         for bucket in buckets.buckets:  # by way of the memory of the gradients, which have been used
             buckets.offer(bucket)
-        gathered = self.replica.gather_stretches([bucket.flat for bucket in buckets.buckets])
+        gathered = replica.gather_stretches([bucket.flat for bucket in buckets.buckets])
         for bucket, stretches in zip(buckets.buckets, gathered, strict=True):
             buckets.take(bucket, stretches)
-
-    def abort(self, again: bool = False) -> None:
-        self.replica.abandon([work for work, _ in self._works])
-        self._works = []
-        self.inner.abort(again)

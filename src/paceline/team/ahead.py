@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
@@ -234,10 +234,32 @@ class Ahead:
         for giver in self.givers.values():
             giver.copied()
 
-    def put(self, *said: Any) -> None:
-        """What all of them are to hear."""
-        for giver in self.givers.values():
-            giver.put(*said)
+    def step(self, trainer: int, whole: bool) -> Ahead.Step:
+        """What they hear of a trainer's step that begins; sums have their last form when it ends, if it is `whole`."""
+        return Ahead.Step(self, trainer, self.giving and not whole)
+
+    class Step:
+        """Sums by their number, as they arrive; then what of them has not gone yet, and what it takes to apply them."""
+
+        def __init__(self, ahead: Ahead, trainer: int, early: bool) -> None:
+            self._ahead, self._trainer, self._early, self._gone = ahead, trainer, early, 0
+
+        def sum(self, number: int, flat: torch.Tensor) -> None:
+            if self._early:
+                self._gone = number + 1
+                self._put(number, flat)
+
+        def end(self, sums: Sequence[torch.Tensor], *said: Any) -> None:
+            """Nothing of the state changes before this returns."""
+            if self._ahead.giving:
+                for number, flat in enumerate(sums[self._gone :], start=self._gone):
+                    self._put(number, flat)
+                self._put(*said)
+                self._ahead.copied()
+
+        def _put(self, *said: Any) -> None:
+            for giver in self._ahead.givers.values():
+                giver.put(self._trainer, *said)
 
     def enter(self, members: Iterable[int]) -> None:
         """These are of the team now."""

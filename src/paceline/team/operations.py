@@ -1,8 +1,8 @@
-"""What a team does together, one operation after another, each whole or not at all, through losses and arrivals.
+"""What a team does together, one thing after another, each whole or not at all, through losses and arrivals.
 
 An optimizer step is one, a checkpoint or an evaluation another. When a generation forms, its members tell each other
-where they stand, and `step.resolve` says what each has to do: nothing, to end the operation with the sums that it
-holds, to take the state of another over, or to do the operation again.
+where they stand, and `step.resolve` says what each has to do: nothing, to end what it attempts with the sums that it
+holds, to take the state of another over, or to attempt it again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,32 +42,26 @@ class LeftError(Exception):
     """This worker has left the team, as it was told."""
 
 
-class Operation(Protocol):
-    """One thing that all workers do together. Only `compute` and `settle` may use collectives.
+# One attempt at something that all workers do together, written from top to bottom:
+#
+#     ...                     up to the last large collective; whoever is closed here brings back what was before
+#     settled = yield settle  all has arrived here: `settle()` makes small plain values that all must have before
+#                             anything changes, by collectives; what it returns anywhere is sent to all
+#     ...                     changes the state of this worker, without collectives
+#     yield result            it counts: a tree of plain values and tensors
+#     ...                     what is left to do, by collectives; `Holder.complete` does it where they fail
+Attempt = Generator[Any, Any, None]
+Taken = Callable[[Any, Any], Any]
 
-    Whoever has computed holds what it takes to apply it, but for the settled values, which are the same everywhere. Its
-    time is on the account `spends`.
-    """
 
-    spends: str
+def settling(compute: Callable[[], Any], apply: Callable[[Any], Any] | None = None) -> Callable[[], Attempt]:
+    """Attempts at what has no state of its own: `compute` uses collectives, and what it returns is all there is."""
 
-    def compute(self) -> None:
-        """Everything up to the last large collective; may be called again after `void`."""
+    def attempt() -> Attempt:
+        settled = yield compute
+        yield settled if apply is None else apply(settled)
 
-    def settle(self) -> Any:
-        """Small values, plain ones, that all must have before anything changes."""
-
-    def apply(self, settled: Any) -> Any:
-        """Changes the state of this worker; returns the result, a tree of plain values and tensors."""
-
-    def void(self) -> None:
-        """Brings back what was before `compute`."""
-
-    def applied(self) -> None:
-        """The operation counts. What remains may use collectives, and is `Holder.gather_weights`'s if they fail."""
-
-    def taken(self, result: Any) -> Any:
-        """The result here, where another worker's state was taken over with it."""
+    return attempt
 
 
 class Holder(Learner, Protocol):
@@ -83,7 +77,7 @@ class Holder(Learner, Protocol):
     def take_over(self, tree: Any, newcomer: bool) -> None:
         """What another worker handed over; one that is no newcomer has its own place in the script."""
 
-    def gather_weights(self) -> None:
+    def complete(self) -> None:
         """What a step that counts may have left to do. All workers of a replica do it; collective among them."""
 
     def changing(self) -> int:
@@ -96,36 +90,8 @@ class Holder(Learner, Protocol):
         """A generation has formed, in so many seconds: memory and shares are to be dealt again. Collective."""
 
 
-class Simple:
-    """An operation without a state of its own: its result is all there is."""
-
-    def __init__(
-        self, compute: Callable[[], Any], apply: Callable[[Any], Any] | None = None, spends: str = "script"
-    ) -> None:
-        self._compute, self._apply, self.spends = compute, apply, spends
-        self.value: Any = None
-
-    def compute(self) -> None:
-        self.value = None
-
-    def settle(self) -> Any:
-        return self._compute()
-
-    def apply(self, settled: Any) -> Any:
-        return self._apply(settled) if self._apply is not None else settled
-
-    def void(self) -> None:
-        pass
-
-    def applied(self) -> None:
-        pass
-
-    def taken(self, result: Any) -> Any:
-        return self.apply(result)
-
-
 class Operations:
-    """Does one operation after another in the present generation, and forms the next ones.
+    """Does one thing after another in the present generation, and forms the next ones.
 
     `number` is that of the generation. A `waiting` worker is a newcomer: a world of one until it is admitted.
     """
@@ -141,7 +107,7 @@ class Operations:
         self.hold = False  # too few are here: no further step is to be made
         self.holder: Holder | None = None
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
-        self._last: Any = None  # of the last operation: its settled values and result
+        self._last: Any = None  # what was settled last, and the result
         self._told = False
         faults = parse_faults(world.chaos)
         self._chaos = Chaos(faults, world.rank, Path(world.run_dir or ".")) if faults else None
@@ -189,12 +155,14 @@ class Operations:
             while self._orders.wait_here and not self._orders.newer(self.number):
                 time.sleep(PAUSE)
 
-    # -- one operation ------------------------------------------------------------------------------------------
+    # -- one thing ----------------------------------------------------------------------------------------------
 
-    def run(self, operation: Operation) -> Any:
-        """Does it, through as many generations as it takes; returns its result.
+    def run(self, make: Callable[[], Attempt], spends: str = "script", taken: Taken | None = None) -> Any:
+        """Makes attempts at one thing, through as many generations as it takes; returns its result.
 
-        UsageError: a newcomer has not been admitted yet.
+        Its time is on the account `spends`. Where this worker took another's state over with the result, `taken` gets
+        what was settled and the result; without it, the former is applied here, too. UsageError: a newcomer has not
+        been admitted yet.
         """
         if self.elastic and not self._told:
             self._told = True
@@ -205,36 +173,46 @@ class Operations:
                 "let the script's first collectives be those of its Trainer, whose results are kept for newcomers",
             )
         if self._tx.moment is not Moment.IDLE:  # called in the midst of another one, of which it is a part
-            operation.compute()
-            return operation.apply(operation.settle())
-        with self.account.of(operation.spends):
+            attempt = make()
+            return attempt.send(next(attempt)())
+        with self.account.of(spends):
             while True:
                 began = time.perf_counter()
                 self._tx.begin(self.number)
+                attempt = make()
                 try:
-                    operation.compute()
+                    settle = next(attempt)
                     self._tx.prepared()
-                    result = self._end(operation, operation.settle())
+                    result = self._end(attempt, settle())
                     break
                 except PeerLostError as error:
                     if not self.elastic:
                         raise
                     tried = time.perf_counter() - began
-                    ended = self._form(error, operation)
+                    ended = self._form(error, attempt)
                     self._charge(tried, ended)
                     if ended:
-                        return operation.taken(self._last[1]) if self._took else self._last[1]
+                        return self._take_result(make, taken) if self._took else self._last[1]
                 finally:
                     if self._tx.moment in (Moment.COMPUTING, Moment.PREPARED):
-                        self._void(operation)
+                        self._void(attempt)
             PULSE.beat()
             try:
-                operation.applied()
+                next(attempt, None)
             except PeerLostError as error:
                 if not self.elastic:
                     raise
                 self._form(error, None)
             return result
+
+    def _take_result(self, make: Callable[[], Attempt], taken: Taken | None) -> Any:
+        """This worker's own part was lost; what was done was not."""
+        settled, result = self._last
+        if taken is not None:
+            return taken(settled, result)
+        attempt = make()
+        next(attempt)
+        return attempt.send(settled)
 
     def _charge(self, tried: float, ended: bool) -> None:
         """An attempt of so many seconds that a loss has interrupted: for as long as it was not known, nobody worked."""
@@ -243,16 +221,16 @@ class Operations:
         if not ended:
             self.account.move(tried - unknown, "redone")
 
-    def _end(self, operation: Operation, settled: Any) -> Any:
+    def _end(self, attempt: Attempt, settled: Any) -> Any:
         self._tx.updating()
-        self._last = [settled, operation.apply(settled)]
+        self._last = [settled, attempt.send(settled)]
         self._tx.applied()
         return self._last[1]
 
-    def _void(self, operation: Operation | None) -> None:
+    def _void(self, attempt: Attempt | None) -> None:
         self._tx.abort()
-        if operation is not None:
-            operation.void()
+        if attempt is not None:
+            attempt.close()
 
     # -- a new generation ---------------------------------------------------------------------------------------
 
@@ -279,17 +257,17 @@ class Operations:
         order = self._orders.newest
         return order.members[0] if order is not None and self.worker in order.members else None
 
-    def _form(self, error: PeerLostError | None, operation: Operation | None) -> bool:
-        """Enters the newest generation. Whether the operation under way has ended meanwhile."""
+    def _form(self, error: PeerLostError | None, attempt: Attempt | None) -> bool:
+        """Enters the newest generation. Whether what was attempted has ended meanwhile."""
         with self.account.of("forming"):
-            return self._enter(error, operation)
+            return self._enter(error, attempt)
 
-    def _enter(self, error: PeerLostError | None, operation: Operation | None) -> bool:
+    def _enter(self, error: PeerLostError | None, attempt: Attempt | None) -> bool:
         began = time.monotonic()
         self._took = False
         done = self._tx.done
-        if operation is not None and self._tx.moment is not Moment.PREPARED:
-            self._void(operation)
+        if attempt is not None and self._tx.moment is not Moment.PREPARED:
+            self._void(attempt)
         while True:
             lost = error is not None and not self.waiting
             alone = partial(self.world.tell, "alone", number=self.number) if lost else None
@@ -304,7 +282,7 @@ class Operations:
             self.ahead.enter(order.members)
             try:
                 self._group.form(order.world(self.world, self.worker), lambda: self._orders.newer(self.number, True))
-                self._resolve(operation if self._tx.done == done else None)
+                self._resolve(attempt if self._tx.done == done else None)
                 self.members, self.hold, self._detection = order.members, order.hold, order.detection
                 if self.holder is not None:
                     self.holder.formed(order, time.monotonic() - began)
@@ -312,7 +290,7 @@ class Operations:
             except PeerLostError as again:
                 error = again
         self.world.tell("formed", number=self.number, seconds=time.monotonic() - began)
-        return operation is not None and self._tx.done > done
+        return attempt is not None and self._tx.done > done
 
     def _refused(self, slept: bool) -> None:
         """This worker is not of the new generation: it asked to leave, or was taken for dead. A newcomer waits on."""
@@ -322,7 +300,7 @@ class Operations:
             print(f"paceline: worker {self.worker} slept through a change of the team, and ends", file=sys.stderr)
             os._exit(REFUSED)
 
-    def _resolve(self, operation: Operation | None) -> None:
+    def _resolve(self, attempt: Attempt | None) -> None:
         group, tx = self._group, self._tx
         group.enter(f"the beginning of generation {self.number}", kind="forming")
         self.reached("forming")
@@ -342,12 +320,12 @@ class Operations:
             first = next(rank for rank, row in enumerate(said) if row[0] == found.step)
             last = unpack(group.broadcast_bytes(pack(self._last) if group.rank == first else None, first))
         if (replica, place) in found.forward:
-            assert operation is not None
-            self._end(operation, last[0])
-        elif operation is not None:
-            self._void(operation)
+            assert attempt is not None
+            self._end(attempt, last[0])
+        elif attempt is not None:
+            self._void(attempt)
         if self.holder is not None and replica not in found.sources:
-            self.holder.gather_weights()
+            self.holder.complete()
         if found.sources:
             with self.account.of("hand-over"):
                 self._hand_over(found.sources, places, last)

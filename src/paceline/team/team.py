@@ -21,7 +21,7 @@ from paceline.data.loader import Place
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError
 from paceline.pulse import PULSE
 from paceline.team.exits import Exits, exception_told
-from paceline.team.operations import Operations, Simple
+from paceline.team.operations import Operations, settling
 from paceline.world import World
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Team:
         return Place(self.rank, weights if sum(weights) else (1.0,) * len(members), self.operations.number)
 
     def _together(self, compute: Callable[[], T]) -> T:
-        found: T = self.operations.run(Simple(compute))
+        found: T = self.operations.run(settling(compute))
         return found
 
     def _greet(self) -> None:

@@ -1,0 +1,87 @@
+"""Buckets of gradients on their way: hop after hop along a route, while the backward goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.buckets import Bucket
+from paceline.comm.group import Group
+
+Heard = Callable[[int, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Among the workers that differ along these `axes` alone, `scatter` leaves each the sums of its own stretch of a
+    bucket, and `sum` all of them the sums of what they have of it.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+
+
+class Transit:
+    """Moves the buckets of a step along one route, in order. Nothing waits before `finish`."""
+
+    def __init__(self, group: Group, route: Sequence[Hop]) -> None:
+        self.group, self.route = group, route
+        self._queues: list[deque[tuple[dist.Work | None, Bucket]]] = [deque() for _ in route]
+        self._arrived: list[Bucket] = []
+        self._heard: Heard | None = None
+
+    def begin(self, name: str, heard: Heard | None = None) -> None:
+        """Starts a step: each bucket that arrives is told to `heard`, with its number."""
+        self._arrived, self._heard = [], heard
+        for hop in self.route:
+            if (among := self.group.along(*hop.axes)) is not self.group:
+                among.enter(name, check=False, kind="gradients")
+
+    def send(self, bucket: Bucket) -> None:
+        """A bucket is whole here."""
+        self._start(0, bucket)
+        self._advance(len(self.route), wait=False)
+
+    def hand_on(self) -> None:
+        """No more will come: waits until all are on the last hop, where what else is small may follow them."""
+        self._advance(len(self.route) - 1, wait=True)
+
+    def finish(self) -> None:
+        """Waits until all have arrived."""
+        self._advance(len(self.route), wait=True)
+
+    def abandon(self) -> None:
+        for queue in self._queues:
+            self.group.abandon([work for work, _ in queue])
+            queue.clear()
+
+    def squares(self) -> float | None:
+        """The squares of what has arrived added up over the last hop's workers, where summing them has told it."""
+        last = [bucket.mine for bucket in self._arrived]
+        return self.group.along(*self.route[-1].axes).squares(last) if self.route else None
+
+    def _start(self, number: int, bucket: Bucket) -> None:
+        if number == len(self.route):
+            self._arrived.append(bucket)
+            if self._heard is not None:
+                self._heard(bucket.index, bucket.mine)
+            return
+        hop = self.route[number]
+        among = self.group.along(*hop.axes)
+        work = among.start_scatter(bucket.flat) if hop.kind == "scatter" else among.start_sum(bucket.mine)
+        self._queues[number].append((work, bucket))
+
+    def _advance(self, hops: int, wait: bool) -> None:
+        """What has made one of the first `hops` goes on, in order; or is waited for."""
+        for number, queue in enumerate(self._queues[:hops]):
+            while queue:
+                work, bucket = queue[0]
+                if not wait and work is not None and not work.is_completed():
+                    break
+                self.group.finish(work)
+                queue.popleft()
+                self._start(number + 1, bucket)

@@ -1,0 +1,117 @@
+"""What is trained, what a step is told, and what it adds up to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.step import Part
+
+if TYPE_CHECKING:
+    from paceline.strategies.blueprint import Blueprint
+
+
+LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
+
+
+def default_forward(model: nn.Module, batch: Any) -> Any:
+    """``model(batch)`` for a tensor, ``model(batch[0])`` for a tuple or list, ``model(**batch)`` for a mapping."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+
+@dataclass
+class Job:
+    """What is trained, in the user's own objects, and where: the model is already on `device`.
+
+    `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows;
+    with `offload` copies of these in the memory of the host.
+    """
+
+    model: nn.Module
+    forward: Callable[[nn.Module, Any], Any]
+    loss: Callable[[Any, Any], Any]
+    device: torch.device
+    seed: int
+    clip_norm: float | None = None
+    precision: str | None = None
+    exact: bool = False
+    offload: bool = False
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
+    named: dict[str, nn.Parameter] = field(default_factory=dict)
+    own: dict[str, nn.Parameter] = field(default_factory=dict)
+    beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
+    blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet
+    # Where weights do not change meanwhile: what is gathered may be kept until the end.
+    keeping: Callable[[], AbstractContextManager[None]] = nullcontext
+    decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why
+
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        """The context of forward and loss: autocast where the plan says `precision`."""
+        if self.precision is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision])
+
+
+@dataclass
+class Options:
+    """What a step is told: its number, the count its gradients are scaled by, its size, and how it may be executed.
+
+    `merge` is how many micro-batches a piece may hold, `test` asks for an observation of whether they may be merged
+    at all, `probe` to look once at the loss also where they may not, `collect` for BatchNorm's statistics per
+    micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has gradient hooks. `cure` helps
+    against micro-batches of a single row. `reached` is told of moments in it.
+    """
+
+    step: int
+    expected: float
+    micro_batches: int
+    rows: int = 0
+    merge: int = 1
+    test: bool = False
+    probe: bool = False
+    collect: bool = False
+    reverse: bool = False
+    hooked: bool = False
+    cure: str = ""
+    reached: Callable[[str], None] = lambda moment: None
+
+
+@dataclass
+class Sums:
+    """What one worker's share of a step adds up to. Gradients stay where they land, as sums/expected.
+
+    `strict`: micro-batches must stay alone, and `why`; `whole`: they must not be divided among workers; `failed`: a
+    piece that was merged or divided did, and the step is to be redone without. `news` is what people are to be told,
+    by kind: what, and why if it is a decision.
+
+    `records` are of what forwards leave in buffers, zero where another worker computed it; `cramped` says that the
+    memory was too small for merged pieces. With `exact`, `parts` has (number, loss, count, metrics) of each
+    micro-batch, `maxima` the largest gradient of each parameter, and `redo` says that the sums do not hold it.
+    """
+
+    loss: float = 0.0
+    count: float = 0.0
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    unused: set[int] = field(default_factory=set)
+    tested: bool = False
+    strict: bool = False
+    why: str = ""
+    whole: bool = False
+    failed: bool = False
+    news: dict[str, tuple[str, str]] = field(default_factory=dict)
+    records: torch.Tensor | None = None
+    cramped: bool = False
+    parts: list[Part] = field(default_factory=list)
+    maxima: torch.Tensor | None = None
+    redo: bool = False
+    bad: list[str] = field(default_factory=list)

@@ -1,0 +1,128 @@
+"""One copy of a model, as one worker has it: gradients, their sums over the team, the update, and the state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.comm.group import Group
+from paceline.comm.transit import Heard, Hop, Transit
+from paceline.step import Agreed, exact_sum
+from paceline.strategies.job import Job, Options, Sums
+from paceline.strategies.layout import Layout
+from paceline.strategies.pieces import MicroBatch
+from paceline.strategies.runner import Runner
+from paceline.strategies.state import held
+from paceline.strategies.update import Update
+
+
+class Replica:
+    """A step is `run`, `agree`, `norm`, `update`, `complete`; until `update` it can be `abort`ed. `group` are all
+    workers; along the `outer` axes they hold equal parts, whose gradients are summed.
+    """
+
+    def __init__(self, job: Job, layout: Layout, group: Group, outer: tuple[str, ...]) -> None:
+        self.job, self.layout, self.group = job, layout, group
+        layout.own()
+        self.landing = layout.land()
+        self.home = self.landing.home
+        self.runner = Runner(job, self.landing, layout.gathers)
+        self.updater = Update(job, self.home, layout.places)
+        self.transit = Transit(group, [*layout.route, Hop("sum", outer)])
+
+    def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
+        """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""
+        self.updater.build(optimizers, schedulers)
+
+    def rehouse(self) -> None:
+        """Takes fresh memory from the present generation. Collective."""
+        if self.layout.allocate is not None:
+            self.landing.rehouse(self.layout.allocate)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def run(self, micro_batches: Sequence[MicroBatch], options: Options, heard: Heard | None = None) -> Sums:
+        """Forward and backward over this worker's micro-batches, whose sums are on their way then. `heard` is told of
+        each bucket that has arrived.
+        """
+        name = f"step {options.step + 1}"
+        self.transit.begin(name, heard)
+        with self.layout.running(name):
+            sums = self.runner.run(micro_batches, options, self.transit.send)
+        self.transit.hand_on()
+        return sums
+
+    def agree(self, vector: torch.Tensor, sums: Sums, options: Options) -> torch.Tensor:
+        """Sums the step's vector over all workers; returns when all sums of the step have arrived."""
+        small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
+        work = self.group.start_sum(small)
+        self.transit.finish()
+        options.reached("summed")
+        self.group.finish(work)
+        if sums.records is not None:
+            vector, sums.records = small[: len(vector)], small[len(vector) :]
+        if sums.maxima is not None:
+            sums.redo = not self.home.settle(self.group.largest(sums.maxima))
+        return vector
+
+    def norm(self, agreed: Agreed, options: Options) -> float:
+        """Of the mean gradient, the same on every worker. Changes nothing. Collective."""
+        known = None if self.job.exact else self.transit.squares()
+        if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
+            squares = torch.tensor([known], dtype=torch.float64)
+        else:
+            squares = self.home.squares(options.micro_batches)
+        if self.layout.within:
+            squares = self.group.along(*self.layout.within).sum(squares)
+        return math.sqrt(exact_sum(squares.tolist())) * options.expected / agreed.count
+
+    def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
+        """Changes the weights; `norm` is that of the mean gradient, for clipping."""
+        self.runner.carried.merge(sums.records)
+        self.updater.apply(agreed, options, norm)
+
+    def complete(self) -> None:
+        """After an update, and in a new generation: brings what of the weights others have updated. Collective."""
+        self.layout.complete()
+
+    def abort(self, again: bool = False) -> None:
+        """Voids a step before its update: nothing of it may remain, unless the same workers begin it `again`."""
+        self.transit.abandon()
+        self.runner.restore(void=True)
+        self.landing.abandon(again)
+        self.layout.rest()
+
+    # -- a step of others -------------------------------------------------------------------------------------------
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """The gradients of the step under way, in as few tensors as there are."""
+        return self.home.sums
+
+    def follow(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
+        """Updates with what was written into `sums`."""
+        self.home.adopt()
+        self.update(sums, agreed, options, norm)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """The bytes of parameters (and buffers), gradients and optimizer that this worker holds in a step, at most."""
+        model = self.job.model
+        weights = held([*model.parameters(), *model.buffers(), *self.updater.own]) + self.layout.gathered()
+        return {"parameters": weights, "gradients": self.landing.memory(), "optimizer": self.updater.memory()}
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on, by logical names."""
+        model = self.layout.told(dict(self.job.model.state_dict(keep_vars=True)))
+        return {"model": model, **self.updater.state()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.job.model.load_state_dict(self.layout.taken(state["model"]), strict=True)
+        if "optimizers" in state:  # else weights from elsewhere, to begin with
+            self.updater.load(state)

@@ -1,0 +1,268 @@
+"""Forward and backward of one worker's micro-batches: what they add up to, and what they show of the model."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from paceline.comm.buckets import Bucket, Landing
+from paceline.errors import ChangingBufferError, LossError, UsageError, a
+from paceline.step import exact_sum, stream_seed
+from paceline.strategies.buffers import DECLARED, Carried
+from paceline.strategies.hooks import weighed
+from paceline.strategies.job import LOSS_FORMS, Job, Options, Sums
+from paceline.strategies.observing import HOOKED, USERS_OWN, Observer
+from paceline.strategies.pieces import MicroBatch, Piece, merged
+from paceline.strategies.streams import Streams
+from paceline.strategies.watch import OTHERS, BufferWatch
+
+Ready = Callable[[Bucket], None]
+
+
+class Runner:
+    """Computes micro-batches of a job in pieces; gradients go to the `landing` as autograd makes them. What forwards
+    leave in buffers is `carried` to the end of the step.
+    """
+
+    def __init__(self, job: Job, landing: Landing, gathered: bool) -> None:
+        self.job, self.landing = job, landing
+        self.params = list(job.named.values())
+        self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
+        self.streams = Streams(job.device)
+        self.observer = Observer(job, self.streams, gathered)
+        self._look_around()
+
+    def _look_around(self) -> None:
+        """Takes the other trainers' models into view, as many as there are by now: a loss may run one of them."""
+        self.seen = len(self.job.beside), *DECLARED
+        self.models = [self.job.model, *(model for model in self.job.beside if model is not self.job.model)]
+        self.carried = Carried(self.models, self.job.exact)
+        self.watch = BufferWatch(self.models, self.carried.buffers())
+        self.observer.hooks.beside(self.models)
+
+    def restore(self, void: bool = False) -> None:
+        """What forwards have left in buffers is undone, to where the step, or if it is `void` its first try, began."""
+        self.carried.restore(void=void)
+        self.watch.restore()
+
+    def run(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+        """Forward and backward over this worker's micro-batches, leaving sums; calls `ready` with complete buckets."""
+        sent = self._sent = list[Bucket]()
+
+        def send(bucket: Bucket) -> None:
+            sent.append(bucket)
+            if len(sent) == 1:
+                options.reached("backward")
+            ready(bucket)
+
+        try:
+            return self._in_pieces(micro_batches, options, send)
+        except torch.OutOfMemoryError:
+            if options.merge == 1 or sent:  # what was sent cannot be taken back
+                raise
+        self.restore(void=True)  # a backward may have added a part of its gradients: all begins anew, one by one
+        self.landing.abandon(again=True)
+        sums = self._in_pieces(micro_batches, replace(options, merge=1), send)
+        sums.cramped = True
+        return sums
+
+    def _in_pieces(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+        if self.seen != (len(self.job.beside), *DECLARED):
+            self._look_around()
+        sums = Sums(records=self.carried.begin(options, self.job.device))
+        self.watch.mark()  # what follows may fail, and is undone to here
+        for param in self.params:
+            param.grad = None
+        for name, param in self.frozen.items():
+            if param.requires_grad:
+                raise UsageError(
+                    f"{name} was frozen when the Trainer was made and is to be trained now",
+                    "make the Trainer while it is trainable, then freeze it until its time comes",
+                )
+        self.landing.begin(ready, options.micro_batches)
+        order = [m for m in micro_batches if not m.blank]
+        sums.why = self.observer.why(self.carried.certain)
+        sums.strict = bool(sums.why and order)
+        order = order[::-1] if options.reverse else order
+        blanks = [Piece([m], m.batch) for m in micro_batches if m.blank]
+        queue = deque([*blanks, *merged(order, 1 if sums.strict else options.merge)])
+        parts: list[_Loss] = []
+        while queue and not sums.failed:
+            piece = queue.popleft()
+            if piece.micro_batches[0].blank:
+                self._run_blank(piece, options, last=not queue)
+                continue
+            if not parts:
+                options.reached("forward")
+            part = self._run(piece, sums, options, last=not queue)
+            if part is not None:
+                parts.append(part)
+            elif not sums.failed:  # it is merged and may not be: its micro-batches one by one
+                queue.extendleft(Piece([m], m.batch) for m in reversed(piece.micro_batches))
+        self.observer.observe(lambda piece: self._loss(piece).detached(), self.models, order, sums, options)
+        self._add_up(parts, sums)
+        sums.unused, sums.maxima = self.landing.flush(), self.landing.maxima
+        return sums
+
+    def _run(self, piece: Piece, sums: Sums, options: Options, last: bool) -> _Loss | None:
+        """Forward and backward of one piece, the `last` of the step or not; None if it may not be computed so."""
+        if sums.strict and len(piece.micro_batches) > 1:
+            return None
+        try:
+            with piece.noted, nullcontext() if self.observer.done else self.observer.hooks.watched():
+                part = self._forward(piece, sums, options)
+            if part is None:
+                return None
+            mark = self.streams.mark() if options.test and not sums.strict else ()
+            with piece.noted:
+                self._backward(part, options, last)
+        except (*USERS_OWN, LossError) as error:
+            if piece.plain or self._sent or isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.observer.give_up(piece, sums, error)
+            return None
+        if mark and self.streams.moved(mark):
+            sums.strict, sums.why = True, "the backward draws random numbers"
+        if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
+            self.carried.record(sums.records, piece)
+        odd = [m.odd for m in piece.micro_batches if m.odd]
+        if odd and part.mean is not None:
+            sums.news["rows"] = odd[0], ""
+        return part.detached()
+
+    def _backward(self, part: _Loss, options: Options, last: bool, blank: bool = False) -> None:
+        """Where there are hooks, of the mean, and what they have seen is weighed."""
+        hooked = options.hooked or self.observer.hooks.where
+        weight = float(part.count) / options.expected if hooked else None
+        self.landing.open(last, blank, weight)
+        if weight is None:
+            part.total.mul(1.0 / options.expected).backward()
+        else:
+            mean = part.total / (part.count or 1) if part.mean is None else part.mean
+            with weighed(self.params, weight):
+                mean.backward()
+        self.landing.close()
+
+    def _run_blank(self, piece: Piece, options: Options, last: bool) -> None:
+        """One of the forwards and backwards that the other workers of a replica make more than this one: nothing of it
+        counts.
+        """
+        self.streams.seed(stream_seed(self.job.seed, options.step, piece.micro_batches[0].index))
+        self._backward(self._loss(piece), options, last, blank=True)
+        self.restore()
+
+    def _forward(self, piece: Piece, sums: Sums, options: Options) -> _Loss | None:
+        """Forward and loss of one piece, under the stream of its first micro-batch."""
+        self.streams.seed(stream_seed(self.job.seed, options.step, piece.micro_batches[0].index))
+        looks = not sums.strict
+        if sums.records is not None:
+            self.carried.restore()
+        mark = self.streams.mark() if looks else ()
+        try:
+            part = self._loss(piece)
+        except ValueError as error:
+            if piece.rows > 1 or "more than 1 value per channel" not in str(error):
+                raise
+            raise UsageError(f"BatchNorm cannot normalise {piece.source}, a single row", options.cure) from None
+        drew = looks and self.streams.moved(mark)
+        moved = self.carried.moved(values=options.test) if looks else ""
+        # Values are compared while the model is being observed, versions ever after.
+        changed = self.watch.changed(values=options.test)
+        if changed is not None and options.collect:
+            self.watch.restore()
+            raise ChangingBufferError(
+                f"the forward changes the {changed}, which would come out differently on each worker",
+                "change it in the body of the loop, or train with one worker"
+                if changed.startswith("parameter")
+                else "say how it is merged with paceline.buffer, put that model in eval mode for the call, or train "
+                "with one worker"
+                if changed.endswith(OTHERS)
+                else "say how it is merged with paceline.buffer, or train with one worker",
+            )
+        self.observer.change |= changed is not None
+        hooked = bool(self.observer.hooks.where) and not sums.strict  # it has just been found
+        if drew or moved or hooked or changed is not None:
+            sums.strict = True
+            sums.why = moved or (HOOKED if hooked else f"the forward changes the {changed}")
+            sums.why = "the forward draws random numbers" if drew else sums.why
+            if len(piece.micro_batches) > 1:
+                self.restore()
+                return None
+        return part
+
+    def _loss(self, piece: Piece) -> _Loss:
+        job = self.job
+        with job.arithmetic():
+            output = job.forward(job.model, piece.batch)
+            result = job.loss(output, piece.batch)
+        return _Loss.of(result, piece, any(param.requires_grad for param in self.params))
+
+    def _add_up(self, parts: Sequence[_Loss], sums: Sums) -> None:
+        if not parts:
+            return
+        losses = torch.stack([part.total for part in parts]).cpu().double().tolist()
+        counts = [float(part.count) for part in parts]
+        sums.loss, sums.count = exact_sum(losses), math.fsum(counts)
+        bad = (part for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss))
+        sums.bad = [source for part in bad for source in part.sources]
+        for part in parts:
+            for name, (total, count) in part.metrics.items():
+                before = sums.metrics.get(name, (0.0, 0.0))
+                sums.metrics[name] = (before[0] + float(total), before[1] + float(count))
+        if self.job.exact:
+            for part, loss, count in zip(parts, losses, counts, strict=True):
+                metrics = {name: (float(pair[0]), float(pair[1])) for name, pair in part.metrics.items()}
+                sums.parts.append((part.index, loss, count, metrics))
+
+
+@dataclass
+class _Loss:
+    """The loss of one piece: its sum (a tensor), its count, its metrics."""
+
+    total: torch.Tensor
+    count: Any
+    metrics: Mapping[str, tuple[Any, Any]]
+    sources: list[str]
+    index: int
+    mean: torch.Tensor | None = None  # if that is what the loss returned
+
+    @staticmethod
+    def of(result: Any, piece: Piece, trainable: bool) -> _Loss:
+        metrics: Mapping[str, tuple[Any, Any]] = {}
+        mean = result if isinstance(result, torch.Tensor) else None
+        if isinstance(result, torch.Tensor):
+            total, count = result * piece.rows if result.numel() == 1 else result, piece.rows
+        elif isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], torch.Tensor):
+            total, count = result[0], result[1]
+            metrics = result[2] if len(result) == 3 else {}
+        else:
+            what = f"a tuple of {len(result)}" if isinstance(result, tuple) else a(type(result).__name__)
+            raise LossError(f"the loss returned {what}", LOSS_FORMS)
+        if total.numel() != 1:
+            raise LossError(f"the loss returned a tensor of shape {tuple(total.shape)}", LOSS_FORMS)
+        if trainable and torch.is_grad_enabled() and not total.requires_grad:
+            raise LossError(
+                "the loss does not depend on any trainable parameter",
+                "compute it from the model's output, without detach(), item() or no_grad()",
+            )
+        if not isinstance(metrics, Mapping) or any(not _is_pair(pair) for pair in metrics.values()):
+            raise LossError(f"the loss returned metrics {metrics!r:.80}", LOSS_FORMS)
+        return _Loss(total.reshape(()), count, metrics, piece.sources, piece.micro_batches[0].index, mean)
+
+    def detached(self) -> _Loss:
+        metrics = {name: (_bare(total), _bare(count)) for name, (total, count) in self.metrics.items()}
+        return _Loss(self.total.detach(), _bare(self.count), metrics, self.sources, self.index)
+
+
+def _bare(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2

@@ -1,0 +1,99 @@
+"""What optimizers make of a step's sums, and what they keep, by logical names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from paceline.comm.buckets import Landing
+from paceline.comm.places import ALONE, Places
+from paceline.errors import UsageError
+from paceline.step import Agreed
+from paceline.strategies.job import Job, Options
+from paceline.strategies.offload import Hosted
+from paceline.strategies.state import held, in_rows, load_optimizer, optimizer_state, own_rows, same_number
+
+
+class Update:
+    """The optimizers of a job, which hold `rows` of its parameters, or copies of these, and find the gradients at
+    `home`.
+    """
+
+    def __init__(self, job: Job, home: Landing, places: Places = ALONE) -> None:
+        self.job, self.home, self.places = job, home, places
+        self.rows = list(job.own.values())
+        self.hosted = Hosted(self.rows) if job.offload else None
+        if self.hosted is not None:
+            job.own = dict(zip(job.own, self.hosted.copies, strict=True))
+        self.own = list(job.own.values())
+        frozen = [(name, param) for name, param in job.model.named_parameters() if not param.requires_grad]
+        self.names = {id(param): name for name, param in [*frozen, *job.own.items()]}
+
+    def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
+        """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""
+        held = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+        if foreign := sum(id(param) not in self.names for param in held):
+            raise UsageError(
+                f"{foreign} of the optimizer's {len(held)} tensors are not parameters of the model",
+                "make it from the params it is given, and a loss with parameters a part of the model",
+            )
+        self.job.optimizers, self.job.schedulers = optimizers, schedulers
+
+    def apply(self, agreed: Agreed, options: Options, norm: float) -> None:
+        """Changes the weights; `norm` is that of the mean gradient, for clipping."""
+        # The one division: gradients are sums/expected, and expected is right whenever the count did not change.
+        factor = options.expected / agreed.count
+        if self.job.clip_norm is not None:
+            factor *= min(1.0, self.job.clip_norm / (norm + 1e-6))
+        grads = self.home.sums
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+        for number in agreed.unused:
+            self.rows[number].grad = None
+        with self.hosted.update() if self.hosted is not None else nullcontext():
+            for optimizer in self.job.optimizers:
+                optimizer.step()
+        self.home.applied()
+        for scheduler in self.job.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(agreed.loss / agreed.count)
+            else:
+                scheduler.step()
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def memory(self) -> int:
+        """Bytes that optimizers keep."""
+        return held(
+            [tensor for one in self.job.optimizers for state in one.state.values() for tensor in state.values()]
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "optimizers": [self._optimizer_state(optimizer) for optimizer in self.job.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
+            "exact": dict(zip(self.job.named, self.home.largest, strict=False)),
+        }
+
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        packed = optimizer_state(optimizer, self.names)
+        if self.places.count > 1:
+            in_rows(packed, type(optimizer).__name__, self.job.own, self.job.named, self.places)
+        return packed
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
+        same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
+        for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
+            mine = saved if self.places.count == 1 else own_rows(saved, optimizer, self.job.named, self.places)
+            load_optimizer(optimizer, mine, self.names)
+        for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(dict(saved))
+        if self.job.exact and self.home.largest:
+            largest = state.get("exact") or {}
+            self.home.largest = [largest.get(name, 0.0) for name in self.job.named]
