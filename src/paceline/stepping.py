@@ -22,8 +22,8 @@ from paceline.pulse import PULSE
 from paceline.run import Run
 from paceline.step import Agreed, Grid, VectorLayout, exact_sum
 from paceline.strategies.base import Job, Orders, Strategy, Sums
+from paceline.strategies.chunks import MicroBatch, cut, rows_of, to_device
 from paceline.strategies.merging import Merging
-from paceline.strategies.pieces import MicroBatch, cut, rows_of, to_device
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
 

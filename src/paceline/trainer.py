@@ -50,9 +50,9 @@ from paceline.run import Run
 from paceline.step import Agreed, Grid, deal, stream_seed
 from paceline.stepping import Rows, Stepper, StepReport, bring
 from paceline.strategies.base import Job, default_forward
+from paceline.strategies.chunks import MicroBatch, rows_of
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
-from paceline.strategies.pieces import MicroBatch, rows_of
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.state import hidden_in, refuse_mixing
 from paceline.strategies.streams import Streams

@@ -27,7 +27,7 @@ from paceline.data.order import sample_index
 from paceline.errors import DatasetError, Noting, UsageError, a
 from paceline.pulse import PULSE
 from paceline.step import Grid, deal_rows, stream_seed
-from paceline.strategies.pieces import MicroBatch, rows_told
+from paceline.strategies.chunks import MicroBatch, rows_told
 from paceline.strategies.streams import Streams
 
 Order = Callable[..., Any]

@@ -24,10 +24,10 @@ from paceline.comm.staging import Staging
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import Agreed, Part, exact_sum, stream_seed
 from paceline.strategies.buffers import DECLARED, Carried
+from paceline.strategies.chunks import Chunk, MicroBatch, merged
 from paceline.strategies.hooks import weighed
 from paceline.strategies.observing import HOOKED, USERS_OWN, Observer
 from paceline.strategies.offload import Hosted
-from paceline.strategies.pieces import MicroBatch, Piece, merged
 from paceline.strategies.state import held, in_rows, load_optimizer, optimizer_state, own_rows, same_number
 from paceline.strategies.streams import Streams
 from paceline.strategies.watch import OTHERS, BufferWatch
@@ -84,7 +84,7 @@ class Job:
 class Orders:
     """What a step is told: its number, the count its gradients are scaled by, its size, and how it may be executed.
 
-    `merge` is how many micro-batches a piece may hold, `test` asks for an observation of whether they may be merged
+    `merge` is how many micro-batches a chunk may hold, `test` asks for an observation of whether they may be merged
     at all, `probe` to look once at the loss also where they may not, `collect` for BatchNorm's statistics per
     micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has gradient hooks. `cure` helps
     against micro-batches of a single row. `reached` is told of moments in it, `summed`, if it is there, of each tensor
@@ -111,11 +111,11 @@ class Sums:
     """What one worker's share of a step adds up to. Gradients stay where the strategy keeps them, as sums/expected.
 
     `strict`: micro-batches must stay alone, and `why`; `whole`: they must not be divided among workers; `failed`: a
-    piece that was merged or divided did, and the step is to be redone without. `news` is what people are to be told,
+    chunk that was merged or divided did, and the step is to be redone without. `news` is what people are to be told,
     by kind: what, and why if it is a decision.
 
     `records` are of what forwards leave in buffers, zero where another worker computed it; `cramped` says that the
-    memory was too small for merged pieces. With `exact`, `parts` has (number, loss, count, metrics) of each
+    memory was too small for merged chunks. With `exact`, `parts` has (number, loss, count, metrics) of each
     micro-batch, `maxima` the largest gradient of each parameter, and `redo` says that the sums do not hold it.
     """
 
@@ -282,16 +282,16 @@ class Single(Strategy):
             (ready or self.reduce)(bucket)
 
         try:
-            return self._in_pieces(micro_batches, orders, send)
+            return self._in_chunks(micro_batches, orders, send)
         except torch.OutOfMemoryError:
             if orders.merge == 1 or sent:  # what was sent cannot be taken back
                 raise
         self.abort(again=True)  # a backward may have added a part of its gradients: all begins anew, one by one
-        sums = self._in_pieces(micro_batches, replace(orders, merge=1), send)
+        sums = self._in_chunks(micro_batches, replace(orders, merge=1), send)
         sums.cramped = True
         return sums
 
-    def _in_pieces(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready) -> Sums:
+    def _in_chunks(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready) -> Sums:
         if self.seen != (len(self.job.beside), *DECLARED):
             self._look_around()
         sums = Sums(records=self.carried.begin(orders, self.job.device))
@@ -310,22 +310,22 @@ class Single(Strategy):
         sums.why = self.observer.why(self.carried.certain)
         sums.strict = bool(sums.why and order)
         order = order[::-1] if orders.reverse else order
-        blanks = [Piece([m], m.batch) for m in micro_batches if m.blank]
+        blanks = [Chunk([m], m.batch) for m in micro_batches if m.blank]
         queue = deque([*blanks, *merged(order, 1 if sums.strict else orders.merge)])
         parts: list[_Part] = []
         while queue and not sums.failed:
-            piece = queue.popleft()
-            if piece.micro_batches[0].blank:
-                self._run_blank(piece, orders, last=not queue)
+            chunk = queue.popleft()
+            if chunk.micro_batches[0].blank:
+                self._run_blank(chunk, orders, last=not queue)
                 continue
             if not parts:
                 orders.reached("forward")
-            part = self._run(piece, sums, orders, last=not queue)
+            part = self._run(chunk, sums, orders, last=not queue)
             if part is not None:
                 parts.append(part)
             elif not sums.failed:  # it is merged and may not be: its micro-batches one by one
-                queue.extendleft(Piece([m], m.batch) for m in reversed(piece.micro_batches))
-        self.observer.observe(lambda piece: self._loss(piece).detached(), self.models, order, sums, orders)
+                queue.extendleft(Chunk([m], m.batch) for m in reversed(chunk.micro_batches))
+        self.observer.observe(lambda chunk: self._loss(chunk).detached(), self.models, order, sums, orders)
         self._add_up(parts, sums)
         if self.landing is not None and self.buckets is not None:
             sums.unused = self.landing.flush()
@@ -334,28 +334,28 @@ class Single(Strategy):
             sums.unused = {number for number, param in enumerate(self.params) if param.grad is None}
         return sums
 
-    def _run(self, piece: Piece, sums: Sums, orders: Orders, last: bool) -> _Part | None:
-        """Forward and backward of one piece, the `last` of the step or not; None if it may not be computed so."""
-        if sums.strict and len(piece.micro_batches) > 1:
+    def _run(self, chunk: Chunk, sums: Sums, orders: Orders, last: bool) -> _Part | None:
+        """Forward and backward of one chunk, the `last` of the step or not; None if it may not be computed so."""
+        if sums.strict and len(chunk.micro_batches) > 1:
             return None
         try:
-            with piece.noted, nullcontext() if self.observer.done else self.observer.hooks.watched():
-                part = self._forward(piece, sums, orders)
+            with chunk.noted, nullcontext() if self.observer.done else self.observer.hooks.watched():
+                part = self._forward(chunk, sums, orders)
             if part is None:
                 return None
             mark = self.streams.mark() if orders.test and not sums.strict else ()
-            with piece.noted:
+            with chunk.noted:
                 self._backward(part, orders, last)
         except (*USERS_OWN, LossError) as error:
-            if piece.plain or self._sent or isinstance(error, torch.OutOfMemoryError):
+            if chunk.plain or self._sent or isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.observer.give_up(piece, sums, error)
+            self.observer.give_up(chunk, sums, error)
             return None
         if mark and self.streams.moved(mark):
             sums.strict, sums.why = True, "the backward draws random numbers"
         if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
-            self.carried.record(sums.records, piece)
-        odd = [m.odd for m in piece.micro_batches if m.odd]
+            self.carried.record(sums.records, chunk)
+        odd = [m.odd for m in chunk.micro_batches if m.odd]
         if odd and part.mean is not None:
             sums.news["rows"] = odd[0], ""
         return part.detached()
@@ -375,29 +375,29 @@ class Single(Strategy):
         if self.landing is not None:
             self.landing.close()
 
-    def _run_blank(self, piece: Piece, orders: Orders, last: bool) -> None:
+    def _run_blank(self, chunk: Chunk, orders: Orders, last: bool) -> None:
         """One of the forwards and backwards that the other workers of a replica make more than this one: nothing of it
         counts.
         """
         assert self.landing is not None
-        self.streams.seed(stream_seed(self.job.seed, orders.step, piece.micro_batches[0].index))
-        self._backward(self._loss(piece), orders, last, blank=True)
+        self.streams.seed(stream_seed(self.job.seed, orders.step, chunk.micro_batches[0].index))
+        self._backward(self._loss(chunk), orders, last, blank=True)
         self.watch.restore()
         self.carried.restore()
 
-    def _forward(self, piece: Piece, sums: Sums, orders: Orders) -> _Part | None:
-        """Forward and loss of one piece, under the stream of its first micro-batch."""
-        self.streams.seed(stream_seed(self.job.seed, orders.step, piece.micro_batches[0].index))
+    def _forward(self, chunk: Chunk, sums: Sums, orders: Orders) -> _Part | None:
+        """Forward and loss of one chunk, under the stream of its first micro-batch."""
+        self.streams.seed(stream_seed(self.job.seed, orders.step, chunk.micro_batches[0].index))
         looks = not sums.strict
         if sums.records is not None:
             self.carried.restore()
         mark = self.streams.mark() if looks else ()
         try:
-            part = self._loss(piece)
+            part = self._loss(chunk)
         except ValueError as error:
-            if piece.rows > 1 or "more than 1 value per channel" not in str(error):
+            if chunk.rows > 1 or "more than 1 value per channel" not in str(error):
                 raise
-            raise UsageError(f"BatchNorm cannot normalise {piece.source}, a single row", orders.cure) from None
+            raise UsageError(f"BatchNorm cannot normalise {chunk.source}, a single row", orders.cure) from None
         drew = looks and self.streams.moved(mark)
         moved = self.carried.moved(values=orders.test) if looks else ""
         # Values are compared while the model is being observed, versions ever after.
@@ -419,18 +419,18 @@ class Single(Strategy):
             sums.strict = True
             sums.why = moved or (HOOKED if hooked else f"the forward changes the {changed}")
             sums.why = "the forward draws random numbers" if drew else sums.why
-            if len(piece.micro_batches) > 1:
+            if len(chunk.micro_batches) > 1:
                 self.watch.restore()
                 self.carried.restore()
                 return None
         return part
 
-    def _loss(self, piece: Piece) -> _Part:
+    def _loss(self, chunk: Chunk) -> _Part:
         job = self.job
         with job.arithmetic():
-            output = job.forward(job.model, piece.batch)
-            result = job.loss(output, piece.batch)
-        return _Part.of(result, piece, any(param.requires_grad for param in self.params))
+            output = job.forward(job.model, chunk.batch)
+            result = job.loss(output, chunk.batch)
+        return _Part.of(result, chunk, any(param.requires_grad for param in self.params))
 
     def _add_up(self, parts: Sequence[_Part], sums: Sums) -> None:
         if not parts:
@@ -535,7 +535,7 @@ class Single(Strategy):
 
 @dataclass
 class _Part:
-    """The loss of one piece: its sum (a tensor), its count, its metrics."""
+    """The loss of one chunk: its sum (a tensor), its count, its metrics."""
 
     total: torch.Tensor
     count: Any
@@ -545,11 +545,11 @@ class _Part:
     mean: torch.Tensor | None = None  # if that is what the loss returned
 
     @staticmethod
-    def of(result: Any, piece: Piece, trainable: bool) -> _Part:
+    def of(result: Any, chunk: Chunk, trainable: bool) -> _Part:
         metrics: Mapping[str, tuple[Any, Any]] = {}
         mean = result if isinstance(result, torch.Tensor) else None
         if isinstance(result, torch.Tensor):
-            total, count = result * piece.rows if result.numel() == 1 else result, piece.rows
+            total, count = result * chunk.rows if result.numel() == 1 else result, chunk.rows
         elif isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], torch.Tensor):
             total, count = result[0], result[1]
             metrics = result[2] if len(result) == 3 else {}
@@ -565,7 +565,7 @@ class _Part:
             )
         if not isinstance(metrics, Mapping) or any(not _is_pair(pair) for pair in metrics.values()):
             raise LossError(f"the loss returned metrics {metrics!r:.80}", LOSS_FORMS)
-        return _Part(total.reshape(()), count, metrics, piece.sources, piece.micro_batches[0].index, mean)
+        return _Part(total.reshape(()), count, metrics, chunk.sources, chunk.micro_batches[0].index, mean)
 
     def detached(self) -> _Part:
         metrics = {name: (_bare(total), _bare(count)) for name, (total, count) in self.metrics.items()}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from paceline.comm.buckets import BYTES, Bucket
 from paceline.comm.group import Group
 from paceline.strategies.base import Job, Orders, Ready, Strategy, Sums
+from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.cost import Cost, Facts
-from paceline.strategies.pieces import MicroBatch
 
 
 class Data(Strategy):

@@ -29,7 +29,7 @@ from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
 from paceline.strategies.blocks import blocks_of, by_block, gathered
 from paceline.strategies.blueprint import Blueprint, Held, strip
-from paceline.strategies.pieces import MicroBatch
+from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.state import held
 
 Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's

@@ -14,8 +14,8 @@ from paceline.comm.group import Group
 from paceline.comm.places import Places
 from paceline.comm.staging import Staging
 from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
+from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.cost import Cost, Facts
-from paceline.strategies.pieces import MicroBatch
 
 
 def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int, offload: bool = False) -> Cost:
