@@ -17,29 +17,24 @@ from paceline.strategies.cost import Cost, Facts
 
 class Data(Strategy):
     """Sums gradients over `group` in buckets, as soon as backward completes them; shares may be unequal or empty. Where
-    a replica is of several `places`, each sums what it has with the workers of the same place.
+    a replica is of several workers, each sums what it has with its twins `across` them.
 
     Nothing is divided here: sums and counts travel, and `Single.update` divides once by the global count.
     """
 
-    def __init__(self, inner: Strategy, group: Group, job: Job, places: int = 1) -> None:
+    def __init__(self, inner: Strategy, group: Group, job: Job, across: Group) -> None:
         self.inner = inner
         self.group = group
         self.job = job
-        self.places = places
-        self.across = group  # the workers of this one's place, once it is housed
+        self.across = across
         self.works: list[dist.Work | None] = []
         self.summed: list[torch.Tensor] = []
         self.orders: Orders | None = None
         self.told = 0
 
-    def rehouse(self) -> None:
-        self.across = self.group.across(self.places)
-        self.inner.rehouse()
-
     def gradients(self, micro_batches: Sequence[MicroBatch], orders: Orders, ready: Ready | None = None) -> Sums:
         self.works, self.summed, self.orders, self.told = [], [], orders, 0
-        if self.places > 1:
+        if self.across is not self.group:
             self.across.enter(f"step {orders.step + 1}", check=False, kind="gradients")
         return self.inner.gradients(micro_batches, orders, self.reduce)
 

@@ -98,6 +98,7 @@ class FullyShard(Strategy):
     def _shard(self, reshard: bool, share: Share | None) -> DeviceMesh:
         """Leaves each place its rows of every parameter."""
         job = self.job
+        self.replica.lend()
         mesh = init_device_mesh(job.device.type, (self.replica.size,))
         named = dict(job.model.named_parameters())
         besides: list[Held] = []

@@ -19,10 +19,10 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     """What a plan costs each of so many workers, if they make so many forwards in a step. The memory of activations,
     of exact sums and of what they need is not in it.
     """
-    if plan.places == 1:
+    mesh = plan.mesh(workers)
+    if mesh.replica == 1:
         return data.cost(facts, workers)
-    replicas = workers // plan.places
-    return shard.cost(facts, plan.zero or 3, plan.places, replicas, forwards, plan.offload is not None)
+    return shard.cost(facts, plan.zero or 3, mesh.shard, mesh.data, forwards, plan.offload is not None)
 
 
 def facts_of(job: Job) -> Facts:
@@ -46,21 +46,22 @@ def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False)
     """
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
-    places = plan.places
+    mesh = plan.mesh(group.size)
+    across = group.along("data", mesh=mesh)
     if plan.exact:
         set_apart(job.model)
     if plan.recompute:
         job.decisions.append(recompute(job.model))
     if plan.compile:
         job.decisions.append(compiled(job.model, plan.together > 1, plan.exact))
-    if places > 1:
-        replica = group.replica(places)
+    if mesh.replica > 1:
+        replica = group.along("shard", mesh=mesh)
         if plan.zero == 1:
-            return Data(Shard(job, replica), group, job, places)
+            return Data(Shard(job, replica), group, job, across)
         from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
 
         filled = None if known else partial(share, group=group)
-        return Data(FullyShard(job, replica, plan.zero == 3, filled), group, job, places)
+        return Data(FullyShard(job, replica, plan.zero == 3, filled), group, job, across)
     if group.size == 1 and not elastic:
         return Single(job, group.allocate if plan.exact else None)
-    return Data(Single(job, group.allocate), group, job)
+    return Data(Single(job, group.allocate), group, job, across)
