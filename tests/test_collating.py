@@ -13,7 +13,7 @@ from by_hand import in_order
 from torch.utils.data import TensorDataset, default_collate
 
 from paceline.data.collating import Collated
-from paceline.strategies.pieces import MicroBatch
+from paceline.strategies.chunks import MicroBatch
 
 X = torch.randn(48, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 BAD = TensorDataset(X, (torch.arange(48) % 4).where(torch.arange(48) != 13, -1))

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.comm.buckets import BYTES
 from paceline.comm.group import Group
 from paceline.errors import WorkersDifferError
+from paceline.mesh import Mesh
 from paceline.observe.figures import ranks
 from paceline.observe.journal import Journal
 from paceline.step import parted
@@ -61,8 +62,8 @@ class Weights:
     as in the first one of a generation. `distance` is the largest that was measured.
     """
 
-    def __init__(self, job: Job, places: int) -> None:
-        self.job, self.places = job, places
+    def __init__(self, job: Job, mesh: Mesh) -> None:
+        self.job, self.mesh = job, mesh
         name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else job.device.type
         self.kind, self.kinds = f"{name} {get_cpu_capability()}", list[str]()
         self.due, self.checks, self.seconds = True, 0, 0.0
@@ -134,8 +135,8 @@ class Weights:
 
     def _apart(self, values: Sequence[Any]) -> tuple[list[int], list[int]] | None:
         """Of workers that must have the same those that have and have not, by rank."""
-        places = self.places if self._in_pieces else 1
-        keys = [(kind, rank % places) for rank, kind in enumerate(self.kinds)]
+        pieces = self._in_pieces
+        keys = [(kind, self.mesh.place(rank) if pieces else 0) for rank, kind in enumerate(self.kinds)]
         alike = ([rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys))
         return next(filter(None, (parted(some, values) for some in alike)), None)
 
@@ -146,7 +147,7 @@ class Weights:
 
     def _measure(self, group: Group, give: bool) -> None:
         """How far from the first worker's, or from those of the first one that holds the same piece."""
-        apart, size, across = 0.0, 0.0, group.across(self.places)
+        apart, size, across = 0.0, 0.0, group.along("data", mesh=self.mesh)
         some, named = across if self._in_pieces else group, self._named()
         some.enter("the weights of several kinds of workers", check=False, kind="weights compared")
         floats = (p for p in self.job.model.parameters() if p.is_floating_point())

@@ -20,8 +20,8 @@ from paceline.metrics import Objects
 from paceline.pulse import PULSE
 from paceline.step import Grid, stream_seed
 from paceline.strategies.buffers import unchanging
+from paceline.strategies.chunks import Chunk, MicroBatch, to_device
 from paceline.strategies.job import Job
-from paceline.strategies.pieces import MicroBatch, Piece, to_device
 from paceline.strategies.streams import Streams
 from paceline.team.team import Team
 
@@ -79,7 +79,7 @@ class Sweep:
             number = base + micro_batch.index
             batch = to_device(micro_batch.batch, self.job.device)
             streams.seed(stream_seed(self.job.seed, _STREAM, number))
-            with Piece([micro_batch], batch).noted, self.job.arithmetic():
+            with Chunk([micro_batch], batch).noted, self.job.arithmetic():
                 output = self.job.forward(self.model, batch)
                 if not micro_batch.blank:
                     use(number, micro_batch.rows, output, batch)

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from paceline.errors import PlanError, UsageError, WorkersDifferError, a
 from paceline.hints import path_of, unfit
 from paceline.plan import Plan
-from paceline.strategies.pieces import tensors_of
+from paceline.strategies.chunks import tensors_of
 
 Schedule = Callable[..., Any]
 _COUNTED = {

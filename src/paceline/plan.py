@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from paceline.errors import PlanError
+from paceline.mesh import AXES, Mesh
 
 # A word's value is a literal or one of these: its pattern, and what the user is told it stands for.
 _NUMBERS = {
@@ -122,24 +123,24 @@ class Plan:
         """
         return self.exact or self.precision == "fp16" or self.together > 1
 
-    @property
-    def places(self) -> int:
-        """How many workers hold one model together."""
-        return self.shard or 1
+    def mesh(self, workers: int) -> Mesh:
+        """Where each of so many workers is, if the plan is right for them."""
+        axes = {axis: getattr(self, axis) or 1 for axis in AXES if axis != "data"}
+        return Mesh(**axes).over(workers)
 
     @property
     def together(self) -> int:
         """How many workers gather a model's parameters from one another, and therefore run it equally often."""
-        return self.places if self.zero in (2, 3) else 1
+        return self.mesh(1).replica if self.zero in (2, 3) else 1
 
     def in_shards(self, workers: int) -> Iterator[Plan]:
         """The plans over `workers` that are like this one and keep a model in more or fewer pieces: those that cost the
         least time first.
         """
         for zero in (1, 2, 3):
-            for places in (n for n in range(2, workers + 1) if workers % n == 0):
-                if (places, zero) != (self.shard, self.zero):
-                    yield replace(self, data=None, shard=places, zero=zero)
+            for shard in (n for n in range(2, workers + 1) if workers % n == 0):
+                if (shard, zero) != (self.shard, self.zero):
+                    yield replace(self, data=None, shard=shard, zero=zero)
 
     def _said(self) -> Iterator[tuple[Field[Any], Any, str]]:
         """What was said: the row of the table, the value, and the word as it is written."""

@@ -154,7 +154,7 @@ class Saving:
     def _alone(self) -> bool:
         """Whether the state lives in one replica, all of it on this host."""
         group = self.team.group
-        return group.size <= group.places and len(set(group.hosts)) == 1
+        return group.size <= group.mesh.replica and len(set(group.hosts)) == 1
 
     def _due(self, step: int) -> bool:
         if self._steps is not None:

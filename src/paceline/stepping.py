@@ -18,13 +18,14 @@ from paceline.comm.group import Group
 from paceline.data.balance import Balance
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
 from paceline.given import digest_of, refuse_twins
+from paceline.mesh import run_of
 from paceline.plan import Plan
 from paceline.pulse import PULSE
 from paceline.run import Run
 from paceline.step import NOTHING, Agreed, Grid, VectorLayout
+from paceline.strategies.chunks import MicroBatch, cut, rows_of, to_device
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.merging import Merging
-from paceline.strategies.pieces import MicroBatch, cut, rows_of, to_device
 from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
@@ -92,9 +93,8 @@ def bring(
     whole = Portion(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
     if whole.rows == 0:
         raise UsageError("no worker brought a row to step()", "bring at least one row")
-    beside = range(rank - rank % together, rank - rank % together + together)
     spare = micro_batches[0] if micro_batches else spare
-    for _ in range(max(brought[other][0] for other in beside) - len(cuts)):
+    for _ in range(max(brought[other][0] for other in run_of(rank, together)) - len(cuts)):
         if spare is None:
             what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
             raise UsageError(what, "bring at least one row on every worker, or say zero=1")

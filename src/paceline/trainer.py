@@ -49,10 +49,10 @@ from paceline.predict import predicted
 from paceline.run import Run
 from paceline.step import Agreed, Grid, deal, stream_seed
 from paceline.stepping import Portion, Stepper, StepReport, bring
+from paceline.strategies.chunks import MicroBatch, rows_of
 from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
-from paceline.strategies.pieces import MicroBatch, rows_of
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.state import hidden_in, refuse_mixing
 from paceline.strategies.streams import Streams
@@ -99,11 +99,10 @@ class Trainer:
         self.plan = Plan.parse(said).validate(run.team.world.size)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
-        places = self.plan.places
+        mesh = self.plan.mesh(self._group.size)
         if run.team.operations.elastic and run.members:
-            refuse_other_places(places, self._group.places)
-        if places > 1:
-            self._group.replica(places, lend=self.plan.together > 1)
+            refuse_other_places(mesh.replica, self._group.mesh.replica)
+        self._group.mesh = max(self._group.mesh, mesh, key=lambda mesh: mesh.replica)
         run.begin(str(self.plan), origin, seed, self._device)
         self._streams = Streams(self._device)
         self.model, built = self._build(model)
@@ -116,7 +115,7 @@ class Trainer:
         judge = Hinting(fitting("loss", loss), "loss")
         job = Job(self.model, form, judge, self._device, seed, clip_norm, **kept)
         self._job = job
-        if places > 1:  # a newcomer has no rows before it has a place
+        if mesh.replica > 1:  # a newcomer has no rows before it has a place
             run.need_team()
         known = run.knows(self._number)
         self._replica = nest(self.plan, job, self._group, run.team.operations.elastic, known)
@@ -124,14 +123,14 @@ class Trainer:
             run.decide(self._number, what, why)
             run.say(what)
         optimizers = optimizers_of(optimizer, list(job.own.items()))
-        if places > 1:
+        if mesh.replica > 1:
             refuse_mixing(optimizers)
         refuse_fused(optimizers, bool(self.plan.exact and self.plan.shard))
         self._replica.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
-        run.agreement.weights.append(weights := Weights(job, places))
+        run.agreement.weights.append(weights := Weights(job, mesh))
         self._stepper = Stepper(run, self._number, job, self._replica, self.plan, self._streams, merging, weights)
         if self.plan.precision == "fp16":
             self._stepper.scaling = LossScale()

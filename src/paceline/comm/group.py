@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
 from paceline.comm.side import call_site, unless
 from paceline.errors import LaunchError, PeerLostError, UsageError
+from paceline.mesh import AXES, Mesh
 from paceline.pulse import PULSE
 from paceline.world import World
 
@@ -37,7 +38,8 @@ class Group:
     """The collectives of a team of `size` workers. In a world of one every operation is the identity.
 
     `ledger` has per kind of collective: how many, bytes that this worker handed over (as payload), seconds it stood
-    still. `names` are what the workers are called, by rank: their numbers in the run.
+    still. `names` are what the workers are called, by rank: their numbers in the run. `mesh` says who is where: it is
+    that of the trainer whose replicas are largest.
     """
 
     def __init__(self, world: World) -> None:
@@ -48,10 +50,11 @@ class Group:
         self._rendezvous = Rendezvous()
         self._store: dist.Store | None = None
         self._group: Any = None
-        self._parts: dict[str, Group] = {}  # of this generation
-        self._replicas: dict[int, Group] = {}  # by their size
-        self._lends = False
         self._lent: Any = None  # torch's default group
+        self._lends = False  # it is connected in this generation
+        self.mesh = Mesh()
+        self._parts: dict[tuple[Mesh, tuple[str, ...]], Group] = {}
+        self._whole: tuple[Group, str] | None = None  # which this is a part of, and by what name
         if world.size > 1 and not world.newcomer:
             with PULSE.waiting():
                 self._take(world, *self._connect(world, never))
@@ -62,8 +65,15 @@ class Group:
         return store, ProcessGroup(store, world.rank, world.size, FOR_EVER, channel)
 
     def _take(self, world: World, store: dist.Store | None, group: ProcessGroup | None) -> None:
-        self.rank, self.size, self._store, self._group = world.rank, world.size, store, group
-        self.names = world.members or range(world.size)
+        self.rank, self.size = world.rank, world.size
+        self.names, self.mesh = world.members or range(world.size), self.mesh.over(world.size)
+        self._lends = False
+        self._use(store, group)
+        for (mesh, axes), part in self._parts.items():
+            self._aim(part, mesh, axes)
+
+    def _use(self, store: dist.Store | None, group: ProcessGroup | None) -> None:
+        self._store, self._group = store, group
         if group is not None:
             self.channel, self._side = group.channel, group.channel.side
             self._side.names = self.names
@@ -83,121 +93,97 @@ class Group:
             with PULSE.waiting():  # not in the thread, which may be left behind
                 made = unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up))
             self._take(world, *made)
-            for size in self._replicas:
-                self.replica(size)
         except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
             raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
 
     def _abort(self) -> None:
-        for part in self._all_parts:
+        for part in self._parts.values():
             part._abort()
-            part._store = None
-        self._parts.clear()
         for group in (self._group, self._lent):
             if group is not None:
                 group.abort()
 
-    @property
-    def _all_parts(self) -> list[Group]:
-        return [*self._parts.values(), *self._replicas.values()]
+    def along(self, *axes: str, mesh: Mesh | None = None) -> Group:
+        """The group of the workers that differ from this one along these axes alone, of the present mesh unless one is
+        said: along all axes it is this group itself.
 
-    def along(self, *axes: str) -> Group:
-        """The group of the workers that differ from this one along these axes alone."""
-        if axes == ("shard",):
-            return self.replica(self.places)
-        return self.across(self.places) if axes == ("data",) else self
-
-    def across(self, places: int) -> Group:
-        """The group of the workers that have the place of this one in their replicas. Collective at first; it ends with
-        the generation.
+        It is the same in all generations. In each it is connected at its first `enter`, `lending` or `allocate`, which
+        is collective among its workers: a newcomer has not been where the others made it.
         """
-        if places == 1:
+        mesh = replace(mesh or self.mesh, data=1)  # whose replicas come and go
+        if "data" in axes and all(axis in axes or getattr(mesh, axis) == 1 for axis in AXES):
             return self
-        name = f"across/{places}"
-        if name not in self._parts:
-            self._parts[name] = self._alone()
-            self._meet(self._parts[name], name, [range(place, self.size, places) for place in range(places)])
-        return self._parts[name]
+        key = mesh, tuple(axis for axis in AXES if axis in axes)
+        if key not in self._parts:
+            part = self._parts[key] = Group(World(rank=self.names[self.rank]))
+            part.ledger = self.ledger
+            self._aim(part, *key)
+        return self._parts[key]
 
-    def replica(self, size: int, lend: bool = False) -> Group:
-        """The group of the `size` workers, one after another, that hold a model together. Collective at first. In a new
-        generation it is the same, over other connections; a newcomer has it from its admission on.
+    def _aim(self, part: Group, mesh: Mesh, axes: tuple[str, ...]) -> None:
+        """Says who is of a part from now on. While this worker is alone it is alone there, too."""
+        mesh = mesh.over(self.size)
+        ranks = mesh.peers(self.rank, *axes) if mesh.data else (self.rank,)
+        part._whole = self, f"along/{'x'.join(map(str, astuple(mesh)))}/{'+'.join(axes)}/{ranks[0]}"
+        members = tuple(self.names[rank] for rank in ranks)
+        part._take(World(rank=ranks.index(self.rank), size=len(ranks), members=members), None, None)
 
-        With `lend` its workers also have a default group of torch.distributed, over which torch's own parts run.
-        """
-        made = self._replicas.setdefault(size, self._alone())
-        made._lends |= lend
-        if self.size > 1 and (made._store is None or (made._lends and made._lent is None)):
-            self._meet(made, f"replica/{size}", [range(first, first + size) for first in range(0, self.size, size)])
-        return made
-
-    def _alone(self) -> Group:
-        made = Group(World(rank=self.names[self.rank]))
-        made.ledger = self.ledger
-        return made
-
-    def _meet(self, part: Group, name: str, parts: Sequence[Sequence[int]]) -> None:
-        """Connects those of a part, the one of `parts` that has this worker's rank."""
-        (ranks,) = [ranks for ranks in parts if self.rank in ranks]
-        world = World(rank=ranks.index(self.rank), size=len(ranks), members=tuple(self.names[rank] for rank in ranks))
-        if world.size == 1:
-            part._take(world, None, None)
+    def _join(self) -> None:
+        """Connects the workers of a part, unless they are in this generation."""
+        if self._whole is None or self._store is not None:
             return
-        assert self._store is not None
-        part._join(world, dist.PrefixStore(f"{name}/{ranks[0]}", self._store), self.channel)
+        whole, name = self._whole
+        assert whole._store is not None
+        store = dist.PrefixStore(name, whole._store)
+        self._use(store, ProcessGroup(store, self.rank, self.size, FOR_EVER, self._channel(store)))
+        if whole.channel.broken is not None:  # we were not there to hear that
+            self.interrupt(whole.channel.broken)
 
-    def _join(self, world: World, store: dist.Store, over: Channel) -> None:
-        """Connects this part of a group, or connects it again; as long as the group's channel is whole."""
-
-        def channel(store: dist.Store) -> Channel:
-            make = partial(Channel, store, world.rank, world.size, FOR_EVER, lambda: over.broken is not None)
+    def _channel(self, store: dist.Store) -> Channel:
+        """Connects the workers of a part, as long as the whole group's channel is whole."""
+        assert self._whole is not None
+        over = self._whole[0].channel
+        make = partial(Channel, store, self.rank, self.size, FOR_EVER, lambda: over.broken is not None)
+        try:
             with PULSE.waiting():
                 return unless(lambda: over.broken, make)
+        except RuntimeError as error:
+            raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
 
-        if self._group is not None and self._group.rank() != world.rank:  # a newcomer whose mates were lost
-            if self._lent is not None:
-                dist.destroy_process_group()
-            self._group = self._lent = None
-        if self._store is None:
-            made = channel(store)
-            if self._group is None:
-                self._group = ProcessGroup(store, world.rank, world.size, FOR_EVER, made)
-            else:
-                self._group.meet(store, made)
-            self._take(world, store, self._group)
-        if self._lends:
-            self._lend(dist.PrefixStore("torch", store), channel)
-        if over.broken is not None:  # we were not there to hear that
-            self.interrupt(over.broken)
-
-    def _lend(self, store: dist.Store, connect: Callable[[dist.Store], Channel]) -> None:
-        """Makes torch.distributed's default group of these workers, or connects it again. Raises UsageError where the
-        script has made one.
+    def lend(self) -> None:
+        """Makes torch.distributed's default group of the workers of a part, over which torch's own parts run; in a new
+        generation it is the same, over other connections. Raises UsageError where the script has made one. Collective.
         """
+        if self.size == 1 or self._lends:
+            return
+        if self._lent is not None and self._lent.rank() != self.rank:  # a newcomer whose mates were lost
+            dist.destroy_process_group()
+            self._lent = None
         if self._lent is None and dist.is_initialized():
             what = "the script has initialised torch.distributed, whose default group the plan needs"
             raise UsageError(what, "leave init_process_group out, or say zero=1")
-        channel = connect(store)
+        self._join()
+        assert self._store is not None
+        store = dist.PrefixStore("torch", self._store)
+        channel = self._channel(store)
         channel.side.names, channel.ledger = self.names, self.ledger
         if self._lent is not None:
             self._lent.meet(store, channel)
-            return
-        self._lent, hook = ProcessGroup(store, self.rank, self.size, FOR_EVER, channel), sys.excepthook
-        lend(self._lent, store)
-        sys.excepthook = hook  # torch's puts a rank before every line
+        else:
+            self._lent, hook = ProcessGroup(store, self.rank, self.size, FOR_EVER, channel), sys.excepthook
+            lend(self._lent, store)
+            sys.excepthook = hook  # torch's puts a rank before every line
+        self._lends = True
+        if self.channel.broken is not None:  # we were not there to hear that
+            self.interrupt(self.channel.broken)
 
     def interrupt(self, error: Exception) -> None:
         """Ends every collective with `error`, until the next team has formed. From any thread."""
         for group in (self._group, self._lent):
             if group is not None:
                 group.channel.interrupt(error)
-        for part in self._all_parts:
+        for part in [*self._parts.values()]:
             part.interrupt(error)
-
-    @property
-    def places(self) -> int:
-        """The workers of a replica."""
-        return max(self._replicas, default=1)
 
     @property
     def hosts(self) -> list[int]:
@@ -219,6 +205,7 @@ class Group:
         """
         if self.size == 1:
             return
+        self._join()
         if len(name) > NAME:  # told apart by all of it, shown by its beginning
             name = f"{name[: NAME - 13]}~{hashlib.sha256(name.encode()).hexdigest()[:12]}"
         self._declared = (name, call_site(), kind or name)
@@ -228,6 +215,7 @@ class Group:
     @contextlib.contextmanager
     def lending(self, name: str, kind: str) -> Iterator[dist.ProcessGroup]:
         """Gives the group that is lent to torch, and declares what is done over it meanwhile."""
+        self.lend()
         channel = self._lent.channel
         channel.declared = (name, call_site(), kind)
         try:
@@ -251,6 +239,7 @@ class Group:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor of zeros for sums: on CPU in memory that the workers of a host share. Collective."""
         if self.size > 1 and device.type == "cpu":
+            self._join()
             try:
                 with PULSE.waiting():
                     return self.channel.allocate(numel, dtype)
@@ -447,11 +436,9 @@ class Group:
         self._release(failed)
 
     def _release(self, failed: bool) -> None:
-        for part in self._all_parts:
-            part._store = None
+        for part in self._parts.values():
             part._release(failed)
         self._parts.clear()
-        self._replicas.clear()
         if not failed and self._lent is not None:
             dist.destroy_process_group()
             self._lent.shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,13 @@ from paceline.comm.group import Group
 Heard = Callable[[int, torch.Tensor], None]
 
 
-@dataclass(frozen=True)
-class Hop:
-    """Among the workers that differ along these `axes` alone, `scatter` leaves each the sums of its own stretch of a
-    bucket, and `sum` all of them the sums of what they have of it.
+class Hop(NamedTuple):
+    """Among some workers: `scatter` leaves each the sums of its own stretch of a bucket, `sum` all the sums of what they
+    have of it.
     """
 
     kind: str
-    axes: tuple[str, ...]
+    among: Group
 
 
 class Transit:
@@ -37,8 +36,8 @@ class Transit:
     def begin(self, name: str, heard: Heard | None = None) -> None:
         """Starts a step: each bucket that arrives is told to `heard`, with its number."""
         self._arrived, self._heard = [], heard
-        for hop in self.route:
-            if (among := self.group.along(*hop.axes)) is not self.group:
+        for _, among in self.route:
+            if among is not self.group:  # which has been entered
                 among.enter(name, check=False, kind="gradients")
 
     def send(self, bucket: Bucket) -> None:
@@ -61,8 +60,7 @@ class Transit:
 
     def squares(self) -> float | None:
         """The squares of what has arrived added up over the last hop's workers, where summing them has told it."""
-        last = [bucket.mine for bucket in self._arrived]
-        return self.group.along(*self.route[-1].axes).squares(last) if self.route else None
+        return self.route[-1].among.squares([bucket.mine for bucket in self._arrived])
 
     def _start(self, number: int, bucket: Bucket) -> None:
         if number == len(self.route):
@@ -70,9 +68,8 @@ class Transit:
             if self._heard is not None:
                 self._heard(bucket.index, bucket.mine)
             return
-        hop = self.route[number]
-        among = self.group.along(*hop.axes)
-        work = among.start_scatter(bucket.flat) if hop.kind == "scatter" else among.start_sum(bucket.mine)
+        kind, among = self.route[number]
+        work = among.start_scatter(bucket.flat) if kind == "scatter" else among.start_sum(bucket.mine)
         self._queues[number].append((work, bucket))
 
     def _advance(self, hops: int, wait: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.strategies.pieces import MicroBatch, rows_told, tensors_of
+from paceline.strategies.chunks import MicroBatch, rows_told, tensors_of
 
 USUAL = 4  # micro-batches, and more than half of them, whose tensors begin with their rows
 

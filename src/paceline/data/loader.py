@@ -25,9 +25,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from paceline.data.collating import Collated
 from paceline.data.order import sample_index
 from paceline.errors import DatasetError, Noting, UsageError, a
+from paceline.mesh import run_of
 from paceline.pulse import PULSE
 from paceline.step import Grid, deal_rows, stream_seed
-from paceline.strategies.pieces import MicroBatch, rows_told
+from paceline.strategies.chunks import MicroBatch, rows_told
 from paceline.strategies.streams import Streams
 
 Order = Callable[..., Any]
@@ -220,8 +221,7 @@ def share_of(place: Place, grid: Grid, rows: int) -> tuple[tuple[int, range | No
     shares = deal_rows(cuts, place.weights, grid.grain if place.fine else None)
     dealt = shares[place.rank]
     parts = [range(mine.start - cuts[n].start, mine.stop - cuts[n].start) for n, mine in dealt]
-    first = place.rank - place.rank % place.together
-    beside = [share for share in shares[first : first + place.together] if share]
+    beside = [shares[rank] for rank in run_of(place.rank, place.together) if shares[rank]]
     any_of_ours = (dealt or beside[0])[0][0] if beside else 0
     missing = max(map(len, beside), default=0) - len(dealt)
     mine = ((n, None if mine == cuts[n] else part, False) for (n, mine), part in zip(dealt, parts, strict=True))

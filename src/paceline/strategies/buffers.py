@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.errors import ChangingBufferError, UsageError, a
-from paceline.strategies.pieces import Piece
+from paceline.strategies.chunks import Chunk
 from paceline.strategies.watch import OTHERS, BatchStatistics
 
 if TYPE_CHECKING:
@@ -134,9 +134,9 @@ class _Held:
         factor = self.rule.factor if self.rule.merge == "sum" else 1.0
         return self.start.to(like).flatten() * factor if self.rule.merge != "last" else torch.zeros_like(like)
 
-    def record(self, rows: torch.Tensor, piece: Piece, count: int) -> None:
-        first, last = piece.micro_batches[0].index, piece.micro_batches[-1].index
-        weights = {"mean": piece.rows, "last": count - 1 in (first, last)}
+    def record(self, rows: torch.Tensor, chunk: Chunk, count: int) -> None:
+        first, last = chunk.micro_batches[0].index, chunk.micro_batches[-1].index
+        weights = {"mean": chunk.rows, "last": count - 1 in (first, last)}
         if weight := float(weights.get(str(self.rule.merge), self.moved() != "")):
             row = rows[first if len(rows) > 1 else 0]
             row[:-1] += weight * (self.now().to(rows).flatten() - self._base(row[:-1]))
@@ -161,12 +161,12 @@ class _Queue(_Held):
     def _places(self, count: int) -> torch.Tensor:
         return torch.arange(self.first, self.first + count, device=self.start.device)[-self.size :] % self.size
 
-    def record(self, rows: torch.Tensor, piece: Piece, count: int) -> None:
+    def record(self, rows: torch.Tensor, chunk: Chunk, count: int) -> None:
         moved = (int(self.pointer.now()) - self.first) % self.size
-        if moved > piece.rows or (moved == 0 and not self.now().equal(self.start)):
-            what = f"{self.why}, and moves its pointer by {moved} of {self.size} in a micro-batch of {piece.rows} rows"
+        if moved > chunk.rows or (moved == 0 and not self.now().equal(self.start)):
+            what = f"{self.why}, and moves its pointer by {moved} of {self.size} in a micro-batch of {chunk.rows} rows"
             raise ChangingBufferError(what, "let it add at most an entry for each row, and move the pointer by as many")
-        mine = rows[piece.micro_batches[0].start :][:moved]
+        mine = rows[chunk.micro_batches[0].start :][:moved]
         mine[:, :-1] += self.now().movedim(self.rule.dim, 0)[self._places(moved)].to(rows).reshape(mine[:, :-1].shape)
         mine[:, -1] += 1
 
@@ -222,10 +222,10 @@ class Carried:
             one.restore()
         self._open = self._open and not void
 
-    def record(self, records: torch.Tensor, piece: Piece) -> None:
-        """What a piece has left; one of several micro-batches has moved nothing, or it would not have been merged."""
+    def record(self, records: torch.Tensor, chunk: Chunk) -> None:
+        """What a chunk has left; one of several micro-batches has moved nothing, or it would not have been merged."""
         for one, part in self._cut(records):
-            one.record(part, piece, self._count)
+            one.record(part, chunk, self._count)
 
     def merge(self, records: torch.Tensor | None) -> None:
         """Ends a step with the records of all micro-batches, which are the same on every worker."""

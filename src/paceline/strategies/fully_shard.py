@@ -63,12 +63,11 @@ class FullyShard(Layout):
     Parameters without dimensions, which it does not take, stay whole everywhere. The first place updates them.
     """
 
-    within = ("shard",)
     gathers = True
 
-    def __init__(self, job: Job, group: Group, reshard: bool, share: Share | None = None) -> None:
-        self.group, self.replica = group, (replica := group.along("shard"))
+    def __init__(self, job: Job, replica: Group, reshard: bool, share: Share | None = None) -> None:
         super().__init__(job, replica.allocate)
+        self.replica = self.within = replica
         self.places = Places(replica.size, replica.rank)
         self.blocks = blocks_of(job.model)
         self._shapes = [param.shape for param in job.named.values()]
@@ -102,6 +101,7 @@ class FullyShard(Layout):
     def _shard(self, reshard: bool, share: Share | None) -> DeviceMesh:
         """Leaves each place its rows of every parameter."""
         job = self.job
+        self.replica.lend()
         mesh = init_device_mesh(job.device.type, (self.replica.size,))
         named = dict(job.model.named_parameters())
         besides: list[Held] = []
@@ -228,8 +228,8 @@ class FullyShard(Layout):
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        replica, model = self.group.along("shard"), self.job.model
-        replica.enter(name, check=False, kind="gradients")
+        model = self.job.model
+        self.replica.enter(name, check=False, kind="gradients")
         assert isinstance(model, FSDPModule)
         model.set_reshard_after_backward(self._reshard)  # or a second backward would gather again, here and not there
         try:
@@ -254,11 +254,10 @@ class FullyShard(Layout):
         self.job.model.reset_iter_state()
 
     def complete(self) -> None:
-        replica = self.group.along("shard")
         if self._scalars:
-            replica.enter("the weights after an update", check=False, kind="weights")
+            self.replica.enter("the weights after an update", check=False, kind="weights")
         for scalar in self._scalars:
-            replica.broadcast(scalar.detach().view(1))
+            self.replica.broadcast(scalar.detach().view(1))
 
     def gathered(self) -> int:
         return self._gathered

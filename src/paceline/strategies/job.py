@@ -66,7 +66,7 @@ class Job:
 class Options:
     """What a step is told: its number, the count its gradients are scaled by, its size, and how it may be executed.
 
-    `merge` is how many micro-batches a piece may hold, `test` asks for an observation of whether they may be merged
+    `merge` is how many micro-batches a chunk may hold, `test` asks for an observation of whether they may be merged
     at all, `probe` to look once at the loss also where they may not, `collect` for BatchNorm's statistics per
     micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has gradient hooks. `cure` helps
     against micro-batches of a single row. `reached` is told of moments in it.
@@ -91,11 +91,11 @@ class Sums:
     """What one worker's share of a step adds up to. Gradients stay where they land, as sums/expected.
 
     `strict`: micro-batches must stay alone, and `why`; `whole`: they must not be divided among workers; `failed`: a
-    piece that was merged or divided did, and the step is to be redone without. `news` is what people are to be told,
+    chunk that was merged or divided did, and the step is to be redone without. `news` is what people are to be told,
     by kind: what, and why if it is a decision.
 
     `records` are of what forwards leave in buffers, zero where another worker computed it; `cramped` says that the
-    memory was too small for merged pieces. With `exact`, `parts` has (number, loss, count, metrics) of each
+    memory was too small for merged chunks. With `exact`, `parts` has (number, loss, count, metrics) of each
     micro-batch, `maxima` the largest gradient of each parameter, and `redo` says that the sums do not hold it.
     """
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.comm.buckets import Allocate, Buckets, Landing
 from paceline.comm.exact import ExactBuckets
+from paceline.comm.group import Group
 from paceline.comm.places import ALONE, Places
 from paceline.comm.transit import Hop
 from paceline.strategies.job import Job
@@ -17,12 +18,12 @@ class Layout:
     """Gradients land in buckets of memory from `allocate`, to be summed, or stay where they are.
 
     `places` share the rows that optimizers hold. A bucket's way to them is `route`, before it is summed over replicas;
-    `within` are the axes along which a replica's workers hold different parts.
+    `within` are the workers that together hold the parts of one copy.
     """
 
     places: Places = ALONE
     route: tuple[Hop, ...] = ()
-    within: tuple[str, ...] = ()
+    within: Group | None = None
     gathers = False  # whether parameters are gathered from others before they are used
 
     def __init__(self, job: Job, allocate: Allocate | None = None) -> None:

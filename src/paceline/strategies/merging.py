@@ -18,7 +18,7 @@ GAIN = 0.99
 
 
 class Merging:
-    """Micro-batches start one by one. Once all workers agreed that they may be merged, the number in a piece is
+    """Micro-batches start one by one. Once all workers agreed that they may be merged, the number in a chunk is
     doubled while the measured seconds per row fall, within the device's memory. A later draw ends it for good.
     """
 

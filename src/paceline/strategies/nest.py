@@ -21,10 +21,10 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     """What a plan costs each of so many workers, if they make so many forwards in a step. The memory of activations,
     of exact sums and of what they need is not in it.
     """
-    if plan.places == 1:
+    mesh = plan.mesh(workers)
+    if mesh.replica == 1:
         return data.cost(facts, workers)
-    replicas = workers // plan.places
-    return shard.cost(facts, plan.zero or 3, plan.places, replicas, forwards, plan.offload is not None)
+    return shard.cost(facts, plan.zero or 3, mesh.shard, mesh.data, forwards, plan.offload is not None)
 
 
 def facts_of(job: Job) -> Facts:
@@ -48,18 +48,21 @@ def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False)
     """
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
+    mesh = plan.mesh(group.size)
     if plan.exact:
         set_apart(job.model)
     if plan.recompute:
         job.decisions.append(recompute(job.model))
     if plan.compile:
         job.decisions.append(compiled(job.model, plan.together > 1, plan.exact))
-    if plan.places == 1:
+    outer = group.along("data", mesh=mesh)
+    if mesh.replica == 1:
         alone = group.size == 1 and not elastic and not plan.exact
-        return Replica(job, Layout(job, None if alone else group.allocate), group, ("data", "shard"))
+        return Replica(job, Layout(job, None if alone else group.allocate), group, outer)
+    replica = group.along("shard", mesh=mesh)
     if plan.zero == 1:
-        return Replica(job, Shard(job, group), group, ("data",))
+        return Replica(job, Shard(job, replica), group, outer)
     from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
 
     filled = None if known else partial(share, group=group)
-    return Replica(job, FullyShard(job, group, plan.zero == 3, filled), group, ("data",))
+    return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer)

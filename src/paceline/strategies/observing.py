@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from paceline.strategies.chunks import Chunk, MicroBatch, join
 from paceline.strategies.hooks import Hooks
-from paceline.strategies.pieces import MicroBatch, Piece, join
 from paceline.strategies.streams import Streams
 
 if TYPE_CHECKING:
     from paceline.strategies.job import Job, Options, Sums
 
-Loss = Callable[[Piece], Any]  # has `total` and `count`
+Loss = Callable[[Chunk], Any]  # has `total` and `count`
 # What a forward raises that was not made for other rows than a micro-batch has, or for being at rest.
 USERS_OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
 HOOKED = "a gradient hook is to see the gradient of one micro-batch"
@@ -44,10 +44,10 @@ class Observer:
         self.hooks.look()
         return certain or (HOOKED if self.hooks.where else self._failed)
 
-    def give_up(self, piece: Piece, sums: Sums, error: Exception) -> None:
+    def give_up(self, chunk: Chunk, sums: Sums, error: Exception) -> None:
         """Other rows than those of one micro-batch fail: nobody is to compute them together, or apart."""
         sums.failed = True
-        if len(piece.micro_batches) > 1:
+        if len(chunk.micro_batches) > 1:
             self._failed = sums.why = f"several micro-batches together fail {_told(error)}"
             sums.strict = True
         else:
@@ -81,11 +81,11 @@ class Observer:
         """Whether the loss of two micro-batches together is the sum of theirs, and that of one the sum of its parts':
         observed, not guessed. What cannot be merged is divided only the `first` time.
         """
-        alone = [Piece([micro_batch], micro_batch.batch) for micro_batch in some]
+        alone = [Chunk([micro_batch], micro_batch.batch) for micro_batch in some]
         together, one = join(some) if len(some) > 1 else None, None
         if together is not None:
             try:
-                whole, *parts = (loss(piece) for piece in (together, *alone))
+                whole, *parts = (loss(chunk) for chunk in (together, *alone))
             except USERS_OWN as error:  # a fixed number of rows, say, or gradients that the forward itself takes
                 sums.why, sums.strict = sums.why or f"two micro-batches together fail {_told(error)}", True
                 return

@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.comm.group import Group
 from paceline.comm.transit import Heard, Hop, Transit
 from paceline.step import Agreed, exact_sum
+from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.layout import Layout
-from paceline.strategies.pieces import MicroBatch
 from paceline.strategies.runner import Runner
 from paceline.strategies.state import held
 from paceline.strategies.update import Update
@@ -23,10 +23,10 @@ from paceline.strategies.update import Update
 
 class Replica:
     """A step is `run`, `agree`, `norm`, `update`, `complete`; until `update` it can be `abort`ed. `group` are all
-    workers; along the `outer` axes they hold equal parts, whose gradients are summed.
+    workers, `outer` those that hold equal parts, whose gradients are summed.
     """
 
-    def __init__(self, job: Job, layout: Layout, group: Group, outer: tuple[str, ...]) -> None:
+    def __init__(self, job: Job, layout: Layout, group: Group, outer: Group) -> None:
         self.job, self.layout, self.group = job, layout, group
         layout.own()
         self.landing = layout.land()
@@ -77,8 +77,8 @@ class Replica:
             squares = torch.tensor([known], dtype=torch.float64)
         else:
             squares = self.home.squares(options.micro_batches)
-        if self.layout.within:
-            squares = self.group.along(*self.layout.within).sum(squares)
+        if self.layout.within is not None:
+            squares = self.layout.within.sum(squares)
         return math.sqrt(exact_sum(squares.tolist())) * options.expected / agreed.count
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:

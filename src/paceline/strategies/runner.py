@@ -15,10 +15,10 @@ from paceline.comm.buckets import Bucket, Landing
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import exact_sum, stream_seed
 from paceline.strategies.buffers import DECLARED, Carried
+from paceline.strategies.chunks import Chunk, MicroBatch, merged
 from paceline.strategies.hooks import weighed
 from paceline.strategies.job import LOSS_FORMS, Job, Options, Sums
 from paceline.strategies.observing import HOOKED, USERS_OWN, Observer
-from paceline.strategies.pieces import MicroBatch, Piece, merged
 from paceline.strategies.streams import Streams
 from paceline.strategies.watch import OTHERS, BufferWatch
 
@@ -26,7 +26,7 @@ Ready = Callable[[Bucket], None]
 
 
 class Runner:
-    """Computes micro-batches of a job in pieces; gradients go to the `landing` as autograd makes them. What forwards
+    """Computes micro-batches of a job in chunks; gradients go to the `landing` as autograd makes them. What forwards
     leave in buffers is `carried` to the end of the step.
     """
 
@@ -62,17 +62,17 @@ class Runner:
             ready(bucket)
 
         try:
-            return self._in_pieces(micro_batches, options, send)
+            return self._in_chunks(micro_batches, options, send)
         except torch.OutOfMemoryError:
             if options.merge == 1 or sent:  # what was sent cannot be taken back
                 raise
         self.restore(void=True)  # a backward may have added a part of its gradients: all begins anew, one by one
         self.landing.abandon(again=True)
-        sums = self._in_pieces(micro_batches, replace(options, merge=1), send)
+        sums = self._in_chunks(micro_batches, replace(options, merge=1), send)
         sums.cramped = True
         return sums
 
-    def _in_pieces(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+    def _in_chunks(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
         if self.seen != (len(self.job.beside), *DECLARED):
             self._look_around()
         sums = Sums(records=self.carried.begin(options, self.job.device))
@@ -90,48 +90,48 @@ class Runner:
         sums.why = self.observer.why(self.carried.certain)
         sums.strict = bool(sums.why and order)
         order = order[::-1] if options.reverse else order
-        blanks = [Piece([m], m.batch) for m in micro_batches if m.blank]
+        blanks = [Chunk([m], m.batch) for m in micro_batches if m.blank]
         queue = deque([*blanks, *merged(order, 1 if sums.strict else options.merge)])
         parts: list[_Loss] = []
         while queue and not sums.failed:
-            piece = queue.popleft()
-            if piece.micro_batches[0].blank:
-                self._run_blank(piece, options, last=not queue)
+            chunk = queue.popleft()
+            if chunk.micro_batches[0].blank:
+                self._run_blank(chunk, options, last=not queue)
                 continue
             if not parts:
                 options.reached("forward")
-            part = self._run(piece, sums, options, last=not queue)
+            part = self._run(chunk, sums, options, last=not queue)
             if part is not None:
                 parts.append(part)
             elif not sums.failed:  # it is merged and may not be: its micro-batches one by one
-                queue.extendleft(Piece([m], m.batch) for m in reversed(piece.micro_batches))
-        self.observer.observe(lambda piece: self._loss(piece).detached(), self.models, order, sums, options)
+                queue.extendleft(Chunk([m], m.batch) for m in reversed(chunk.micro_batches))
+        self.observer.observe(lambda chunk: self._loss(chunk).detached(), self.models, order, sums, options)
         self._add_up(parts, sums)
         sums.unused, sums.maxima = self.landing.flush(), self.landing.maxima
         return sums
 
-    def _run(self, piece: Piece, sums: Sums, options: Options, last: bool) -> _Loss | None:
-        """Forward and backward of one piece, the `last` of the step or not; None if it may not be computed so."""
-        if sums.strict and len(piece.micro_batches) > 1:
+    def _run(self, chunk: Chunk, sums: Sums, options: Options, last: bool) -> _Loss | None:
+        """Forward and backward of one chunk, the `last` of the step or not; None if it may not be computed so."""
+        if sums.strict and len(chunk.micro_batches) > 1:
             return None
         try:
-            with piece.noted, nullcontext() if self.observer.done else self.observer.hooks.watched():
-                part = self._forward(piece, sums, options)
+            with chunk.noted, nullcontext() if self.observer.done else self.observer.hooks.watched():
+                part = self._forward(chunk, sums, options)
             if part is None:
                 return None
             mark = self.streams.mark() if options.test and not sums.strict else ()
-            with piece.noted:
+            with chunk.noted:
                 self._backward(part, options, last)
         except (*USERS_OWN, LossError) as error:
-            if piece.plain or self._sent or isinstance(error, torch.OutOfMemoryError):
+            if chunk.plain or self._sent or isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.observer.give_up(piece, sums, error)
+            self.observer.give_up(chunk, sums, error)
             return None
         if mark and self.streams.moved(mark):
             sums.strict, sums.why = True, "the backward draws random numbers"
         if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
-            self.carried.record(sums.records, piece)
-        odd = [m.odd for m in piece.micro_batches if m.odd]
+            self.carried.record(sums.records, chunk)
+        odd = [m.odd for m in chunk.micro_batches if m.odd]
         if odd and part.mean is not None:
             sums.news["rows"] = odd[0], ""
         return part.detached()
@@ -149,27 +149,27 @@ class Runner:
                 mean.backward()
         self.landing.close()
 
-    def _run_blank(self, piece: Piece, options: Options, last: bool) -> None:
+    def _run_blank(self, chunk: Chunk, options: Options, last: bool) -> None:
         """One of the forwards and backwards that the other workers of a replica make more than this one: nothing of it
         counts.
         """
-        self.streams.seed(stream_seed(self.job.seed, options.step, piece.micro_batches[0].index))
-        self._backward(self._loss(piece), options, last, blank=True)
+        self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
+        self._backward(self._loss(chunk), options, last, blank=True)
         self.restore()
 
-    def _forward(self, piece: Piece, sums: Sums, options: Options) -> _Loss | None:
-        """Forward and loss of one piece, under the stream of its first micro-batch."""
-        self.streams.seed(stream_seed(self.job.seed, options.step, piece.micro_batches[0].index))
+    def _forward(self, chunk: Chunk, sums: Sums, options: Options) -> _Loss | None:
+        """Forward and loss of one chunk, under the stream of its first micro-batch."""
+        self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
         looks = not sums.strict
         if sums.records is not None:
             self.carried.restore()
         mark = self.streams.mark() if looks else ()
         try:
-            part = self._loss(piece)
+            part = self._loss(chunk)
         except ValueError as error:
-            if piece.rows > 1 or "more than 1 value per channel" not in str(error):
+            if chunk.rows > 1 or "more than 1 value per channel" not in str(error):
                 raise
-            raise UsageError(f"BatchNorm cannot normalise {piece.source}, a single row", options.cure) from None
+            raise UsageError(f"BatchNorm cannot normalise {chunk.source}, a single row", options.cure) from None
         drew = looks and self.streams.moved(mark)
         moved = self.carried.moved(values=options.test) if looks else ""
         # Values are compared while the model is being observed, versions ever after.
@@ -191,17 +191,17 @@ class Runner:
             sums.strict = True
             sums.why = moved or (HOOKED if hooked else f"the forward changes the {changed}")
             sums.why = "the forward draws random numbers" if drew else sums.why
-            if len(piece.micro_batches) > 1:
+            if len(chunk.micro_batches) > 1:
                 self.restore()
                 return None
         return part
 
-    def _loss(self, piece: Piece) -> _Loss:
+    def _loss(self, chunk: Chunk) -> _Loss:
         job = self.job
         with job.arithmetic():
-            output = job.forward(job.model, piece.batch)
-            result = job.loss(output, piece.batch)
-        return _Loss.of(result, piece, any(param.requires_grad for param in self.params))
+            output = job.forward(job.model, chunk.batch)
+            result = job.loss(output, chunk.batch)
+        return _Loss.of(result, chunk, any(param.requires_grad for param in self.params))
 
     def _add_up(self, parts: Sequence[_Loss], sums: Sums) -> None:
         if not parts:
@@ -223,7 +223,7 @@ class Runner:
 
 @dataclass
 class _Loss:
-    """The loss of one piece: its sum (a tensor), its count, its metrics."""
+    """The loss of one chunk: its sum (a tensor), its count, its metrics."""
 
     total: torch.Tensor
     count: Any
@@ -233,11 +233,11 @@ class _Loss:
     mean: torch.Tensor | None = None  # if that is what the loss returned
 
     @staticmethod
-    def of(result: Any, piece: Piece, trainable: bool) -> _Loss:
+    def of(result: Any, chunk: Chunk, trainable: bool) -> _Loss:
         metrics: Mapping[str, tuple[Any, Any]] = {}
         mean = result if isinstance(result, torch.Tensor) else None
         if isinstance(result, torch.Tensor):
-            total, count = result * piece.rows if result.numel() == 1 else result, piece.rows
+            total, count = result * chunk.rows if result.numel() == 1 else result, chunk.rows
         elif isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], torch.Tensor):
             total, count = result[0], result[1]
             metrics = result[2] if len(result) == 3 else {}
@@ -253,7 +253,7 @@ class _Loss:
             )
         if not isinstance(metrics, Mapping) or any(not _is_pair(pair) for pair in metrics.values()):
             raise LossError(f"the loss returned metrics {metrics!r:.80}", LOSS_FORMS)
-        return _Loss(total.reshape(()), count, metrics, piece.sources, piece.micro_batches[0].index, mean)
+        return _Loss(total.reshape(()), count, metrics, chunk.sources, chunk.micro_batches[0].index, mean)
 
     def detached(self) -> _Loss:
         metrics = {name: (_bare(total), _bare(count)) for name, (total, count) in self.metrics.items()}

@@ -43,20 +43,19 @@ class Shard(Layout):
     everybody gathers the rows of the others.
     """
 
-    route = (Hop("scatter", ("shard",)),)
-    within = ("shard",)
+    within: Group
 
-    def __init__(self, job: Job, group: Group) -> None:
-        replica = group.along("shard")
+    def __init__(self, job: Job, replica: Group) -> None:
         super().__init__(job, replica.allocate)
-        self.group, self.places = group, Places(replica.size, replica.rank)
+        self.within, self.places = replica, Places(replica.size, replica.rank)
+        self.route = (Hop("scatter", replica),)
 
     def land(self) -> Buckets:
         self._buckets = self.buckets()
         return self._buckets
 
     def complete(self) -> None:
-        replica, buckets = self.group.along("shard"), self._buckets
+        replica, buckets = self.within, self._buckets
         replica.enter("the weights after an update", check=False, kind="weights")
         for bucket in buckets.buckets:  # by way of the memory of the gradients, which have been used
             buckets.offer(bucket)

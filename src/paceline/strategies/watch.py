@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import UsageError
-from paceline.strategies.pieces import Piece
+from paceline.strategies.chunks import Chunk
 
 OTHERS = " of another trainer's model"
 _BATCHNORM = "BatchNorm normalises each micro-batch"
@@ -86,9 +86,9 @@ class BatchStatistics:
             torch._foreach_copy_(self._buffers, self._begun)  # a copy rounds to the buffer's own dtype
             self._calls = self._counted()
 
-    def record(self, rows: torch.Tensor, piece: Piece, count: int) -> None:
+    def record(self, rows: torch.Tensor, chunk: Chunk, count: int) -> None:
         """What the buffers have moved by since `begin`."""
-        rows[piece.micro_batches[0].index] = self._now() - self._start
+        rows[chunk.micro_batches[0].index] = self._now() - self._start
 
     def _now(self) -> torch.Tensor:
         flat = torch.cat([buffer.reshape(-1) for buffer in self._buffers])  # the counts are small

@@ -166,7 +166,7 @@ class Operations:
         """
         if self.elastic and not self._told:
             self._told = True
-            self.world.tell("ready", replica=self._group.places)
+            self.world.tell("ready", replica=self._group.mesh.replica)
         if self.waiting:
             raise UsageError(
                 f"worker {self.worker} has come back, and cannot take part in what the team did before it trained",
@@ -242,8 +242,8 @@ class Operations:
         """A newcomer's first need of the team: waits until it belongs to it, and has its state."""
         assert self.holder is not None
         assert self.world.store is not None
-        if self._group.places > 1:  # which rows it is to have is not known before
-            self.world.tell("waiting", replica=self._group.places)
+        if self._group.mesh.replica > 1:  # which rows it is to have is not known before
+            self.world.tell("waiting", replica=self._group.mesh.replica)
         else:
             taker = Taker(self.world.store[0])
             self.world.tell("waiting", at=taker.at)
@@ -306,15 +306,14 @@ class Operations:
         self.reached("forming")
         status = tx.status
         said = group.gather_json([status.done, status.applied, status.sums])
-        places = group.places
-        team = [[Status(*row) for row in said[first : first + places]] for first in range(0, group.size, places)]
+        team = [[Status(*said[rank]) for rank in replica] for replica in group.mesh.replicas]
         try:
             found = resolve(team)
         except StateLostError:
             raise PeerLostError(
                 "no worker is left that holds the state of the training", "run the same command again"
             ) from None
-        replica, place = divmod(group.rank, places)
+        replica, place = group.mesh.replica_of(group.rank), group.mesh.place(group.rank)
         last: Any = None
         if found.forward or found.sources:
             first = next(rank for rank, row in enumerate(said) if row[0] == found.step)
@@ -328,18 +327,18 @@ class Operations:
             self.holder.complete()
         if found.sources:
             with self.account.of("hand-over"):
-                self._hand_over(found.sources, places, last)
+                self._hand_over(found.sources, last)
 
-    def _hand_over(self, sources: Mapping[int, int], places: int, last: Any) -> None:
-        """Between workers of equal place, from the replicas that have the state to those that are to take it over."""
+    def _hand_over(self, sources: Mapping[int, int], last: Any) -> None:
+        """Between twins, from the replicas that have the state to those that are to take it over."""
         group, tx, holder = self._group, self._tx, self.holder
         assert holder is not None
-        replica, place = divmod(group.rank, places)
+        replica, twins = group.mesh.replica_of(group.rank), group.mesh.twins(group.rank)
         if replica in sources or replica in sources.values():
             self.reached("hand-over")
         tree: Any = None
-        for taker, source in spread(sources, group.hosts[place::places]).items():
-            taker, source = taker * places + place, source * places + place
+        for taker, source in spread(sources, [group.hosts[twin] for twin in twins]).items():
+            taker, source = twins[taker], twins[source]
             if group.rank == source:
                 tree = tree or [tx.done, tx.applied_in, holder.hand_over()]
                 self._give(tree, taker)

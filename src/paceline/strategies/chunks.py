@@ -1,4 +1,4 @@
-"""Micro-batches and the pieces in which they are executed: cutting, merging, moving batches of any nesting."""
+"""Micro-batches and the chunks in which they are executed: cutting, merging, moving batches of any nesting."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class MicroBatch:
         self.part, self.divided = None, divisible
         return divisible
 
-    def halves(self) -> list[Piece]:
+    def halves(self) -> list[Chunk]:
         """The rows as two workers could share them, in as unequal parts as there may be; none if they cannot."""
         grain = -(-self.rows // 8)
         parts = [replace(self, part=part) for part in (range(grain), range(grain, self.rows)) if part]
-        return [Piece([part], part.batch) for part in parts if len(parts) > 1 and part.take_part()]
+        return [Chunk([part], part.batch) for part in parts if len(parts) > 1 and part.take_part()]
 
 
 @dataclass
-class Piece:
+class Chunk:
     """What one forward and backward computes: one micro-batch, or several merged."""
 
     micro_batches: list[MicroBatch]
@@ -138,25 +138,25 @@ def _can_join(micro_batches: Sequence[MicroBatch]) -> bool:
     return True
 
 
-def join(micro_batches: Sequence[MicroBatch]) -> Piece | None:
-    """One piece of several micro-batches, or None if their batches cannot be concatenated."""
+def join(micro_batches: Sequence[MicroBatch]) -> Chunk | None:
+    """One chunk of several micro-batches, or None if their batches cannot be concatenated."""
     if len(micro_batches) == 1:
-        return Piece(list(micro_batches), micro_batches[0].batch)
+        return Chunk(list(micro_batches), micro_batches[0].batch)
     if not _can_join(micro_batches):
         return None
     _, spec = pytree.tree_flatten(micro_batches[0].batch)
     columns = zip(*(pytree.tree_leaves(m.batch) for m in micro_batches), strict=True)
-    return Piece(list(micro_batches), pytree.tree_unflatten([torch.cat(column) for column in columns], spec))
+    return Chunk(list(micro_batches), pytree.tree_unflatten([torch.cat(column) for column in columns], spec))
 
 
-def merged(micro_batches: Sequence[MicroBatch], at_most: int) -> list[Piece]:
+def merged(micro_batches: Sequence[MicroBatch], at_most: int) -> list[Chunk]:
     """Pieces of up to `at_most` micro-batches each; what cannot be concatenated stays alone."""
     if at_most > 1 and micro_batches:
-        # Equal pieces rather than full ones and a rest: 5 in pieces of at most 4 are 3 and 2.
+        # Equal chunks rather than full ones and a rest: 5 in chunks of at most 4 are 3 and 2.
         at_most = math.ceil(len(micro_batches) / math.ceil(len(micro_batches) / at_most))
-    pieces: list[Piece] = []
+    chunks: list[Chunk] = []
     for start in range(0, len(micro_batches), at_most):
         group = micro_batches[start : start + at_most]
-        piece = join(group)
-        pieces.extend([piece] if piece is not None else [Piece([m], m.batch) for m in group])
-    return pieces
+        chunk = join(group)
+        chunks.extend([chunk] if chunk is not None else [Chunk([m], m.batch) for m in group])
+    return chunks

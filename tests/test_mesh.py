@@ -1,0 +1,68 @@
+"""Who is where: every rank has one place along every axis, and the groups along axes divide all ranks among them."""
+
+from __future__ import annotations
+
+import numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.mesh import AXES, Mesh, run_of
+from paceline.plan import Plan
+
+SIZES = st.tuples(*[st.sampled_from([1, 1, 2, 3])] * len(AXES))
+SOME = st.lists(st.sampled_from(AXES), unique=True)
+
+
+@given(SIZES)
+def test_coordinates_are_those_of_an_array_with_the_innermost_axis_last(sizes: tuple[int, ...]) -> None:
+    mesh = Mesh(*sizes)
+    ranks = range(mesh.size)
+    found = [[mesh.coordinate(rank, axis) for axis in AXES] for rank in ranks]
+    assert found == numpy.transpose(numpy.unravel_index(ranks, sizes)).tolist()
+    assert len({*map(tuple, found)}) == mesh.size
+
+
+@given(SIZES, SOME)
+def test_peers_along_axes_divide_all_ranks(sizes: tuple[int, ...], axes: list[str]) -> None:
+    mesh = Mesh(*sizes)
+    groups = {mesh.peers(rank, *axes) for rank in range(mesh.size)}
+    assert sorted(rank for group in groups for rank in group) == [*range(mesh.size)]
+    for group in groups:
+        assert [*group] == sorted(group)
+        assert all(mesh.peers(rank, *axes) == group for rank in group)
+        others = {tuple(mesh.coordinate(rank, axis) for axis in AXES if axis not in axes) for rank in group}
+        assert len(others) == 1
+        assert len({tuple(mesh.coordinate(rank, axis) for axis in axes) for rank in group}) == len(group)
+
+
+@given(SIZES)
+def test_replicas_are_of_whole_units_and_twins_have_one_place(sizes: tuple[int, ...]) -> None:
+    mesh = Mesh(*sizes)
+    assert (mesh.unit, mesh.replica) == (sizes[2] * sizes[3] * sizes[4], sizes[1] * mesh.unit)
+    assert [rank for replica in mesh.replicas for rank in replica] == [*range(mesh.size)]
+    for rank in range(mesh.size):
+        replica, unit = mesh.peers(rank, *AXES[1:]), mesh.peers(rank, *AXES[2:])
+        assert replica == tuple(mesh.replicas[mesh.replica_of(rank)]) == tuple(run_of(rank, mesh.replica))
+        assert unit == tuple(run_of(rank, mesh.unit))
+        assert {mesh.unit_of(other) for other in unit} == {mesh.unit_of(rank)} == {unit[0] // mesh.unit}
+        assert replica[mesh.place(rank)] == rank
+        assert mesh.twins(rank) == tuple(other for other in range(mesh.size) if mesh.place(other) == mesh.place(rank))
+        assert mesh.twins(rank)[mesh.replica_of(rank)] == rank
+        assert (mesh.peers(rank), mesh.peers(rank, *AXES)) == ((rank,), tuple(range(mesh.size)))
+
+
+@given(SIZES, st.integers(0, 5))
+def test_a_mesh_over_other_workers_has_other_replicas_and_the_same_in_each(sizes: tuple[int, ...], data: int) -> None:
+    mesh = Mesh(*sizes)
+    other = mesh.over(data * mesh.replica)
+    assert (other.data, other.size, other.replica) == (data, data * mesh.replica, mesh.replica)
+    assert mesh.over(mesh.size) == mesh
+    for rank in range(min(mesh.size, other.size)):
+        assert all(mesh.coordinate(rank, axis) == other.coordinate(rank, axis) for axis in AXES[1:])
+    assert mesh.over(mesh.replica - 1).data == 0  # too few for one
+
+
+def test_a_plan_says_its_mesh() -> None:
+    assert Plan.parse("").mesh(3) == Mesh(data=3)
+    assert Plan.parse("shard=2 zero=1").mesh(6) == Mesh(data=3, shard=2)
+    assert Plan.parse("tensor=2 shard=3 pipeline=2").mesh(24) == Mesh(data=2, shard=3, pipeline=2, tensor=2)
