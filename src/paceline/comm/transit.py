@@ -16,8 +16,8 @@ Heard = Callable[[int, torch.Tensor], None]
 
 
 class Hop(NamedTuple):
-    """Among some workers: `scatter` leaves each the sums of its own stretch of a bucket, `sum` all the sums of what they
-    have of it.
+    """Among some workers: `scatter` leaves each the sums of its own stretch of a bucket, and `sum` all of them the sums
+    of what they have.
     """
 
     kind: str
