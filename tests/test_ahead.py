@@ -69,9 +69,10 @@ def test_the_state_goes_ahead_and_the_steps_follow() -> None:
     until(lambda: newcomer.current == 1)
     assert torch.equal(newcomer.learner.states[0]["weights"], STATE["weights"])
     sums = torch.ones(3)
-    first.put(0, 0, sums)
+    step = first.step(0, whole=False)
+    step.sum(0, sums)
     sums.zero_()  # the next step's memory is the same
-    first.put(0, {"count": 2.0}, 1.5, 2.0, None)
+    step.end([sums], {"count": 2.0}, 1.5, 2.0, None)
     first.enter([0, 6])
     newcomer.admitted = 0
     newcomer.thread.join(20)
@@ -85,7 +86,7 @@ def test_a_newcomer_is_current_though_the_next_step_is_always_near() -> None:
     begun(first, newcomer)
 
     def step() -> bool:
-        first.put(0, 0, torch.ones(3))
+        first.step(0, whole=False).sum(0, torch.ones(3))
         return newcomer.current == 1
 
     until(step, 20)
@@ -149,7 +150,7 @@ def test_who_falls_too_far_behind_is_given_up() -> None:
         for _ in range(2):
             first.turn(lambda: torch.zeros(1 << 22), lambda: 0)
         for _ in range(4):
-            first.put(0, 0, torch.zeros(1 << 22))
+            first.step(0, whole=False).sum(0, torch.zeros(1 << 22))
         assert not first.giving
     newcomer.admitted = 1
     newcomer.thread.join(20)

@@ -135,8 +135,9 @@ def test_the_exact_squares_do_not_depend_on_who_has_which_rows(data: st.DataObje
 def test_blocks_of_one_shape_and_two_dtypes_travel_in_their_own() -> None:
     """0.1 is another number in each."""
     own = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
-    staging = Staging(Buckets(own, hooks=False), [param.shape for param in own], [[0], [1]], Group(World()))
-    staging.rehouse()
+    group = Group(World())
+    staging = Staging(Buckets(own, hooks=False), [param.shape for param in own], [[0], [1]], group)
+    staging.rehouse(group.allocate)
     staging.begin(lambda bucket: None)
     staging.open(last=True)
     for number, param in enumerate(own):
@@ -159,8 +160,9 @@ def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> 
     kind = ExactBuckets if exact else Buckets
     home = kind(own, hooks=False)
     home.largest = [8.0] * len(sizes) if exact else []
-    staging = Staging(home, [param.shape for param in own], blocks, Group(World()))
-    staging.rehouse()
+    group = Group(World())
+    staging = Staging(home, [param.shape for param in own], blocks, group)
+    staging.rehouse(group.allocate)
     handed: list[int] = []
     backwards = data.draw(st.lists(st.booleans(), min_size=1, max_size=4))  # whether it is blank
     expected, used = [torch.zeros(size) for size in sizes], set()
