@@ -182,7 +182,7 @@ class Stepper:
         ended = time.perf_counter()
         self.updated = ended - reduced
         step.spent |= {"reduce": reduced - computed, "update": self.updated}
-        yield [dataclasses.asdict(step.agreed), norm, step.lr, [step.whole.rows, step.whole.epoch]]
+        yield [dict(vars(step.agreed)), norm, step.lr, [step.whole.rows, step.whole.epoch]]
         self.operations.reached("applied")
         self.replica.complete()
         step.spent["update"] += time.perf_counter() - ended
@@ -246,7 +246,7 @@ class Stepper:
     def _overflows(self, step: Step) -> bool:
         """Whether the gradients are too large for the loss scale; then the step is computed again with half of it."""
         step.norm = 0.0
-        if self.scaling is None or not math.isfinite(step.agreed.loss):
+        if self.scaling is None or not math.isfinite(step.agreed.loss) or step.agreed.count <= 0:
             return False
         step.norm = self.replica.norm(step.agreed, step.options)
         if math.isfinite(step.norm) or step.scale <= 1:
@@ -288,9 +288,9 @@ class Stepper:
     def _update(self, step: Step, norm: float) -> None:
         sums, agreed = step.sums, step.agreed
         assert sums is not None
-        assert step.ahead is not None
         step.norm = norm
-        step.ahead.end(self.replica.sums, dataclasses.asdict(agreed), norm, step.options.expected, sums.records)
+        if step.ahead is not None and self.operations.ahead.giving:
+            step.ahead.end(self.replica.sums, dict(vars(agreed)), norm, step.options.expected, sums.records)
         self.run.saving.copied()
         self.replica.update(sums, agreed, step.options, norm)
         self.done, self.weights.refused = step.number + 1, False

@@ -251,11 +251,10 @@ class Ahead:
 
         def end(self, sums: Sequence[torch.Tensor], *said: Any) -> None:
             """Nothing of the state changes before this returns."""
-            if self._ahead.giving:
-                for number, flat in enumerate(sums[self._gone :], start=self._gone):
-                    self._put(number, flat)
-                self._put(*said)
-                self._ahead.copied()
+            for number, flat in enumerate(sums[self._gone :], start=self._gone):
+                self._put(number, flat)
+            self._put(*said)
+            self._ahead.copied()
 
         def _put(self, *said: Any) -> None:
             for giver in self._ahead.givers.values():
