@@ -10,9 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents import Launcher, alive, family, until
+from agents import Launcher, alive, family, journal, until
 from launching import SCRIPTS, paceline, train_basics
 from warm import Process, environment
+
+from paceline.team.exits import exception_told
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
@@ -227,3 +229,24 @@ def test_a_grandchild_that_keeps_the_pipes_open_holds_up_nothing(launcher: Launc
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert (ended.code, ended.stdout, lives) == (0, "done\n", [True, True])
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
+    """As some daemons start a command: descriptors 0 to 2 are free, and the next thing that is opened gets them."""
+    body = "t = make()\nlist(t.steps(data, epochs=1))\nt.export('out.safetensors')\n"
+    (tmp_path / "train.py").write_text(f"from basics import *\n{body}")
+    run = f'exec "{sys.executable}" -m paceline run --workers 2 --run-dir out train.py {closed}'
+    with Process(["/bin/bash", "-c", run], environment(), cwd=tmp_path) as process:
+        assert process.wait(120) == 0
+    assert journal(tmp_path / "out", "finished")
+    assert (tmp_path / "out.safetensors").exists()
+
+
+def test_an_exception_whose_text_cannot_be_had() -> None:
+    class OddError(Exception):
+        def __str__(self) -> str:
+            return str(self.args[0]["message"])
+
+    told = exception_told(OddError({}))
+    assert (told["kind"], told["text"]) == ("OddError", "its text cannot be had (KeyError)")

@@ -17,8 +17,22 @@ def _line(number: int, then: str = AGAIN) -> str:
     return f"paceline: stopped by {signal.Signals(number).name}; {then}\n"
 
 
+def _open_streams() -> None:
+    """Standard streams that are closed, as some daemons leave them, are those of /dev/null: else what is opened next
+    would have their descriptors, and our children take it for them.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (for as long as we are)
+
+
 def main() -> int:
     """Reads the command line and does what it says; the exit code. Once workers run, their agent hears the signals."""
+    _open_streams()
     own, imported = os.getpid(), False
 
     def stop(number: int, _: Any) -> None:

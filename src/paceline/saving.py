@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -233,8 +233,9 @@ class Saving:
                     trouble = [f"no checkpoint can be written to {storage}: {error.strerror}", failure.cure]
             probe, trouble = group.gather_json([probe, trouble])[0]
             sees = group.gather_json((storage.path / probe).exists())
-            if group.rank == 0:
-                storage.remove("", [probe])
+            if group.rank == 0 and trouble is None:
+                with suppress(OSError):  # an empty file, in a place that has stopped to take any
+                    storage.remove("", [probe])
             if trouble is not None:
                 return [], trouble
             found = [worker for worker, there in zip(operations.members, sees, strict=True) if there]

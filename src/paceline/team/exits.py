@@ -20,6 +20,8 @@ from typing import Any
 from paceline.errors import hint_of, notes_of
 from paceline.observe.traces import TRACEBACK, read_trace
 
+# What a text of the user's own may raise: fields that are not there, mostly.
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 TOLD = 500  # characters of an exception that the agent is told
 
 
@@ -66,11 +68,19 @@ def _returned(frame: FrameType) -> bool:
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
 
+def _text(error: BaseException) -> str:
+    """What an exception says, where it can."""
+    try:
+        return str(error)
+    except _FAILURES as failed:
+        return f"its text cannot be had ({type(failed).__name__})"
+
+
 def exception_told(error: BaseException) -> dict[str, str]:
     """What the agent is told of an exception: its class and text; its line in a traceback, the user's innermost frame,
     what it was raised in, and a hint.
     """
     what, at = read_trace("".join(traceback.format_exception(error)).splitlines())
-    told = {"text": str(error), "what": what, "at": at or "", "within": ", ".join(notes_of(error))}
+    told = {"text": _text(error), "what": what, "at": at or "", "within": ", ".join(notes_of(error))}
     told["hint"] = hint_of(error)
     return {"kind": type(error).__name__, **{name: text[:TOLD] for name, text in told.items()}}
