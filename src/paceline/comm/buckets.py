@@ -14,8 +14,8 @@ from itertools import accumulate
 import torch
 from torch.nn import Parameter
 
-from paceline.comm.places import ALONE, Places
 from paceline.errors import UsageError
+from paceline.pieces import ALONE, Shards
 
 FIRST_BYTES = 1 << 20
 BYTES = 25 << 20
@@ -69,7 +69,7 @@ class Buckets:
     """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket, and
     those of the rows of this worker's place are gradients of `own`, which are the parameters unless said.
 
-    A bucket is laid out as [place, level, elements of the rows of that place]: see places.py. Levels, of the dtype
+    A bucket is laid out as [place, level, elements of the rows of that place]: see `Shards`. Levels, of the dtype
     `_wire`, are there for exact sums only, as are `maxima` and `largest` (exact.py). Without `hooks` gradients come by
     `add` (staging.py).
     """
@@ -83,14 +83,14 @@ class Buckets:
         first_bytes: int = FIRST_BYTES,
         bytes_: int = BYTES,
         allocate: Allocate = zeros,
-        places: Places = ALONE,
+        shards: Shards = ALONE,
         own: Sequence[Parameter] | None = None,
         hooks: bool = True,
     ) -> None:
         self.params = list(params)
         self.own = self.params if own is None else list(own)
-        self.places = places
-        self.elements = [param.numel() for param in self.params]  # of the whole ones
+        self.shards = shards
+        self.elements = [param.numel() for param in self.params]  # of the whole ones, if these are parts of such
         self.largest: list[float] = []
         self.buckets: list[Bucket] = []
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self.params)
@@ -133,35 +133,35 @@ class Buckets:
     def _make(self, members: list[int]) -> None:
         dtype, device = self.params[members[0]].dtype, self.params[members[0]].device
         shapes = [self.params[number].shape for number in members]
-        places = self.places
-        stretches, wires = self.lay_out(shapes, places, self._allocate, dtype, device)
-        flat, me = stretches.view(-1), places.me
+        shards = self.shards
+        stretches, wires = self.lay_out(shapes, shards, self._allocate, dtype, device)
+        flat, me = stretches.view(-1), shards.me
         bucket = Bucket(len(self.buckets), flat, members, stretches[me].view(-1))
         own, start = self._own(stretches[me], dtype), 0
         for number, shape, wire in zip(members, shapes, wires, strict=True):
             self._wires[number] = wire
             self._views[number] = own[start : start + wire[me][0].numel()].view(self.own[number].shape)
             self._home[number] = bucket
-            start += places.width(shape)
+            start += shards.width(shape)
         self.buckets.append(bucket)
 
     def lay_out(
         self,
         shapes: Sequence[torch.Size],
-        places: Places,
+        shards: Shards,
         allocate: Allocate,
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[torch.Tensor, list[Wires]]:
         """Memory for gradients of these shapes as [place, level, elements], and the wires of each in it."""
         levels = 2 if self._wire is not None and dtype == torch.float64 else 1
-        ends = list(accumulate((places.width(shape) for shape in shapes), initial=0))
-        length = places.aligned(ends[-1])
-        flat = allocate(places.count * levels * length, self._wire or dtype, device)
-        stretches = flat.view(places.count, levels, length)
+        ends = list(accumulate((shards.width(shape) for shape in shapes), initial=0))
+        length = shards.aligned(ends[-1])
+        flat = allocate(shards.count * levels * length, self._wire or dtype, device)
+        stretches = flat.view(shards.count, levels, length)
         wires = [
             [
-                [level[start : start + places.size(shape, place)] for level in stretch]
+                [level[start : start + shards.size(shape, place)] for level in stretch]
                 for place, stretch in enumerate(stretches)
             ]
             for shape, start in zip(shapes, ends, strict=False)
@@ -200,7 +200,7 @@ class Buckets:
         if it has one.
         """
         assert param.grad is not None
-        if self.places.count == 1 and self._wire is None:
+        if self.shards.count == 1 and self._wire is None:
             if first:
                 _copy(self._views[number], param.grad)
                 param.grad = self._views[number]
@@ -218,7 +218,7 @@ class Buckets:
 
     def add(self, number: int, levels: Sequence[torch.Tensor]) -> None:
         """Adds what was put elsewhere, and summed, of the own rows."""
-        for wire, more in zip(self._wires[number][self.places.me], levels, strict=True):
+        for wire, more in zip(self._wires[number][self.shards.me], levels, strict=True):
             if number in self._touched:
                 wire.add_(more)
             else:
@@ -237,18 +237,18 @@ class Buckets:
     def offer(self, bucket: Bucket) -> None:
         """Writes the own rows of the parameters where their gradients were, which have been used."""
         for number in bucket.members:
-            _copy(self._wires[number][self.places.me][0], self.own[number].detach().reshape(-1))
+            _copy(self._wires[number][self.shards.me][0], self.own[number].detach().reshape(-1))
 
     def take(self, bucket: Bucket, stretches: Sequence[torch.Tensor]) -> None:
         """Reads the rows of the other places into the parameters, from what each has offered."""
         start = 0
         for number in bucket.members:
             whole = self.params[number].detach()
-            for place in range(self.places.count):
-                if place != self.places.me:
-                    target = self.places.of(whole, place)
+            for place in range(self.shards.count):
+                if place != self.shards.me:
+                    target = self.shards.of(whole, place)
                     _copy(target, stretches[place][start : start + target.numel()].view(target.shape))
-            start += self.places.width(whole.shape)
+            start += self.shards.width(whole.shape)
 
     def adopt(self) -> None:
         """What has been written into the sums are the gradients of the own parameters."""

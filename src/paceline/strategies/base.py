@@ -19,20 +19,21 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.comm.buckets import Allocate, Bucket, Buckets
 from paceline.comm.exact import ExactBuckets
-from paceline.comm.places import ALONE, Places
 from paceline.comm.staging import Staging
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
+from paceline.pieces import ALONE, Cut, Shards, counting
 from paceline.step import Agreed, Part, exact_sum, stream_seed
 from paceline.strategies.buffers import DECLARED, Carried
 from paceline.strategies.chunks import Chunk, MicroBatch, merged
 from paceline.strategies.hooks import weighed
 from paceline.strategies.observing import HOOKED, USERS_OWN, Observer
 from paceline.strategies.offload import Hosted
-from paceline.strategies.state import held, in_rows, load_optimizer, optimizer_state, own_rows, same_number
+from paceline.strategies.state import held, in_pieces, load_model, load_optimizer, optimizer_state, own_of, same_number
 from paceline.strategies.streams import Streams
 from paceline.strategies.watch import OTHERS, BufferWatch
 
 if TYPE_CHECKING:
+    from paceline.comm.group import Group
     from paceline.strategies.blueprint import Blueprint
 
 Ready = Callable[[Bucket], None]
@@ -51,7 +52,8 @@ class Job:
     """What is trained, in the user's own objects, and where: the model is already on `device`.
 
     `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows;
-    with `offload` copies of these in the memory of the host.
+    with `offload` copies of these in the memory of the host. Of which tensors of the model, and of what the optimizers
+    hold, a worker has but a piece, `cuts` and `own_cuts` tell by name: that at its `place` in its `replica`.
     """
 
     model: nn.Module
@@ -67,6 +69,10 @@ class Job:
     schedulers: list[LRScheduler] = field(default_factory=list)
     named: dict[str, nn.Parameter] = field(default_factory=dict)
     own: dict[str, nn.Parameter] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    own_cuts: dict[str, Cut] = field(default_factory=dict)
+    place: int = 0
+    replica: Group | None = None
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
     blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet
     # Where weights do not change meanwhile: what is gathered may be kept until the end.
@@ -209,12 +215,13 @@ class Single(Strategy):
         self,
         job: Job,
         allocate: Allocate | None = None,
-        places: Places = ALONE,
+        shards: Shards = ALONE,
         staged: Callable[[Buckets], Staging] | None = None,
     ) -> None:
-        self.job, self.places = job, places
+        self.job = job
         self.params = list(job.named.values())
-        job.own = job.own or {name: places.cut(param) for name, param in job.named.items()}
+        if not job.own:
+            job.own, job.own_cuts = own_of(job.named, job.cuts, shards)
         self.rows = list(job.own.values())
         self.hosted = Hosted(self.rows) if job.offload else None
         if self.hosted is not None:
@@ -233,7 +240,11 @@ class Single(Strategy):
             self.buckets = kind(self.rows, hooks=False)
             self.landing = staged(self.buckets)
         elif allocate is not None:
-            self.landing = self.buckets = kind(self.params, places=places, own=self.rows)
+            self.landing = self.buckets = kind(self.params, shards=shards, own=self.rows)
+        cuts = [job.own_cuts.get(name) or Cut.whole(param.shape) for name, param in job.own.items()]
+        self.counted = counting(cuts, job.place)
+        if self.buckets is not None:
+            self.buckets.elements = [math.prod(cut.shape) for cut in cuts]
 
     def _look_around(self) -> None:
         """Takes the other trainers' models into view, as many as there are by now: a loss may run one of them."""
@@ -458,10 +469,14 @@ class Single(Strategy):
 
     def squares(self, orders: Orders, known: float | None = None) -> torch.Tensor:
         if isinstance(self.buckets, ExactBuckets):
-            return self.buckets.squares(orders.micro_batches)
-        if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
+            return self.buckets.squares(orders.micro_batches, self.counted)
+        grads = self.sums()
+        if self.counted is not None:
+            some = zip(self.rows, self.counted, strict=True)
+            grads = [block.of(p.grad) for p, blocks in some if p.grad is not None for block in blocks]
+        elif known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             return torch.tensor([known], dtype=torch.float64)
-        norms = torch._foreach_norm(grads) if (grads := self.sums()) else [torch.zeros(())]
+        norms = torch._foreach_norm(grads) if grads else [torch.zeros(())]
         return torch.stack(norms).cpu().double().square().sum(0, keepdim=True)
 
     def update(self, sums: Sums, agreed: Agreed, orders: Orders, norm: float) -> None:
@@ -505,27 +520,22 @@ class Single(Strategy):
     def state(self) -> dict[str, Any]:
         largest = self.buckets.largest if self.buckets is not None else []
         return {
-            "model": dict(self.job.model.state_dict(keep_vars=True)),
-            "optimizers": [self._optimizer_state(optimizer) for optimizer in self.job.optimizers],
+            "model": in_pieces(self.job.model.state_dict(keep_vars=True), self.job.cuts, self.job.place),
+            "optimizers": [
+                optimizer_state(one, self.names, self.job.own_cuts, self.job.place) for one in self.job.optimizers
+            ],
             "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
             "exact": dict(zip(self.job.named, largest, strict=False)),
         }
 
-    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        packed = optimizer_state(optimizer, self.names)
-        if self.places.count > 1:
-            in_rows(packed, type(optimizer).__name__, self.job.own, self.job.named, self.places)
-        return packed
-
     def load(self, state: Mapping[str, Any]) -> None:
-        self.job.model.load_state_dict(state["model"], strict=True)
+        load_model(self.job.model, state["model"], self.job.cuts, self.job.place)
         if "optimizers" not in state:  # weights from elsewhere, to begin with
             return
         same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
         same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
-            mine = saved if self.places.count == 1 else own_rows(saved, optimizer, self.job.named, self.places)
-            load_optimizer(optimizer, mine, self.names)
+            load_optimizer(optimizer, saved, self.names, self.job.own_cuts, self.job.place)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(dict(saved))
         if self.job.exact and self.buckets is not None:

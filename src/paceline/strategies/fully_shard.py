@@ -23,14 +23,14 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from paceline.comm.buckets import Buckets
 from paceline.comm.group import Group
-from paceline.comm.places import Places, Rows, marked, marks_of
 from paceline.comm.staging import Staging
 from paceline.errors import CollectiveMismatchError, UsageError
+from paceline.pieces import Shards
 from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
 from paceline.strategies.blocks import blocks_of, by_block, gathered
-from paceline.strategies.blueprint import Blueprint, Held, strip
+from paceline.strategies.blueprint import Blueprint, Slot, strip
 from paceline.strategies.chunks import MicroBatch
-from paceline.strategies.state import held
+from paceline.strategies.state import cut_in_rows, held, local, marked, marks_of
 
 Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
 _Param = tuple[int, nn.Module, str]  # its number, and where it is
@@ -64,13 +64,16 @@ class FullyShard(Strategy):
 
     def __init__(self, job: Job, replica: Group, reshard: bool, share: Share | None = None) -> None:
         self.job, self.replica = job, replica
-        self.places = Places(replica.size, replica.rank)
+        self.shards = Shards(replica.size, replica.rank)
         self.blocks = blocks_of(job.model)
         shapes = [param.shape for param in job.named.values()]
         groups = by_block(list(job.named), list(self.blocks))
         job.decisions.append(gathered(self.blocks, rest=bool(groups[-1])))
         refuse_ungatherable(job.model, groups)
         marks = {name: marks_of(param) for name, param in job.model.named_parameters()}
+        cuts = cut_in_rows(dict(job.model.named_parameters(remove_duplicate=False)), job.cuts, self.shards.count)
+        job.cuts = {name: cut for name, cut in cuts.items() if cut.shape}
+        job.own_cuts = {name: cuts[name] for name in job.named}
         self.mesh = self._shard(reshard, share)
         self._gather_alike(reshard)
         job.keeping = self._keeping
@@ -83,7 +86,7 @@ class FullyShard(Strategy):
         self._scalars = [param for param in job.named.values() if param.dim() == 0]
         numbers = {name: number for number, name in enumerate(job.named)}
         blocks = [[numbers[name] for name in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names]
-        self.inner = Single(job, None, self.places, partial(self._staged, shapes, blocks))
+        self.inner = Single(job, None, self.shards, partial(self._staged, shapes, blocks))
         self._hooked: dict[int, nn.Parameter] = {}
         self._owners = [_owner(job.model, name) for name, _ in job.model.named_parameters()]
         self._gathered = self._weighed = 0  # bytes of whole parameters, at most, and how often that was looked for
@@ -101,7 +104,7 @@ class FullyShard(Strategy):
         self.replica.lend()
         mesh = init_device_mesh(job.device.type, (self.replica.size,))
         named = dict(job.model.named_parameters())
-        besides: list[Held] = []
+        besides: list[Slot] = []
         if job.blueprint is not None:
             besides = job.blueprint.rest(job.model)
             _put(besides, job.device)
@@ -169,12 +172,12 @@ class FullyShard(Strategy):
             whole = blueprint.value(named[name])
             if share is not None:
                 share([whole])
-            _local(param).copy_(self.places.of(whole, self.places.me) if param.dim() else whole)
+            local(param).copy_(self.shards.of(whole, self.shards.me) if param.dim() else whole)
         if share is not None:
             share(list(self.job.model.buffers()))
 
     def _rows(self, param: torch.Tensor) -> torch.Tensor:
-        return _local(param) if isinstance(param, DTensor) else self.places.of(param.detach(), self.places.me)
+        return local(param) if isinstance(param, DTensor) else self.shards.of(param.detach(), self.shards.me)
 
     def _staged(self, shapes: list[torch.Size], blocks: list[list[int]], home: Buckets) -> Staging:
         self.staging = Staging(home, shapes, blocks, self.replica, self._ended, patient=not self._compares)
@@ -261,25 +264,6 @@ class FullyShard(Strategy):
         found = super().memory()
         return {**found, "parameters": found["parameters"] + self._gathered}
 
-    def state(self) -> dict[str, Any]:
-        state = super().state()
-        state["model"] = {
-            name: Rows(_local(value), self.places, tuple(value.shape)) if isinstance(value, DTensor) else value
-            for name, value in state["model"].items()
-        }
-        return state
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Each parameter's own rows, one after another; torch sees to the rest, and that all are there."""
-        wanted, model = self.job.model.state_dict(keep_vars=True), dict(state["model"])
-        for name, value in state["model"].items():
-            mine = wanted.get(name)
-            if isinstance(mine, DTensor) and value.shape in (mine.shape, _local(mine).shape):
-                whole = value.shape == mine.shape
-                _local(mine).copy_(self.places.of(value, self.places.me) if whole else value)
-                model[name] = mine
-        super().load({**state, "model": model})
-
     def abort(self, again: bool = False) -> None:
         self.inner.abort(again)
         self._rest()
@@ -359,7 +343,7 @@ def _refuse_copy(module: nn.Module, memo: Any) -> Any:
     raise UsageError(f"{type(module).__name__.removeprefix('FSDP')} is in pieces, which cannot be copied", "say zero=1")
 
 
-def _put(tensors: Iterable[Held], device: torch.device) -> None:
+def _put(tensors: Iterable[Slot], device: torch.device) -> None:
     for holder, name, nest in tensors:
         holder[name] = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), nest)
 
@@ -367,7 +351,3 @@ def _put(tensors: Iterable[Held], device: torch.device) -> None:
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, leaf = name.rpartition(".")
     return model.get_submodule(path), leaf
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return (param.to_local() if isinstance(param, DTensor) else param).detach()

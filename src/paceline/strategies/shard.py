@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from paceline.comm.buckets import Bucket
 from paceline.comm.group import Group
-from paceline.comm.places import Places
 from paceline.comm.staging import Staging
+from paceline.pieces import Shards
 from paceline.strategies.base import Job, Orders, Ready, Single, Strategy, Sums
 from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.cost import Cost, Facts
@@ -49,8 +49,7 @@ class Shard(Strategy):
 
     def __init__(self, job: Job, replica: Group) -> None:
         self.job, self.replica = job, replica
-        self.places = Places(replica.size, replica.rank)
-        self.single = Single(job, replica.allocate, self.places)
+        self.single = Single(job, replica.allocate, Shards(replica.size, replica.rank))
         self.inner = self.single
         self._works: list[tuple[dist.Work | None, Bucket]] = []
         self._ready: Ready | None = None
