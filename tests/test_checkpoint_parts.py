@@ -17,8 +17,8 @@ from paceline.checkpoint import files
 from paceline.checkpoint.deferred import Deferred
 from paceline.checkpoint.export import write_model
 from paceline.checkpoint.files import checkpoints_of
-from paceline.comm.places import Places, Rows
 from paceline.errors import CheckpointError
+from paceline.pieces import Cut, Held, Shards
 
 SHAPES = st.lists(
     st.sampled_from([(), (0,), (3,), (700, 1024), (1 << 19,), (2, 1 << 20), (1, 1 << 20), (5, 3, 1 << 17)]), max_size=9
@@ -38,7 +38,8 @@ def test_writers_share_a_state_equally_and_all_of_it(shapes: list[tuple[int, ...
     for name, tensor in tensors.items():
         rows = [piece for part in plan for held in part.values() for key, piece in held if key == name]
         if rows != [None]:
-            assert [row for piece in rows for row in piece or ()] == [*range(tensor.shape[0])]
+            dealt_rows = [range(block.at[0], block.at[0] + block.shape[0]) for block in rows if block is not None]
+            assert [row for some in dealt_rows for row in some] == [*range(tensor.shape[0])]
     dealt = [
         sum(files.take(common[name], rows).nbytes for held in part.values() for name, rows in held if name in common)
         for part in plan
@@ -54,13 +55,13 @@ def test_who_has_rows_writes_them_once(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     writers = sorted(data.draw(st.sets(st.integers(0, count * replicas - 1), min_size=1)))
 
-    def rows(place: int) -> dict[str, Rows]:
-        at = Places(count, place)
+    def rows(place: int) -> dict[str, Held]:
         wholes = {str(number): torch.arange(3 * length).view(length, 3) for number, length in enumerate(lengths)}
-        return {name: Rows(at.of(whole, place), at, tuple(whole.shape)) for name, whole in wholes.items()}
+        cuts = {name: Cut.whole(whole.shape).in_rows(count) for name, whole in wholes.items()}
+        return {name: Held(cuts[name].pieces[place].of(whole), cuts[name], place) for name, whole in wholes.items()}
 
     places = {rank % count for rank in writers}
-    missing = [Places(count).rows(length, p) for length in lengths for p in range(count) if p not in places]
+    missing = [Shards(count).rows(length, p) for length in lengths for p in range(count) if p not in places]
     if any(missing):
         said = refusal(CheckpointError, files.layout, {}, {}, rows(0), writers, "aaaaaaaa")
         assert said.startswith("nobody who has rows ")
@@ -75,6 +76,42 @@ def test_who_has_rows_writes_them_once(data: st.DataObject) -> None:
                 assert piece is not None
                 written += files.take(rows(rank % count)[key], piece).tolist()
         assert sorted(written) == torch.arange(3 * length).view(length, 3).tolist()
+
+
+@pytest.mark.parametrize("shard", [1, 2, 3])
+def test_blocks_of_any_cut_are_one_checkpoint(shard: int, tmp_path: Path) -> None:
+    """Fused heads, columns, few heads that are held twice, what is whole everywhere: by two replicas."""
+    cuts = {
+        "qkv": Cut.split((12, 5), 0, 2, sections=3),
+        "columns": Cut.split((5, 7), 1, 2),
+        "both": Cut.whole((4, 3), 2),
+        "keys": Cut.split((3, 4), 0, 1, each=2),
+        "single": Cut.whole((), 2),
+    }
+    cuts = {name: cut.in_rows(shard) for name, cut in cuts.items()}
+    wholes = {name: torch.randn(cut.shape) for name, cut in cuts.items()}
+    places, storage = 2 * shard, checkpoints_of(tmp_path)
+
+    def held(place: int) -> dict[str, Held]:
+        return {name: Held(cut.pieces[place].of(wholes[name]), cut, place) for name, cut in cuts.items()}
+
+    writers = range(2 * places)
+    plan = files.layout({}, {}, held(0), writers, "cccccccc")
+    told = {}
+    for rank in writers:
+        mine = held(rank % places)
+        assert files.layout({}, {}, mine, writers, "cccccccc") == plan
+        fetch = lambda name, block, mine=mine: files.take(mine[name], block)
+        told |= files.write_files(storage, 7, plan[rank], fetch, lambda: 0)
+    files.commit(storage, 7, plan, told, files.whole_shapes(held(0)), {})
+    found = find_checkpoint(tmp_path, pytest.fail)
+    assert found is not None
+    assert equal(found.tensors(), wholes)
+    mapped = found.tensors(mapped=True)
+    assert equal({name: tensor + 0 for name, tensor in mapped.items()}, wholes)
+    for place in range(places):
+        for name, cut in cuts.items():
+            assert cut.pieces[place].of(mapped[name]).equal(held(place)[name].tensor)
 
 
 def test_parts_of_several_writers_are_one_checkpoint(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ import torch
 from launching import equal_bytes, train_basics
 from torch import nn
 
-from paceline.comm.places import Places, marks_of
 from paceline.errors import UsageError
+from paceline.pieces import Shards
 from paceline.strategies.blocks import blocks_of, by_block
 from paceline.strategies.blueprint import build
 from paceline.strategies.fully_shard import refuse_ungatherable
 from paceline.strategies.offload import Hosted
+from paceline.strategies.state import marks_of, own_of
 
 # Micro-batches of 3 rows ask for different layers: which is told by the first row.
 BODY = (
@@ -249,9 +250,9 @@ def test_rows_have_the_attributes_of_their_parameters() -> None:
         return layer
 
     layer, (bare, _) = make(), build(make)
-    rows = Places(2, 0).cut(layer.weight)
+    rows, bias = own_of(dict(layer.named_parameters()), {}, Shards(2, 0))[0].values()
     assert all(vars(param) == {"rate": 0.5} for param in (rows, *Hosted([rows]).copies))
-    assert vars(Places(2, 0).cut(layer.bias)) == {}
+    assert vars(bias) == {}
     assert marks_of(bare.weight) == {"rate": 0.5}
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import numpy
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import SCRIPTS, free_port
 
 from paceline.mesh import AXES, Mesh, run_of
 from paceline.plan import Plan
@@ -66,3 +71,41 @@ def test_a_plan_says_its_mesh() -> None:
     assert Plan.parse("").mesh(3) == Mesh(data=3)
     assert Plan.parse("shard=2 zero=1").mesh(6) == Mesh(data=3, shard=2)
     assert Plan.parse("tensor=2 shard=3 pipeline=2").mesh(24) == Mesh(data=2, shard=3, pipeline=2, tensor=2)
+
+
+def test_groups_along_axes_go_on_through_generations() -> None:
+    """Workers 2 and 3 are lost, 4 and 5 come, who connect what the others have had long since."""
+    port = free_port()
+    workers = [
+        subprocess.Popen(
+            [sys.executable, SCRIPTS / "along.py", str(worker), str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for worker in range(6)
+    ]
+    found = [json.loads(worker.communicate()[0].decode().splitlines()[-1]) for worker in workers[:2] + workers[4:]]
+    assert [worker.communicate() and worker.returncode for worker in workers[2:4]] == [0, 0]
+    first, second, third = (found[0][number] for number in "012")
+    assert first == {
+        "data": [[0, 2], 5],
+        "tensor": [[0, 1], 3],
+        "shard": [[0], 1],
+        "data tensor": [[0, 1, 2, 3], 15],
+        "lent": 3,
+    }
+    assert second == {"data": [[0], 1], "tensor": [[0, 1], 3], "shard": [[0], 1], "data tensor": [[0, 1], 3]}
+    assert third == {
+        "data": [[0, 4], 17],
+        "tensor": [[0, 1], 3],
+        "shard": [[0], 1],
+        "data tensor": [[0, 1, 4, 5], 51],
+        "lent": 3,
+    }
+    assert found[3]["2"] == {
+        "data": [[1, 5], 34],
+        "tensor": [[4, 5], 48],
+        "shard": [[5], 32],
+        "data tensor": [[0, 1, 4, 5], 51],
+        "lent": 48,
+    }

@@ -19,13 +19,13 @@ from torch import nn
 from paceline.comm.buckets import Buckets
 from paceline.comm.exact import ExactBuckets
 from paceline.comm.group import Group
-from paceline.comm.places import Places
 from paceline.comm.staging import Staging
 from paceline.errors import UsageError
+from paceline.pieces import Shards
 from paceline.step import exact_sum
 from paceline.strategies.blocks import blocks_of
 from paceline.strategies.offload import Hosted
-from paceline.strategies.state import refuse_mixing
+from paceline.strategies.state import own_of, refuse_mixing
 from paceline.world import World
 
 PLANS = {
@@ -99,7 +99,7 @@ def test_who_has_which_rows() -> None:
     """As torch.chunk cuts; every row is somebody's."""
     for length in range(1, 20):
         for count in range(1, 8):
-            cuts = [Places(count).rows(length, place) for place in range(count)]
+            cuts = [Shards(count).rows(length, place) for place in range(count)]
             chunks = [part.tolist() for part in torch.arange(length).chunk(count)]
             assert [list(rows) for rows in cuts if rows] == chunks
             assert [row for rows in cuts for row in rows] == list(range(length))
@@ -116,18 +116,18 @@ def test_the_exact_squares_do_not_depend_on_who_has_which_rows(data: st.DataObje
         for shape, scale in zip(shapes, scales, strict=True)
     ]
 
-    def squares(places: Places) -> torch.Tensor:
+    def squares(shards: Shards) -> torch.Tensor:
         whole = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
-        own = [places.cut(param) for param in whole]
-        buckets = ExactBuckets(whole, places=places, own=own)
+        own = [*own_of(dict(enumerate(whole)), {}, shards)[0].values()]
+        buckets = ExactBuckets(whole, shards=shards, own=own)
         buckets.largest = [float(grad.abs().max()) for grad in grads]
         for param, grad in zip(own, grads, strict=True):
-            param.grad = places.of(grad, places.me).view(param.shape).clone()
+            param.grad = shards.of(grad, shards.me).view(param.shape).clone()
         return buckets.squares(micro_batches=8)
 
-    alone = squares(Places(1, 0))
+    alone = squares(Shards(1, 0))
     for count in (2, 3):
-        assert torch.equal(sum(squares(Places(count, place)) for place in range(count)), alone)
+        assert torch.equal(sum(squares(Shards(count, place)) for place in range(count)), alone)
     true = exact_sum([x * x for grad in grads for x in grad.double().reshape(-1).tolist()])
     assert exact_sum(alone.tolist()) == pytest.approx(true, rel=1e-12)
 

@@ -27,6 +27,7 @@ from paceline.observe.journal import Journal
 from paceline.step import parted
 from paceline.strategies.data import kinds, share
 from paceline.strategies.job import Job
+from paceline.strategies.state import local
 from paceline.team.operations import settling
 from paceline.team.team import Team
 
@@ -93,11 +94,7 @@ class Weights:
         for path, module in self.job.model.named_modules():
             if isinstance(module, _BatchNorm):
                 found |= {f"{path}.{name}".lstrip("."): buffer for name, buffer in module.named_buffers()}
-        return {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in found.items()}
-
-    @property
-    def _in_pieces(self) -> bool:
-        return any(hasattr(param, "_local_tensor") for param in self.job.model.parameters())
+        return {name: local(tensor) for name, tensor in found.items()}
 
     def told(self) -> float:
         began = time.monotonic()
@@ -135,8 +132,7 @@ class Weights:
 
     def _apart(self, values: Sequence[Any]) -> tuple[list[int], list[int]] | None:
         """Of workers that must have the same those that have and have not, by rank."""
-        pieces = self._in_pieces
-        keys = [(kind, self.mesh.place(rank) if pieces else 0) for rank, kind in enumerate(self.kinds)]
+        keys = [(kind, self.mesh.place(rank) if self.job.cuts else 0) for rank, kind in enumerate(self.kinds)]
         alike = ([rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys))
         return next(filter(None, (parted(some, values) for some in alike)), None)
 
@@ -148,10 +144,10 @@ class Weights:
     def _measure(self, group: Group, give: bool) -> None:
         """How far from the first worker's, or from those of the first one that holds the same piece."""
         apart, size, across = 0.0, 0.0, group.along("data", mesh=self.mesh)
-        some, named = across if self._in_pieces else group, self._named()
+        some, named = across if self.job.cuts else group, self._named()
         some.enter("the weights of several kinds of workers", check=False, kind="weights compared")
         floats = (p for p in self.job.model.parameters() if p.is_floating_point())
-        for alike in kinds((getattr(p, "_local_tensor", p) for p in floats), BYTES):
+        for alike in kinds(map(local, floats), BYTES):
             mine = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
             first = some.broadcast(mine.clone()).double()
             apart += float((mine.double() - first).square().sum())

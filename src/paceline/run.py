@@ -38,7 +38,8 @@ from paceline.phases import Phase, State
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
 from paceline.script import module_name, script_text, versions
 from paceline.step import Agreed
-from paceline.strategies.state import held
+from paceline.strategies.job import Job
+from paceline.strategies.state import held, in_pieces
 from paceline.team.coordinator import STOPPED
 from paceline.team.operations import Attempt, LeftError
 from paceline.team.orders import Generation
@@ -323,14 +324,16 @@ class Run:
 
     # -- paceline check ------------------------------------------------------------------------------------------
 
-    def checking(self, model: torch.nn.Module, mixes: str) -> None:
+    def checking(self, job: Job, mixes: str) -> None:
         """In a run of `paceline check`: after its steps, the weights are handed over and the script ends."""
         if not self._check or self.step < self._check["steps"]:
             return
         for member in self.members:
             member.flush()
-        out, params = self._check["out"], dict(model.named_parameters())
-        write_together({name: p.detach().double() for name, p in params.items()}, Path(f"{out}.safetensors"), self.main)
+        out, params = self._check["out"], dict(job.model.named_parameters())
+        with torch.no_grad():
+            double = in_pieces({name: p.double() for name, p in params.items()}, job.cuts, job.place)
+        write_together(double, Path(f"{out}.safetensors"), self.main, job.replica)
         if self.main:
             dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
             Path(f"{out}.json").write_text(json.dumps({"dtype": dtype, "mixes": mixes}))

@@ -38,9 +38,9 @@ from paceline.checkpoint.files import (
 )
 from paceline.checkpoint.saver import Background, Part
 from paceline.checkpoint.storage import Folder, Storage
-from paceline.checkpoint.tree import flatten_rows
-from paceline.comm.places import Rows
+from paceline.checkpoint.tree import flatten_pieces
 from paceline.errors import CheckpointError
+from paceline.pieces import Held
 from paceline.pulse import PULSE
 from paceline.step import Agreed
 from paceline.team.ahead import pack, unpack
@@ -252,9 +252,9 @@ class Saving:
             if self.team.rank == 0:
                 self._done(None, settled["trouble"])
         elif me in writers and self._into is not None:
-            tensors, skeleton = flatten_rows(subject.tree(), "")
+            tensors, skeleton = flatten_pieces(subject.tree(), "")
             params = {param.data_ptr() for param in subject.params()}
-            cut = {name: rows for name, rows in tensors.items() if isinstance(rows, Rows)}
+            cut = {name: held for name, held in tensors.items() if isinstance(held, Held)}
             whole = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
             common = {n: t for n, t in whole.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
             own = {name: tensor for name, tensor in whole.items() if name not in common}

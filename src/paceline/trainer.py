@@ -54,7 +54,7 @@ from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
 from paceline.strategies.scaling import LossScale
-from paceline.strategies.state import hidden_in, refuse_mixing
+from paceline.strategies.state import hidden_in, in_pieces, refuse_mixing
 from paceline.strategies.streams import Streams
 from paceline.team.operations import settling
 
@@ -368,7 +368,7 @@ class Trainer:
         self._last = report
         if self._ledger.due():
             self.flush()
-        self._run.checking(self.model, self._stepper.merging.mixes)
+        self._run.checking(self._job, self._stepper.merging.mixes)
 
     def flush(self) -> None:
         """A record of the steps since the last one, for the journal and the progress line."""
@@ -494,7 +494,8 @@ class Trainer:
 
     def _write(self, path: Path) -> None:
         self._group.enter("export()")
-        write_together(self.model.state_dict(), path, self._run.main)
+        state = in_pieces(self.model.state_dict(), self._job.cuts, self._job.place)
+        write_together(state, path, self._run.main, self._job.replica)
 
     def stop(self) -> None:
         """Ends the training when the loop asks for its next step; the run then counts as finished. Collective."""

@@ -12,6 +12,7 @@ import shutil
 import warnings
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from paceline.checkpoint.files import (
 from paceline.checkpoint.storage import flush_folder, write_file
 from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks, write_tensors
 from paceline.checkpoint.tree import unflatten
+from paceline.comm.group import Group
 from paceline.errors import CheckpointError, PacelineError, UsageError
+from paceline.pieces import Held, assemble
 
 _MODE = 0o666  # the user's umask decides who may read an export, as it does for any file of theirs
 _MARK = "paceline-export.json"  # says which files of a folder an export wrote, and the next one may replace
@@ -40,18 +43,29 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 State = Mapping[str, torch.Tensor]
 
 
-def write_together(state: State, out: Path, main: bool) -> None:
-    """Writes `state` as `write_model` does, on the `main` worker. Tensors that are in shards are gathered one after
-    another, by all workers, which therefore call this together.
+def write_together(state: Mapping[str, torch.Tensor | Held], out: Path, main: bool, replica: Group | None) -> None:
+    """Writes `state` as `write_model` does, on the `main` worker. Tensors of which each worker of a `replica` has a
+    piece are gathered one after another, by all workers, which therefore call this together.
     """
-    whole: dict[str, torch.Tensor] = {
-        name: Deferred(value.full_tensor, value.shape, value.dtype) if hasattr(value, "full_tensor") else value
-        for name, value in state.items()
-    }
+    whole: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Held):
+            assert replica is not None
+            replica.enter("the pieces of an export", check=False, kind="all_gather")
+            value = Deferred(partial(_gathered, value, replica), value.shape, value.tensor.dtype)
+        whole[name] = value
     if main:
         write_model(whole, out)
     elif any(isinstance(value, Deferred) for value in whole.values()):
         deque(tensor_chunks(whole), maxlen=0)
+
+
+def _gathered(held: Held, replica: Group) -> torch.Tensor:
+    """Of a tensor that is cut all of it, from those who hold it."""
+    whole = torch.empty(held.shape, dtype=held.tensor.dtype, device=held.tensor.device)
+    everyone = replica.gather(held.tensor.detach().reshape(-1))
+    first = (next(iter(holders.items())) for holders in held.cut.blocks.values())
+    return assemble(whole, ((b.at, b.of(everyone[place].view(held.cut.pieces[place].shape))) for place, b in first))
 
 
 def write_model(state: State, out: Path) -> int:

@@ -13,6 +13,7 @@ import json
 import math
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 from paceline.checkpoint.deferred import Deferred
 from paceline.checkpoint.storage import Storage, storage_at
 from paceline.checkpoint.tensorfile import DTYPES, file_bytes, size_text, tensor_chunks
-from paceline.comm.places import Places, Rows
 from paceline.errors import CheckpointError
+from paceline.pieces import Block, Cut, Held, Shards, assemble
 
 VERSION = 2
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
@@ -40,8 +41,8 @@ _SMALL = 1 << 20  # bytes of a tensor that is not divided
 _TENSORS = {text: dtype for dtype, text in DTYPES.items()}
 
 _T = TypeVar("_T")
-Slice = tuple[str, range | None]  # a tensor's name, and which of its rows, if not all
-_Piece = tuple[list[int], torch.Tensor]  # where it begins in the whole tensor
+Slice = tuple[str, Block | None]  # a tensor's name, and which block of it, if not all
+_Placed = tuple[list[int], torch.Tensor]  # where it begins in the whole tensor
 Files = dict[str, list[Slice]]  # what each file holds
 Told = Mapping[str, tuple[int, str]]  # bytes and SHA-256 of each
 
@@ -58,13 +59,13 @@ class Whole(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def of(self, rows: range | None) -> Whole:
-        """What some of its rows are, or all."""
-        return self if rows is None else Whole(self.dtype, (len(rows), *self.shape[1:]))
+    def of(self, block: Block | None) -> Whole:
+        """What a block of it is, or all."""
+        return self if block is None else Whole(self.dtype, block.shape)
 
-    def nbytes(self, rows: range | None) -> int:
-        """Of some of its rows, or of all."""
-        return math.prod(self.of(rows).shape) * self.dtype.itemsize
+    def nbytes(self, block: Block | None) -> int:
+        """Of a block of it, or of all."""
+        return math.prod(self.of(block).shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -94,26 +95,26 @@ class Checkpoint:
             raise CheckpointError(f"{self} could not be read: {error}", "take another checkpoint") from error
         found = {}
         for name, entry in self.manifest["tensors"].items():
-            pieces = self._pieces(name, entry, parts)
-            if len(pieces) == 1:
-                found[name] = pieces[0][1] if mapped else pieces[0][1].clone()
+            placed = self._placed(name, entry, parts)
+            if len(placed) == 1:
+                found[name] = placed[0][1] if mapped else placed[0][1].clone()
             else:
-                some = partial(_assembled, entry, pieces)
+                some = partial(_assembled, entry, placed)
                 whole = partial(some, 0, entry["shape"][0])
                 found[name] = Deferred(whole, entry["shape"], _TENSORS[entry["dtype"]], some) if mapped else whole()
         if odd := [key for held in parts.values() for key in held]:
             raise self._differs(min(odd))
         return found
 
-    def _pieces(self, name: str, entry: dict[str, Any], parts: dict[str, dict[str, torch.Tensor]]) -> list[_Piece]:
+    def _placed(self, name: str, entry: dict[str, Any], parts: dict[str, dict[str, torch.Tensor]]) -> list[_Placed]:
         """The parts of a tensor and where each begins, taken out of those of each file."""
-        found: list[_Piece] = []
+        found: list[_Placed] = []
         for file, at, shape in _places(entry):
-            piece = parts[file].pop(name, None)
-            if piece is None or [DTYPES[piece.dtype], list(piece.shape)] != [entry["dtype"], shape]:
+            part = parts[file].pop(name, None)
+            if part is None or [DTYPES[part.dtype], list(part.shape)] != [entry["dtype"], shape]:
                 raise self._differs(name)
-            found.append((at, piece))
-        if sum(piece.numel() for _, piece in found) != math.prod(entry["shape"]):
+            found.append((at, part))
+        if sum(part.numel() for _, part in found) != math.prod(entry["shape"]):
             raise self._differs(name)
         return found
 
@@ -128,19 +129,10 @@ def _places(entry: dict[str, Any]) -> list[tuple[str, list[int], list[int]]]:
     return [(entry["file"], [0] * len(entry["shape"]), entry["shape"])]
 
 
-def _assembled(entry: dict[str, Any], pieces: list[_Piece], first: int, end: int) -> torch.Tensor:
-    """Some rows of a tensor, of the pieces that have them."""
+def _assembled(entry: dict[str, Any], placed: list[_Placed], first: int, end: int) -> torch.Tensor:
+    """Some rows of a tensor, of the parts that have them."""
     whole = torch.empty([end - first, *entry["shape"][1:]], dtype=_TENSORS[entry["dtype"]])
-    for at, piece in pieces:
-        view, start = whole, max(first, at[0])
-        length = min(end, at[0] + len(piece)) - start
-        if length <= 0:
-            continue
-        view = view.narrow(0, start - first, length)
-        for dim, place in enumerate(at[1:], start=1):
-            view = view.narrow(dim, place, piece.shape[dim])
-        view.copy_(piece.narrow(0, start - at[0], length))
-    return whole
+    return assemble(whole, placed, first)
 
 
 # -- finding ---------------------------------------------------------------------------------------------------------
@@ -242,26 +234,27 @@ def folder_of(step: int) -> str:
 def layout(
     own: Mapping[str, torch.Tensor],
     common: Mapping[str, torch.Tensor],
-    cut: Mapping[str, Rows],
+    cut: Mapping[str, Held],
     writers: Sequence[int],
     attempt: str,
     file_bytes: int = FILE_BYTES,
 ) -> list[Files]:
     """What each of the `writers`, by rank, writes: `own` is the first one's, the bytes of what all have in `common` are
-    dealt, and so are those of each place's rows over the writers that have them.
+    dealt, and so are the rows of each block of what is `cut` over the writers that hold it.
 
     The same for all whose common and cut tensors have the same names, shapes and dtypes. Files are of at most
     `file_bytes` each, unless a tensor alone is larger. Raises CheckpointError where nobody writes some rows.
     """
     shares = _divide(common, len(writers))
     for name, held in cut.items():
-        for share, more in zip(shares, _divide_rows(name, held, writers), strict=True):
+        for share, more in zip(shares, _divide_blocks(name, held.cut, writers), strict=True):
             share += more
     shares[0] = [*((name, None) for name in own), *shares[0]]
     made: list[Files] = []
     tensors = whole_shapes({**own, **common, **cut})
     for number, share in enumerate(shares, start=1):
-        groups = grouped(((piece, tensors[piece[0]].nbytes(piece[1])) for piece in share), file_bytes)
+        sized = [[(slice_, tensors[slice_[0]].nbytes(slice_[1])) for slice_ in some] for some in _apart(share)]
+        groups = [group for some in sized for group in grouped(some, file_bytes)]
         of = f"-{number:05d}-of-{len(writers):05d}" if len(writers) > 1 else ""
         last = len(groups)
         made.append(
@@ -273,26 +266,40 @@ def layout(
     return made
 
 
-def whole_shapes(tensors: Mapping[str, torch.Tensor | Rows]) -> dict[str, Whole]:
-    return {n: Whole(t.tensor.dtype if isinstance(t, Rows) else t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+def whole_shapes(tensors: Mapping[str, torch.Tensor | Held]) -> dict[str, Whole]:
+    return {n: Whole(t.tensor.dtype if isinstance(t, Held) else t.dtype, tuple(t.shape)) for n, t in tensors.items()}
 
 
-def _divide_rows(name: str, held: Rows, writers: Sequence[int]) -> list[list[Slice]]:
-    """The rows of each place, for those who have them."""
+def _divide_blocks(name: str, cut: Cut, writers: Sequence[int]) -> list[list[Slice]]:
+    """The rows of each block, for those who hold it."""
     shares: list[list[Slice]] = [[] for _ in writers]
-    count = held.places.count
-    for place in range(count):
-        rows = held.places.rows(held.shape[0] if held.shape else 1, place)
-        having = [number for number, rank in enumerate(writers) if rank % count == place]
-        if rows and not having:
-            what = f"nobody who has rows {rows.start}-{rows.stop - 1} of {name} reaches the place of the checkpoints"
+    at: dict[int, list[int]] = {}
+    for number, rank in enumerate(writers):
+        at.setdefault(cut.place_of(rank), []).append(number)
+    for (first, shape), held in cut.blocks.items():
+        having = sorted((number, place) for place in held for number in at.get(place, ()))
+        begin, length = (first or (0,))[0], (shape or (1,))[0]
+        if length and not having:
+            what = f"nobody who has rows {begin}-{begin + length - 1} of {name} reaches the place of the checkpoints"
             raise CheckpointError(what, "give a folder that all hosts share, or a URL, as --checkpoints")
-        among = Places(len(having))
-        for part, number in enumerate(having):
-            mine = among.rows(len(rows), part)
+        among = Shards(len(having))
+        for part, (number, place) in enumerate(having):
+            mine = among.rows(length, part)
             if mine:
-                shares[number].append((name, rows[mine.start : mine.stop] if held.shape else None))
+                shares[number].append((name, held[place].rows(mine)))
     return shares
+
+
+def _apart(share: list[Slice]) -> list[list[Slice]]:
+    """A file has one part of a tensor, under its name: the second ones of a share go into others."""
+    layers: list[list[Slice]] = []
+    seen: Counter[str] = Counter()
+    for slice_ in share:
+        if seen[slice_[0]] == len(layers):
+            layers.append([])
+        layers[seen[slice_[0]]].append(slice_)
+        seen[slice_[0]] += 1
+    return layers
 
 
 def grouped(sized: Iterable[tuple[_T, int]], most: int) -> list[list[_T]]:
@@ -318,22 +325,22 @@ def _divide(tensors: Mapping[str, torch.Tensor], writers: int) -> list[list[Slic
         ends = [min(rows, max(0, -((at * writers - end * total) // (width * writers or 1)))) for end in range(writers)]
         for number, (first, end) in enumerate(zip(ends, [*ends[1:], rows], strict=True)):
             if first < end:
-                shares[number].append((name, None if end - first == rows else range(first, end)))
+                (whole,) = Cut.whole(tensor.shape).pieces[0].blocks if end - first < rows else (None,)
+                shares[number].append((name, whole and whole.rows(range(first, end))))
         at += tensor.nbytes
     return shares
 
 
-def take(tensor: torch.Tensor | Rows, rows: range | None) -> torch.Tensor:
-    if isinstance(tensor, Rows):
-        return tensor.take(rows)
-    return tensor if rows is None else tensor[rows.start : rows.stop]
+def take(tensor: torch.Tensor | Held, block: Block | None) -> torch.Tensor:
+    here = tensor.tensor if isinstance(tensor, Held) else tensor
+    return here if block is None else block.of(here)
 
 
 def write_files(
     storage: Storage,
     step: int,
     files: Files,
-    fetch: Callable[[str, range | None], torch.Tensor],
+    fetch: Callable[[str, Block | None], torch.Tensor],
     need: Callable[[], int],
 ) -> dict[str, tuple[int, str]]:
     """Writes one writer's files; bytes and SHA-256 of each. Raises CheckpointError, and then leaves none behind. `need`
@@ -342,7 +349,7 @@ def write_files(
     written: dict[str, tuple[int, str]] = {}
     try:
         for file, slices in files.items():
-            chunks = tensor_chunks({name: fetch(name, rows) for name, rows in slices})
+            chunks = tensor_chunks({name: fetch(name, block) for name, block in slices})
             written[file] = storage.write(folder_of(step), file, chunks)
     except OSError as error:
         raise write_error(storage, step, error, need()) from error
@@ -395,7 +402,7 @@ def commit(
 def bytes_of(step: int, plan: Iterable[Files], tensors: Mapping[str, Whole], manifest: Mapping[str, Any]) -> int:
     """How large a whole checkpoint is."""
     contents = {
-        file: {name: tensors[name].of(rows) for name, rows in held} for part in plan for file, held in part.items()
+        file: {name: tensors[name].of(block) for name, block in held} for part in plan for file, held in part.items()
     }
     sizes = {file: file_bytes(held) for file, held in contents.items()}
     told = {file: (size, hashlib.sha256().hexdigest()) for file, size in sizes.items()}
@@ -407,14 +414,14 @@ def _sealed(
 ) -> tuple[dict[str, Any], bytes]:
     """The whole manifest, and the text that is written of it."""
     entries: dict[str, dict[str, Any]] = {}
-    held = [(file, *piece) for files in plan for file, pieces in files.items() for piece in pieces]
-    for file, name, rows in held:
+    held = [(file, *slice_) for files in plan for file, slices in files.items() for slice_ in slices]
+    for file, name, block in held:
         shape = list(tensors[name].shape)
         entry = entries.setdefault(name, {"dtype": DTYPES[tensors[name].dtype], "shape": shape})
-        if rows is None:
+        if block is None or not shape:
             entry["file"] = file
         else:
-            part = {"file": file, "at": [rows.start, *[0] * (len(shape) - 1)], "shape": [len(rows), *shape[1:]]}
+            part = {"file": file, "at": list(block.at), "shape": list(block.shape)}
             entry.setdefault("parts", []).append(part)
     files = {file: {"bytes": size, "sha256": digest} for file, (size, digest) in told.items()}
     written = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
@@ -436,7 +443,7 @@ def write_checkpoint(
     plan = layout(tensors, {}, {}, [0], new_attempt(), file_bytes)
     try:
         need = partial(bytes_of, step, plan, whole_shapes(tensors), manifest)
-        told = write_files(storage, step, plan[0], lambda name, rows: take(tensors[name], rows), need)
+        told = write_files(storage, step, plan[0], lambda name, block: take(tensors[name], block), need)
     except CheckpointError:
         give_up(storage, step)
         raise

@@ -15,9 +15,9 @@ import torch
 
 from paceline.checkpoint.files import Files, Slice, take, write_files
 from paceline.checkpoint.storage import Storage
-from paceline.comm.places import Rows
 from paceline.comm.shared import raw_bytes
 from paceline.errors import CheckpointError
+from paceline.pieces import Held
 
 _SMALL = 1 << 15  # bytes that torch, too, copies by one thread, and at a fraction of the cost of a view of them
 _NICE = 10  # of the thread while it hashes and writes: whoever trains comes first
@@ -63,7 +63,7 @@ class Part(Background):
         storage: Storage,
         step: int,
         files: Files,
-        tensors: Mapping[str, torch.Tensor | Rows],
+        tensors: Mapping[str, torch.Tensor | Held],
         calm: Collection[str],
         still: bool,
         reached: Callable[[str], None],
@@ -73,11 +73,11 @@ class Part(Background):
         self._copies: dict[Slice, torch.Tensor] = {}
         self._later: list[tuple[Slice, int]] = []
         self._is_copied = threading.Event()
-        for name, rows in (held for slices in files.values() for held in slices):
-            part = take(tensors[name], rows)
-            self._copies[name, rows] = part if still or name in calm else _copy(part)
+        for name, block in (held for slices in files.values() for held in slices):
+            part = take(tensors[name], block)
+            self._copies[name, block] = part if still or name in calm else _copy(part)
             if not still and name in calm:
-                self._later.append(((name, rows), part._version))
+                self._later.append(((name, block), part._version))
         super().__init__(self._write, "paceline-save")
 
     def copied(self) -> float:
@@ -96,7 +96,7 @@ class Part(Background):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         self._reached("writing")
         try:
-            return write_files(*self._to, self._files, lambda name, rows: self._copies[name, rows], self._need)
+            return write_files(*self._to, self._files, lambda name, block: self._copies[name, block], self._need)
         finally:
             self._copies.clear()
 

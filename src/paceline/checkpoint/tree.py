@@ -18,8 +18,8 @@ import numpy
 import torch
 
 from paceline.checkpoint.tensorfile import DTYPES
-from paceline.comm.places import Rows
 from paceline.errors import CheckpointError, UsageError, a
+from paceline.pieces import Held
 
 _CURE = "keep numbers, text, tensors, or an object with state_dict()"
 _PLAIN: dict[type, type] = {
@@ -48,16 +48,16 @@ def flatten(tree: Any, prefix: str) -> tuple[dict[str, torch.Tensor], Any]:
 
     Takes dicts (keys: text, numbers, bool, None), lists, tuples, None, bool, int, float, str, bytes, dense
     tensors and parameters, numpy arrays and scalars, torch.dtype and torch.device. OrderedDict, defaultdict,
-    Counter, deque and torch.Size are kept as dict, list and tuple, a parameter as its tensor, and of `Rows` the tensor
+    Counter, deque and torch.Size are kept as dict, list and tuple, a parameter as its tensor, and of `Held` the tensor
     that is here. The tensors share memory with those in the tree; one that occurs several times (same memory, shape,
     strides and dtype) is there once. Raises UsageError for anything else, naming the path and the type.
     """
-    tensors, skeleton = flatten_rows(tree, prefix)
-    return {name: t.tensor if isinstance(t, Rows) else t for name, t in tensors.items()}, skeleton
+    tensors, skeleton = flatten_pieces(tree, prefix)
+    return {name: t.tensor if isinstance(t, Held) else t for name, t in tensors.items()}, skeleton
 
 
-def flatten_rows(tree: Any, prefix: str) -> tuple[dict[str, torch.Tensor | Rows], Any]:
-    """As `flatten`, and the `Rows` as they are."""
+def flatten_pieces(tree: Any, prefix: str) -> tuple[dict[str, torch.Tensor | Held], Any]:
+    """As `flatten`, and the `Held` as they are."""
     flattener = _Flattener()
     skeleton = flattener.encode(tree, (prefix,) if prefix else ())
     return flattener.tensors, skeleton
@@ -75,7 +75,7 @@ def _refusal(path: tuple[Any, ...], what: str, cure: str = _CURE) -> UsageError:
 
 class _Flattener:
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor | Rows] = {}
+        self.tensors: dict[str, torch.Tensor | Held] = {}
         self.seen: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -96,7 +96,7 @@ class _Flattener:
             return self._encode_dict(value, path)
         if kind is torch.Tensor:
             return self._encode_tensor(value, path)
-        if kind is Rows:
+        if kind is Held:
             return {"$tensor": self._add(value, path)}
         if isinstance(value, numpy.generic) or kind is numpy.ndarray:
             return self._encode_numpy(value, path)
@@ -140,7 +140,7 @@ class _Flattener:
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return {"$array": self._add(flat, path), "dtype": value.dtype.str, "shape": list(value.shape)}
 
-    def _add(self, tensor: torch.Tensor | Rows, path: tuple[Any, ...]) -> str:
+    def _add(self, tensor: torch.Tensor | Held, path: tuple[Any, ...]) -> str:
         """A new name for `tensor`: readable, valid UTF-8, unique also where keys hold dots."""
         wanted = ".".join(map(str, path)).encode(errors="replace").decode() or "tensor"
         name, count = wanted, 1

@@ -14,8 +14,8 @@ from itertools import accumulate
 import torch
 from torch.nn import Parameter
 
-from paceline.comm.places import ALONE, Places
 from paceline.errors import UsageError
+from paceline.pieces import ALONE, Block, Shards
 
 FIRST_BYTES = 1 << 20
 BYTES = 25 << 20
@@ -51,11 +51,6 @@ class Bucket:
     missing: int = 0
 
 
-def squares_of(gradients: list[torch.Tensor]) -> torch.Tensor:
-    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
-    return torch.stack(norms).cpu().double().square().sum(0, keepdim=True)
-
-
 class Landing:
     """Where a step's gradients land as autograd makes them, one backward after another, and leave for other workers.
 
@@ -65,9 +60,10 @@ class Landing:
     maxima: torch.Tensor | None = None  # for exact sums: the largest gradient of each parameter
 
     def __init__(self, params: Sequence[Parameter]) -> None:
-        self.params = list(params)
+        self.params = self.own = list(params)
         self.buckets: list[Bucket] = []
         self.largest: list[float] = []
+        self.elements = [param.numel() for param in self.params]  # of the whole ones, if these are parts of such
 
     @property
     def home(self) -> Landing:
@@ -105,9 +101,16 @@ class Landing:
         """After all sums have arrived; False: the step is to be redone. For exact sums only."""
         return True
 
-    def squares(self, micro_batches: int) -> torch.Tensor:
-        """The squares of all of them added up, in float64 numbers whose sum it is."""
-        return squares_of(self.sums)
+    def squares(self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None) -> torch.Tensor:
+        """The squares of all of them added up, or of the blocks of each that are counted here, in float64 numbers whose
+        sum it is.
+        """
+        gradients = self.sums
+        if counted is not None:
+            some = ((param.grad, blocks) for param, blocks in zip(self.own, counted, strict=True))
+            gradients = [block.of(grad) for grad, blocks in some if grad is not None for block in blocks]
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
+        return torch.stack(norms).cpu().double().square().sum(0, keepdim=True)
 
     def adopt(self) -> None:
         """What has been written into the sums are the gradients of the own parameters."""
@@ -137,7 +140,7 @@ class Buckets(Landing):
     """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket, and
     those of the rows of this worker's place are gradients of `own`, which are the parameters unless said.
 
-    A bucket is laid out as [place, level, elements of the rows of that place]: see places.py. Levels, of the dtype
+    A bucket is laid out as [place, level, elements of the rows of that place]: see `Shards`. Levels, of the dtype
     `_wire`, are there for exact sums only, as are `maxima` and `largest` (exact.py). Without `hooks` gradients come by
     `add` (staging.py).
     """
@@ -150,14 +153,13 @@ class Buckets(Landing):
         first_bytes: int = FIRST_BYTES,
         bytes_: int = BYTES,
         allocate: Allocate = zeros,
-        places: Places = ALONE,
+        shards: Shards = ALONE,
         own: Sequence[Parameter] | None = None,
         hooks: bool = True,
     ) -> None:
         super().__init__(params)
         self.own = self.params if own is None else list(own)
-        self.places = places
-        self.elements = [param.numel() for param in self.params]  # of the whole ones
+        self.shards = shards
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self.params)
         self._wires: list[Wires] = [[]] * len(self.params)
         self._home: list[Bucket] = [Bucket(-1, torch.empty(0), [], torch.empty(0))] * len(self.params)
@@ -197,35 +199,35 @@ class Buckets(Landing):
     def _make(self, members: list[int]) -> None:
         dtype, device = self.params[members[0]].dtype, self.params[members[0]].device
         shapes = [self.params[number].shape for number in members]
-        places = self.places
-        stretches, wires = self.lay_out(shapes, places, self._allocate, dtype, device)
-        flat, me = stretches.view(-1), places.me
+        shards = self.shards
+        stretches, wires = self.lay_out(shapes, shards, self._allocate, dtype, device)
+        flat, me = stretches.view(-1), shards.me
         bucket = Bucket(len(self.buckets), flat, members, stretches[me].view(-1))
         own, start = self._own(stretches[me], dtype), 0
         for number, shape, wire in zip(members, shapes, wires, strict=True):
             self._wires[number] = wire
             self._views[number] = own[start : start + wire[me][0].numel()].view(self.own[number].shape)
             self._home[number] = bucket
-            start += places.width(shape)
+            start += shards.width(shape)
         self.buckets.append(bucket)
 
     def lay_out(
         self,
         shapes: Sequence[torch.Size],
-        places: Places,
+        shards: Shards,
         allocate: Allocate,
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[torch.Tensor, list[Wires]]:
         """Memory for gradients of these shapes as [place, level, elements], and the wires of each in it."""
         levels = 2 if self._wire is not None and dtype == torch.float64 else 1
-        ends = list(accumulate((places.width(shape) for shape in shapes), initial=0))
-        length = places.aligned(ends[-1])
-        flat = allocate(places.count * levels * length, self._wire or dtype, device)
-        stretches = flat.view(places.count, levels, length)
+        ends = list(accumulate((shards.width(shape) for shape in shapes), initial=0))
+        length = shards.aligned(ends[-1])
+        flat = allocate(shards.count * levels * length, self._wire or dtype, device)
+        stretches = flat.view(shards.count, levels, length)
         wires = [
             [
-                [level[start : start + places.size(shape, place)] for level in stretch]
+                [level[start : start + shards.size(shape, place)] for level in stretch]
                 for place, stretch in enumerate(stretches)
             ]
             for shape, start in zip(shapes, ends, strict=False)
@@ -264,7 +266,7 @@ class Buckets(Landing):
         if it has one.
         """
         assert param.grad is not None
-        if self.places.count == 1 and self._wire is None:
+        if self.shards.count == 1 and self._wire is None:
             if first:
                 _copy(self._views[number], param.grad)
                 param.grad = self._views[number]
@@ -282,7 +284,7 @@ class Buckets(Landing):
 
     def add(self, number: int, levels: Sequence[torch.Tensor]) -> None:
         """Adds what was put elsewhere, and summed, of the own rows."""
-        for wire, more in zip(self._wires[number][self.places.me], levels, strict=True):
+        for wire, more in zip(self._wires[number][self.shards.me], levels, strict=True):
             if number in self._touched:
                 wire.add_(more)
             else:
@@ -299,18 +301,18 @@ class Buckets(Landing):
     def offer(self, bucket: Bucket) -> None:
         """Writes the own rows of the parameters where their gradients were, which have been used."""
         for number in bucket.members:
-            _copy(self._wires[number][self.places.me][0], self.own[number].detach().reshape(-1))
+            _copy(self._wires[number][self.shards.me][0], self.own[number].detach().reshape(-1))
 
     def take(self, bucket: Bucket, stretches: Sequence[torch.Tensor]) -> None:
         """Reads the rows of the other places into the parameters, from what each has offered."""
         start = 0
         for number in bucket.members:
             whole = self.params[number].detach()
-            for place in range(self.places.count):
-                if place != self.places.me:
-                    target = self.places.of(whole, place)
+            for place in range(self.shards.count):
+                if place != self.shards.me:
+                    target = self.shards.of(whole, place)
                     _copy(target, stretches[place][start : start + target.numel()].view(target.shape))
-            start += self.places.width(whole.shape)
+            start += self.shards.width(whole.shape)
 
     def adopt(self) -> None:
         for param, view in zip(self.own, self._views, strict=True):

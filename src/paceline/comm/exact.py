@@ -16,7 +16,7 @@ import torch
 from torch.nn import Parameter
 
 from paceline.comm.buckets import Allocate, Bucket, Buckets, Wires, by_place, zeros
-from paceline.comm.places import ALONE, Places
+from paceline.pieces import ALONE, Block, Shards
 
 WHOLE = 51  # bits: a number up to 2**51 units is rounded to whole ones by adding and subtracting 1.5 * 2**52 units
 HEADROOM = 4  # bits by which a gradient may grow from one step to the next
@@ -37,7 +37,7 @@ class ExactBuckets(Buckets):
         self,
         params: Sequence[Parameter],
         allocate: Allocate = zeros,
-        places: Places = ALONE,
+        shards: Shards = ALONE,
         own: Sequence[Parameter] | None = None,
         hooks: bool = True,
     ) -> None:
@@ -45,7 +45,7 @@ class ExactBuckets(Buckets):
         self._sums: list[torch.Tensor] = []
         self._scratch = torch.empty(CHUNK, dtype=torch.float64)
         self.maxima = torch.zeros(len(params), dtype=torch.float64)
-        super().__init__(params, allocate=allocate, places=places, own=own, hooks=hooks)
+        super().__init__(params, allocate=allocate, shards=shards, own=own, hooks=hooks)
         self.largest = [0.0] * len(params)
         self._before: list[float] | None = None  # `largest` when the step began
 
@@ -121,10 +121,10 @@ class ExactBuckets(Buckets):
             self.adopt()
         return kept
 
-    def squares(self, micro_batches: int) -> torch.Tensor:
-        """The squares of the own rows' gradients added up, for each parameter in parts that are sums of whole multiples
-        of a power of two. Those of all places can be added as well, without a rounding: the total does not depend on
-        who has which rows.
+    def squares(self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None) -> torch.Tensor:
+        """The squares of the own rows' gradients added up, or of the blocks of each that are counted here, for each
+        parameter in parts that are sums of whole multiples of a power of two. Those of all places can be added as well,
+        without a rounding: the total does not depend on who has which rows.
         """
         found = torch.zeros(len(self.own), _LEVELS, dtype=torch.float64)
         for number, (param, elements) in enumerate(zip(self.own, self.elements, strict=True)):
@@ -133,7 +133,8 @@ class ExactBuckets(Buckets):
             # No element is 2**bits or more, and 2**52 units hold all of them together.
             bits = math.frexp(self.largest[number])[1] + micro_batches.bit_length()
             width = WHOLE + 1 - elements.bit_length()
-            for part in param.grad.reshape(-1).split(CHUNK):
+            grads = [param.grad] if counted is None else [block.of(param.grad) for block in counted[number]]
+            for part in (part for grad in grads for part in grad.reshape(-1).split(CHUNK)):
                 rest = part.double().square()
                 for level in range(_LEVELS):
                     rounded = on_grid(rest, math.ldexp(1.0, 2 * bits - (level + 1) * width), self._scratch)

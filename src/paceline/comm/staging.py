@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from paceline.comm.buckets import Allocate, Bucket, Buckets, Landing, Wires, in_two_parts, zeros
 from paceline.comm.group import Group
-from paceline.comm.places import Places
 from paceline.errors import UsageError
+from paceline.pieces import Shards
 
 UNDER_WAY = 2  # blocks, before the backward waits for them
 
@@ -89,8 +89,7 @@ class Staging(Landing):
         super().__init__(home.params)
         self._home, self.group, self._ended, self._patient = home, group, ended, patient
         self.maxima = home.maxima
-        home.elements = [shape.numel() for shape in shapes]
-        self.places = Places(group.size, group.rank)
+        self.shards = Shards(group.size, group.rank)
         self._shapes = shapes
         self._pools: dict[tuple[Any, ...], _Pool] = {}
         self._blocks: list[_Block] = []
@@ -116,7 +115,7 @@ class Staging(Landing):
     ) -> int:
         """What stages take at most, for parameters of these shapes, whose elements take so many bytes `each`."""
         pools = Counter(tuple((tuple(shapes[n]), each[n]) for n in block) for block in blocks if block)
-        at = Places(places)
+        at = Shards(places)
         return sum(
             min(count, UNDER_WAY + 1) * places * sum(at.width(shape) * size for shape, size in members)
             for members, count in pools.items()
@@ -235,7 +234,7 @@ class Staging(Landing):
     def _make(self, members: Sequence[int], allocate: Allocate) -> _Stage:
         like = self.home.params[members[0]]
         shapes = [self._shapes[number] for number in members]
-        stretches, wires = self.home.lay_out(shapes, self.places, allocate, like.dtype, like.device)
+        stretches, wires = self.home.lay_out(shapes, self.shards, allocate, like.dtype, like.device)
         return _Stage(stretches.view(-1), wires)
 
     def _forget_calls(self) -> None:
@@ -283,7 +282,7 @@ class Staging(Landing):
         self.group.finish(work)
         self._works.popleft()
         for number, wires in zip(block.members, stage.wires, strict=True):
-            self.home.add(number, wires[self.places.me])
+            self.home.add(number, wires[self.shards.me])
         stage.taken = False
         for number in block.members if last else ():
             self.home.complete(number)

@@ -27,7 +27,7 @@ SMALL = 1 << 14  # elements of a tensor that is made at once: scripts look into 
 CANNOT = (RuntimeError, NotImplementedError, ValueError, TypeError)
 
 
-Held = tuple[dict[str, Any], str, Any]  # tensors of a module, maybe in lists: where they belong
+Slot = tuple[dict[str, Any], str, Any]  # tensors of a module, maybe in lists: where they belong
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ class Blueprint(TorchDispatchMode):
             inside |= {id(leaf) for held in (vars(module), module._buffers) for leaf in tree_iter(held)}
         return any(tensor is not None and id(tensor) not in inside for tensor in (made() for made in self._made))
 
-    def rest(self, model: nn.Module) -> list[Held]:
+    def rest(self, model: nn.Module) -> list[Slot]:
         """Buffers, and large tensors that modules hold besides, for real: where they belong, and which."""
-        found: list[Held] = []
+        found: list[Slot] = []
         for module in model.modules():
             buffers = ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
             found += [(module._buffers, name, self.value(buffer)) for name, buffer in buffers]

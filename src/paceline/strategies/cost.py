@@ -5,9 +5,10 @@ Each algorithm says its own, in its own file; `nest.cost` asks those that a plan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from paceline.pieces import Shards
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,8 @@ class Facts:
 
     def bytes(self, places: int = 1, numbers: Sequence[int] | None = None) -> int:
         """Of these parameters, or all, on the place that has most of their rows."""
-        total = 0
-        for number in range(len(self.shapes)) if numbers is None else numbers:
-            length, *rest = self.shapes[number] or (1,)
-            total += -(-length // places) * math.prod(rest) * self.each[number]
-        return total
+        some, at = range(len(self.shapes)) if numbers is None else numbers, Shards(places)
+        return sum(at.width(self.shapes[number]) * self.each[number] for number in some)
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,14 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from paceline.comm.buckets import Buckets
 from paceline.comm.exact import ExactBuckets
 from paceline.comm.group import Group
-from paceline.comm.places import Places, Rows, marked, marks_of
 from paceline.comm.staging import Staging
 from paceline.errors import CollectiveMismatchError, UsageError
+from paceline.pieces import Shards
 from paceline.strategies.blocks import blocks_of, by_block, gathered
-from paceline.strategies.blueprint import Blueprint, Held, strip
+from paceline.strategies.blueprint import Blueprint, Slot, strip
 from paceline.strategies.job import Job
 from paceline.strategies.layout import Layout
-from paceline.strategies.state import held
+from paceline.strategies.state import cut_in_rows, held, local, marked, marks_of
 
 Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
 _Param = tuple[int, nn.Module, str]  # its number, and where it is
@@ -68,13 +68,16 @@ class FullyShard(Layout):
     def __init__(self, job: Job, replica: Group, reshard: bool, share: Share | None = None) -> None:
         super().__init__(job, replica.allocate)
         self.replica = self.within = replica
-        self.places = Places(replica.size, replica.rank)
+        self.shards = Shards(replica.size, replica.rank)
         self.blocks = blocks_of(job.model)
         self._shapes = [param.shape for param in job.named.values()]
         groups = by_block(list(job.named), list(self.blocks))
         job.decisions.append(gathered(self.blocks, rest=bool(groups[-1])))
         refuse_ungatherable(job.model, groups)
         marks = {name: marks_of(param) for name, param in job.model.named_parameters()}
+        cuts = cut_in_rows(dict(job.model.named_parameters(remove_duplicate=False)), job.cuts, self.shards.count)
+        job.cuts = {name: cut for name, cut in cuts.items() if cut.shape}
+        job.own_cuts = {name: cuts[name] for name in job.named}
         self.mesh = self._shard(reshard, share)
         self._gather_alike(reshard)
         job.keeping = self._keeping
@@ -104,7 +107,7 @@ class FullyShard(Layout):
         self.replica.lend()
         mesh = init_device_mesh(job.device.type, (self.replica.size,))
         named = dict(job.model.named_parameters())
-        besides: list[Held] = []
+        besides: list[Slot] = []
         if job.blueprint is not None:
             besides = job.blueprint.rest(job.model)
             _put(besides, job.device)
@@ -172,12 +175,12 @@ class FullyShard(Layout):
             whole = blueprint.value(named[name])
             if share is not None:
                 share([whole])
-            _local(param).copy_(self.places.of(whole, self.places.me) if param.dim() else whole)
+            local(param).copy_(self.shards.of(whole, self.shards.me) if param.dim() else whole)
         if share is not None:
             share(list(self.job.model.buffers()))
 
     def _rows(self, param: torch.Tensor) -> torch.Tensor:
-        return _local(param) if isinstance(param, DTensor) else self.places.of(param.detach(), self.places.me)
+        return local(param) if isinstance(param, DTensor) else self.shards.of(param.detach(), self.shards.me)
 
     def own(self) -> None:
         pass  # known since the model is in pieces
@@ -262,23 +265,6 @@ class FullyShard(Layout):
     def gathered(self) -> int:
         return self._gathered
 
-    def told(self, model: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: Rows(_local(value), self.places, tuple(value.shape)) if isinstance(value, DTensor) else value
-            for name, value in model.items()
-        }
-
-    def taken(self, model: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Each parameter's own rows, one after another; torch sees to the rest, and that all are there."""
-        wanted, found = self.job.model.state_dict(keep_vars=True), dict(model)
-        for name, value in model.items():
-            mine = wanted.get(name)
-            if isinstance(mine, DTensor) and value.shape in (mine.shape, _local(mine).shape):
-                whole = value.shape == mine.shape
-                _local(mine).copy_(self.places.of(value, self.places.me) if whole else value)
-                found[name] = mine
-        return found
-
 
 @contextmanager
 def _explained(compares: bool) -> Iterator[None]:
@@ -354,7 +340,7 @@ def _refuse_copy(module: nn.Module, memo: Any) -> Any:
     raise UsageError(f"{type(module).__name__.removeprefix('FSDP')} is in pieces, which cannot be copied", "say zero=1")
 
 
-def _put(tensors: Iterable[Held], device: torch.device) -> None:
+def _put(tensors: Iterable[Slot], device: torch.device) -> None:
     for holder, name, nest in tensors:
         holder[name] = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), nest)
 
@@ -362,7 +348,3 @@ def _put(tensors: Iterable[Held], device: torch.device) -> None:
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, leaf = name.rpartition(".")
     return model.get_submodule(path), leaf
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return (param.to_local() if isinstance(param, DTensor) else param).detach()

@@ -12,9 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.pieces import Cut
 from paceline.step import Part
 
 if TYPE_CHECKING:
+    from paceline.comm.group import Group
     from paceline.strategies.blueprint import Blueprint
 
 
@@ -33,7 +35,8 @@ class Job:
     """What is trained, in the user's own objects, and where: the model is already on `device`.
 
     `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows;
-    with `offload` copies of these in the memory of the host.
+    with `offload` copies of these in the memory of the host. Of which tensors of the model, and of what the optimizers
+    hold, a worker has but a piece, `cuts` and `own_cuts` tell by name: that at its `place` in its `replica`.
     """
 
     model: nn.Module
@@ -49,6 +52,10 @@ class Job:
     schedulers: list[LRScheduler] = field(default_factory=list)
     named: dict[str, nn.Parameter] = field(default_factory=dict)
     own: dict[str, nn.Parameter] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    own_cuts: dict[str, Cut] = field(default_factory=dict)
+    place: int = 0
+    replica: Group | None = None
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
     blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet
     # Where weights do not change meanwhile: what is gathered may be kept until the end.

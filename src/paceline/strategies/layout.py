@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from paceline.comm.buckets import Allocate, Buckets, Landing
 from paceline.comm.exact import ExactBuckets
 from paceline.comm.group import Group
-from paceline.comm.places import ALONE, Places
 from paceline.comm.transit import Hop
+from paceline.pieces import ALONE, Shards
 from paceline.strategies.job import Job
+from paceline.strategies.state import own_of
 
 
 class Layout:
     """Gradients land in buckets of memory from `allocate`, to be summed, or stay where they are.
 
-    `places` share the rows that optimizers hold. A bucket's way to them is `route`, before it is summed over replicas;
+    `shards` share the rows that optimizers hold. A bucket's way to them is `route`, before it is summed over replicas;
     `within` are the workers that together hold the parts of one copy.
     """
 
-    places: Places = ALONE
+    shards: Shards = ALONE
     route: tuple[Hop, ...] = ()
     within: Group | None = None
     gathers = False  # whether parameters are gathered from others before they are used
@@ -31,7 +30,7 @@ class Layout:
 
     def own(self) -> None:
         """The job's `own` parameters: those that optimizers are to hold here."""
-        self.job.own = {name: self.places.cut(param) for name, param in self.job.named.items()}
+        self.job.own, self.job.own_cuts = own_of(self.job.named, self.job.cuts, self.shards)
 
     def land(self) -> Landing:
         """Where gradients of the parameters land."""
@@ -39,7 +38,7 @@ class Layout:
 
     def buckets(self) -> Buckets:
         kind = ExactBuckets if self.job.exact else Buckets
-        return kind(list(self.job.named.values()), places=self.places, own=list(self.job.own.values()))
+        return kind(list(self.job.named.values()), shards=self.shards, own=list(self.job.own.values()))
 
     def running(self, name: str) -> AbstractContextManager[None]:
         """Around the forwards and backwards of a step of this name."""
@@ -54,11 +53,3 @@ class Layout:
     def gathered(self) -> int:
         """Bytes of parameters that are here for a while, at most, beside those that always are."""
         return 0
-
-    def told(self, model: dict[str, Any]) -> dict[str, Any]:
-        """A model's state as it is kept: what is here, and which part of the whole that is."""
-        return model
-
-    def taken(self, model: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A model's state as it is to be loaded here, of what is kept."""
-        return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from paceline.comm.group import Group
+from paceline.mesh import AXES
 from paceline.plan import Plan
 from paceline.strategies import data, shard
 from paceline.strategies.blocks import blocks_of, by_block, compiled, recompute, set_apart
@@ -49,6 +50,7 @@ def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False)
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
     mesh = plan.mesh(group.size)
+    job.place, job.replica = mesh.place(group.rank), group.along(*AXES[1:], mesh=mesh)
     if plan.exact:
         set_apart(job.model)
     if plan.recompute:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn import Parameter
 
-from paceline.comm.places import marked, marks_of
+from paceline.strategies.state import marked, marks_of
 
 
 class Hosted:

@@ -12,12 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.group import Group
 from paceline.comm.transit import Heard, Hop, Transit
+from paceline.pieces import Cut, counting
 from paceline.step import Agreed, exact_sum
 from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.layout import Layout
 from paceline.strategies.runner import Runner
-from paceline.strategies.state import held
+from paceline.strategies.state import held, in_pieces, load_model
 from paceline.strategies.update import Update
 
 
@@ -32,7 +33,10 @@ class Replica:
         self.landing = layout.land()
         self.home = self.landing.home
         self.runner = Runner(job, self.landing, layout.gathers)
-        self.updater = Update(job, self.home, layout.places)
+        self.updater = Update(job, self.home)
+        cuts = [job.own_cuts.get(name) or Cut.whole(param.shape) for name, param in job.own.items()]
+        self._counted = counting(cuts, job.place)
+        self.home.elements = [math.prod(cut.shape) for cut in cuts]
         self.transit = Transit(group, [*layout.route, Hop("sum", outer)])
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
@@ -72,11 +76,11 @@ class Replica:
 
     def norm(self, agreed: Agreed, options: Options) -> float:
         """Of the mean gradient, the same on every worker. Changes nothing. Collective."""
-        known = None if self.job.exact else self.transit.squares()
+        known = None if self.job.exact or self._counted is not None else self.transit.squares()
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             squares = torch.tensor([known], dtype=torch.float64)
         else:
-            squares = self.home.squares(options.micro_batches)
+            squares = self.home.squares(options.micro_batches, self._counted)
         if self.layout.within is not None:
             squares = self.layout.within.sum(squares)
         return math.sqrt(exact_sum(squares.tolist())) * options.expected / agreed.count
@@ -119,10 +123,11 @@ class Replica:
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, by logical names."""
-        model = self.layout.told(dict(self.job.model.state_dict(keep_vars=True)))
+        job = self.job
+        model = in_pieces(job.model.state_dict(keep_vars=True), job.cuts, job.place)
         return {"model": model, **self.updater.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.job.model.load_state_dict(self.layout.taken(state["model"]), strict=True)
+        load_model(self.job.model, state["model"], self.job.cuts, self.job.place)
         if "optimizers" in state:  # else weights from elsewhere, to begin with
             self.updater.load(state)

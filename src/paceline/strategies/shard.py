@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from paceline.comm.buckets import Buckets
 from paceline.comm.group import Group
-from paceline.comm.places import Places
 from paceline.comm.staging import Staging
 from paceline.comm.transit import Hop
+from paceline.pieces import Shards
 from paceline.strategies.cost import Cost, Facts
 from paceline.strategies.job import Job
 from paceline.strategies.layout import Layout
@@ -47,7 +47,7 @@ class Shard(Layout):
 
     def __init__(self, job: Job, replica: Group) -> None:
         super().__init__(job, replica.allocate)
-        self.within, self.places = replica, Places(replica.size, replica.rank)
+        self.within, self.shards = replica, Shards(replica.size, replica.rank)
         self.route = (Hop("scatter", replica),)
 
     def land(self) -> Buckets:

@@ -1,16 +1,17 @@
-"""The state of optimizers by the user's own parameter names, whole or in rows."""
+"""The state of a model and its optimizers by the user's own names, whole or in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.comm.places import Places, Rows
 from paceline.errors import UsageError
+from paceline.pieces import Cut, Held, Shards
 
 _SIDE = 8  # elements: of the parameter that an optimizer is tried with
 # What one raises that was not made to be tried.
@@ -25,10 +26,44 @@ def same_number(what: str, saved: int, now: int) -> None:
         )
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What is here of one that torch has in pieces."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    return found
+
+
+def marks_of(param: nn.Parameter) -> dict[str, Any]:
+    """The attributes that a script gave a parameter: optimizers' groups are made by such."""
+    bare = vars(nn.Parameter(param.detach(), requires_grad=False))  # some kinds of tensors have attributes themselves
+    return {name: value for name, value in vars(param).items() if name not in bare}
+
+
+def marked(tensor: torch.Tensor, marks: Mapping[str, Any]) -> nn.Parameter:
+    param = nn.Parameter(tensor)
+    vars(param).update(marks)
+    return param
+
+
+def cut_in_rows(params: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], count: int) -> dict[str, Cut]:
+    """How parameters are cut, if what the `cuts` leave of them, or all, is divided by rows among so many workers."""
+    rows = cache(Cut.in_rows)  # they are large where workers are many, and shapes are few
+    return {name: rows(cuts.get(name) or Cut.whole(param.shape), count) for name, param in params.items()}
+
+
+def own_of(
+    named: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], shards: Shards
+) -> tuple[dict[str, nn.Parameter], dict[str, Cut]]:
+    """The own rows of parameters, which are themselves where all are; and how what is here of each is cut then."""
+    if shards.count == 1:
+        return dict(named), {name: cuts[name] for name in named if name in cuts}
+    own = {n: marked(shards.of(param.detach(), shards.me), marks_of(param)) for n, param in named.items()}
+    return own, cut_in_rows(named, cuts, shards.count)
+
+
 def held(values: Iterable[Any]) -> int:
     """Bytes of the memory behind tensors: what several share counts once, and of a tensor in pieces the piece."""
     tensors = (value for value in values if isinstance(value, torch.Tensor))
-    storages = (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
+    storages = (local(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -81,8 +116,12 @@ def refuse_mixing(optimizers: Sequence[Optimizer]) -> None:
             raise UsageError(what, "take one that treats each element by itself, as AdamW, or a plan without shard")
 
 
-def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """The groups, and what is kept for each parameter; `names` are those of the tensors it holds, by identity."""
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, Cut], place: int
+) -> dict[str, Any]:
+    """The groups, and what is kept for each parameter; `names` are those of the tensors it holds, by identity. What is
+    kept for each element of one that is cut is marked as what is held of that.
+    """
     groups = [
         {
             **{k: v for k, v in group.items() if k != "param_names"},
@@ -90,38 +129,42 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         }
         for group in optimizer.param_groups
     ]
-    return {
-        "groups": groups,
-        "state": {names[id(param)]: dict(value) for param, value in optimizer.state.items()},
-    }
+    state = {names[id(param)]: dict(value) for param, value in optimizer.state.items()}
+    for param in optimizer.state if cuts else ():
+        if (name := names[id(param)]) in cuts:
+            _mark(state[name], type(optimizer).__name__, name, param, cuts[name], place)
+    return {"groups": groups, "state": state}
 
 
-def in_rows(
-    packed: dict[str, Any], kind: str, own: Mapping[str, nn.Parameter], whole: Mapping[str, Any], at: Places
-) -> None:
-    """Marks what an optimizer of some `kind` keeps for each element of the `own` rows of the `whole` parameters."""
-    for name, kept in packed["state"].items():
-        for key, value in kept.items():
-            if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != own[name].shape):
-                continue
-            if value.shape != own[name].shape:
-                what = f"{kind} keeps a tensor of shape {tuple(value.shape)} for {name}"
-                cure = "shard the state of optimizers that keep numbers for each element, as AdamW or SGD"
-                raise UsageError(f"{what}, {tuple(own[name].shape)} of which are here", cure)
-            kept[key] = Rows(value, at, tuple(whole[name].shape))
+def _mark(kept: dict[str, Any], kind: str, name: str, piece: torch.Tensor, cut: Cut, place: int) -> None:
+    """Marks what an optimizer of some `kind` keeps for each element of a parameter's `piece`."""
+    for key, value in kept.items():
+        if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != piece.shape):
+            continue
+        if value.shape != piece.shape:
+            what = f"{kind} keeps a tensor of shape {tuple(value.shape)} for {name}"
+            cure = "shard the state of optimizers that keep numbers for each element, as AdamW or SGD"
+            raise UsageError(f"{what}, {tuple(piece.shape)} of which are here", cure)
+        kept[key] = Held(value, cut, place)
 
 
-def own_rows(packed: Mapping[str, Any], optimizer: Optimizer, whole: Mapping[str, Any], at: Places) -> dict[str, Any]:
-    """The same with the own rows of whole tensors."""
-    single = any(param.dim() == 0 for param in whole.values())
+def _own_pieces(
+    packed: Mapping[str, Any], optimizer: Optimizer, cuts: Mapping[str, Cut], place: int
+) -> Mapping[str, Any]:
+    """What was saved with the own pieces of whole tensors."""
+    if not cuts:
+        return packed
+    single = any(not cut.shape for cut in cuts.values())
     found = _kept(optimizer) if single else None
     # For a parameter without dimensions a count of steps looks like what is kept for its element.
     others = {"step"} if found is None else {key for key, value in found.items() if value.dim() == 0}
 
     def cut(name: str, key: str, value: Any) -> Any:
-        is_whole = isinstance(value, torch.Tensor) and value.shape == whole[name].shape
-        is_whole &= whole[name].dim() > 0 or key not in others
-        return at.of(value, at.me) if is_whole else value
+        whole = cuts.get(name)
+        is_whole = whole is not None and isinstance(value, torch.Tensor) and tuple(value.shape) == whole.shape
+        if whole is None or not is_whole or (not whole.shape and key in others):
+            return value
+        return whole.pieces[place].of(value)
 
     state = {
         name: {key: cut(name, key, value) for key, value in kept.items()} for name, kept in packed["state"].items()
@@ -129,8 +172,35 @@ def own_rows(packed: Mapping[str, Any], optimizer: Optimizer, whole: Mapping[str
     return {**packed, "state": state}
 
 
-def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """Takes over what `optimizer_state` told. Raises UsageError where the groups differ."""
+def in_pieces(tensors: Mapping[str, Any], cuts: Mapping[str, Cut], place: int) -> dict[str, Any]:
+    """A model's tensors by name; of those that are cut what is here, marked as that."""
+    return {n: Held(local(t), cuts[n], place) if n in cuts else t for n, t in tensors.items()}
+
+
+def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, Cut], place: int) -> None:
+    """Takes over a state dict, of tensors that are cut whole ones or pieces, one after another; torch sees to the rest,
+    and that all are there.
+    """
+    state = dict(saved)
+    for name, tensor in model.state_dict(keep_vars=True).items() if cuts else ():
+        value, piece = state.get(name), cuts[name].pieces[place] if name in cuts else None
+        if value is None or piece is None or tuple(value.shape) not in (cuts[name].shape, piece.shape):
+            continue
+        if tuple(value.shape) == cuts[name].shape:
+            piece.put(value, local(tensor))
+        else:
+            local(tensor).copy_(value)
+        state[name] = tensor
+    model.load_state_dict(state, strict=True)
+
+
+def load_optimizer(
+    optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str], cuts: Mapping[str, Cut], place: int
+) -> None:
+    """Takes over what `optimizer_state` told, of tensors that are cut the whole ones too. Raises UsageError where the
+    groups differ.
+    """
+    saved = _own_pieces(saved, optimizer, cuts, place)
     same_number("parameter groups", len(saved["groups"]), len(optimizer.param_groups))
     current = optimizer.state_dict()
     numbers: dict[str, int] = {}

@@ -11,12 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.comm.buckets import Landing
-from paceline.comm.places import ALONE, Places
 from paceline.errors import UsageError
 from paceline.step import Agreed
 from paceline.strategies.job import Job, Options
 from paceline.strategies.offload import Hosted
-from paceline.strategies.state import held, in_rows, load_optimizer, optimizer_state, own_rows, same_number
+from paceline.strategies.state import held, load_optimizer, optimizer_state, same_number
 
 
 class Update:
@@ -24,8 +23,8 @@ class Update:
     `home`.
     """
 
-    def __init__(self, job: Job, home: Landing, places: Places = ALONE) -> None:
-        self.job, self.home, self.places = job, home, places
+    def __init__(self, job: Job, home: Landing) -> None:
+        self.job, self.home = job, home
         self.rows = list(job.own.values())
         self.hosted = Hosted(self.rows) if job.offload else None
         if self.hosted is not None:
@@ -74,24 +73,18 @@ class Update:
         )
 
     def state(self) -> dict[str, Any]:
+        cuts, place = self.job.own_cuts, self.job.place
         return {
-            "optimizers": [self._optimizer_state(optimizer) for optimizer in self.job.optimizers],
+            "optimizers": [optimizer_state(one, self.names, cuts, place) for one in self.job.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
             "exact": dict(zip(self.job.named, self.home.largest, strict=False)),
         }
-
-    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        packed = optimizer_state(optimizer, self.names)
-        if self.places.count > 1:
-            in_rows(packed, type(optimizer).__name__, self.job.own, self.job.named, self.places)
-        return packed
 
     def load(self, state: Mapping[str, Any]) -> None:
         same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
         same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
-            mine = saved if self.places.count == 1 else own_rows(saved, optimizer, self.job.named, self.places)
-            load_optimizer(optimizer, mine, self.names)
+            load_optimizer(optimizer, saved, self.names, self.job.own_cuts, self.job.place)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(dict(saved))
         if self.job.exact and self.home.largest:

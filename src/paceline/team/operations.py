@@ -337,7 +337,8 @@ class Operations:
         if replica in sources or replica in sources.values():
             self.reached("hand-over")
         tree: Any = None
-        for taker, source in spread(sources, [group.hosts[twin] for twin in twins]).items():
+        hosts = group.hosts
+        for taker, source in spread(sources, [hosts[twin] for twin in twins]).items():
             taker, source = twins[taker], twins[source]
             if group.rank == source:
                 tree = tree or [tx.done, tx.applied_in, holder.hand_over()]

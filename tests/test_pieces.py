@@ -1,0 +1,182 @@
+"""What workers hold of a tensor that is divided: together all of it, whatever the order of the cuts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from paceline.strategies.base import Job, Orders, Single, default_forward
+from torch import nn
+
+from paceline.comm.buckets import zeros
+from paceline.mesh import Mesh
+from paceline.pieces import Cut, Held, Piece, Shards, assemble
+from paceline.step import exact_sum
+from paceline.strategies.state import in_pieces, load_model
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Cut:
+    """Whole or cut along a dimension, maybe in sections, maybe each part twice; then by rows or not."""
+    sections = draw(st.integers(1, 3))
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    made = Cut.whole(shape, draw(st.integers(1, 3)))
+    if shape and draw(st.booleans()):
+        dim = draw(st.integers(0, len(shape) - 1))
+        shape[dim] *= sections
+        made = Cut.split(shape, dim, draw(st.integers(1, 4)), sections, draw(st.integers(1, 2)))
+    return made.in_rows(draw(st.integers(1, 4)))
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).view(shape)
+
+
+@given(cuts())
+def test_every_element_is_held_and_counted_once(cut: Cut) -> None:
+    counts = torch.zeros(cut.shape, dtype=torch.int64)
+    for place, piece in enumerate(cut.pieces):
+        for block in cut.counted(place):
+            assert block in piece.blocks
+            block.of_whole(counts).add_(1)
+    assert counts.eq(1).all()
+
+
+@given(cuts())
+def test_the_blocks_of_a_piece_fill_it(cut: Cut) -> None:
+    for piece in cut.pieces:
+        filled = torch.zeros(piece.shape)
+        for block in piece.blocks:
+            block.of(filled).add_(1)
+        assert filled.eq(1).all()
+
+
+@given(cuts())
+def test_who_holds_a_block_has_the_same_in_it(cut: Cut) -> None:
+    whole = numbered(cut.shape)
+    locals_ = [piece.of(whole) for piece in cut.pieces]
+    for (at, shape), held in cut.blocks.items():
+        for place, block in held.items():
+            assert (block.at, block.shape) == (at, shape)
+            assert block.of(locals_[place]).equal(block.of_whole(whole))
+    assert sum(len(held) for held in cut.blocks.values()) == sum(len(piece.blocks) for piece in cut.pieces)
+
+
+@given(cuts())
+def test_pieces_of_a_tensor_make_it_again(cut: Cut) -> None:
+    whole = numbered(cut.shape)
+    parts = []
+    for place, piece in enumerate(cut.pieces):
+        local = torch.full(piece.shape, -1)
+        piece.put(whole, local)
+        assert local.equal(piece.of(whole))
+        assert Held(local, cut, place).shape == cut.shape
+        parts += [(block.at, block.of(local)) for block in cut.counted(place)]
+    assert assemble(torch.full(cut.shape, -1), parts).equal(whole)
+
+
+@given(cuts(), st.data())
+def test_some_rows_of_a_tensor_are_made_of_the_pieces_that_have_them(cut: Cut, data: st.DataObject) -> None:
+    whole = numbered(cut.shape)
+    if not whole.dim():
+        return
+    first = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(first, len(whole)))
+    parts = [(block.at, block.of_whole(whole)) for block in (held[min(held)] for held in cut.blocks.values())]
+    assert assemble(torch.full((end - first, *cut.shape[1:]), -1), parts, first).equal(whole[first:end])
+
+
+@given(cuts(), st.data())
+def test_rows_of_a_block_are_a_block(cut: Cut, data: st.DataObject) -> None:
+    whole = numbered(cut.shape)
+    for piece in cut.pieces:
+        local = piece.of(whole)
+        for block in piece.blocks:
+            length = (block.shape or (1,))[0]
+            first = data.draw(st.integers(0, length))
+            rows = range(first, data.draw(st.integers(first, length)))
+            part = block.rows(rows)
+            assert part.of(local).equal(part.of_whole(whole))
+            if block.shape:
+                assert part.of(local).equal(block.of(local)[rows.start : rows.stop])
+
+
+@given(st.lists(st.integers(0, 9), max_size=3), st.integers(2, 5))
+def test_rows_are_cut_as_chunk_cuts_them(shape: list[int], count: int) -> None:
+    """A tensor without dimensions is a row of one, which the first place has."""
+    whole = numbered(tuple(shape))
+    cut, shards = Cut.whole(shape).in_rows(count), Shards(count)
+    for place in range(count):
+        assert cut.pieces[place].of(whole).equal(shards.of(whole, place))
+        assert shards.size(shape, place) == math.prod(cut.pieces[place].shape)
+    chunks = (whole if shape else whole.view(1)).chunk(count)
+    assert [piece.of(whole).tolist() for piece in cut.pieces if piece.blocks] == [c.tolist() for c in chunks if len(c)]
+
+
+def test_a_fused_attention_weight_cut_by_heads_and_by_rows() -> None:
+    """Of 4 heads two are at each of the places of the tensor axis, and their queries, keys and values in three blocks;
+    the outer axis cuts the six rows that one of these has in three and three, and so the keys.
+    """
+    mesh = Mesh(shard=2, tensor=2)
+    cut = Cut.split((12, 8), 0, mesh.tensor, sections=3).in_rows(mesh.shard)
+    assert len(cut.pieces) == mesh.replica
+    blocks = [[(block.at[0], block.shape[0]) for block in piece.blocks] for piece in cut.pieces]
+    rows = [[row for first, length in some for row in range(first, first + length)] for some in blocks]
+    assert rows == [[0, 1, 4], [2, 3, 6], [5, 8, 9], [7, 10, 11]]
+    assert [block.start for block in cut.pieces[3].blocks] == [(0, 0), (1, 0)]
+    assert [cut.place_of(rank) for rank in range(6)] == [mesh.place(rank) for rank in range(6)]
+
+
+def test_few_heads_of_keys_are_held_twice_and_counted_once() -> None:
+    cut = Cut.split((2, 8), 0, 2, each=2)
+    assert [piece.blocks[0].at[0] for piece in cut.pieces] == [0, 0, 1, 1]
+    assert [len(cut.counted(place)) for place in range(4)] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_place_may_hold_nothing(dim: int) -> None:
+    cut = Cut.split((3, 3), dim, 4)
+    assert cut.pieces[-1] == Piece((0, 3) if dim == 0 else (3, 0), ())
+    assert cut.pieces[-1].of(numbered((3, 3))).shape == cut.pieces[-1].shape
+
+
+LAYERS = {"weight": Cut.split((6, 4), 0, 2, sections=3).in_rows(2), "bias": Cut.whole((6,), 2).in_rows(2)}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_several_hold_counts_once_in_a_norm(exact: bool) -> None:
+    """The weight is cut by columns of heads, the bias is whole on both places of the tensor axis."""
+    grads = {name: torch.randn(cut.shape, dtype=torch.float64) for name, cut in LAYERS.items()}
+    found = []
+    for place in range(4):
+        own = {name: nn.Parameter(cut.pieces[place].of(grads[name]).clone()) for name, cut in LAYERS.items()}
+        model = nn.Linear(4, 6, dtype=torch.float64)
+        cuts = {"own": own, "own_cuts": LAYERS, "place": place}
+        job = Job(model, default_forward, lambda *_: None, torch.device("cpu"), 0, exact=exact, named=own, **cuts)
+        single = Single(job, zeros if exact else None)
+        if exact:
+            single.buckets.largest = [float(grads[name].abs().max()) for name in own]
+        for param in own.values():
+            param.grad = param.detach().clone()
+        found.append(single.squares(Orders(0, 1.0, 1)))
+    true = sum(float(grad.square().sum()) for grad in grads.values())
+    assert exact_sum(sum(found).tolist()) == pytest.approx(true, rel=1e-12)
+
+
+def test_a_model_in_pieces_tells_them_and_takes_whole_tensors_and_pieces() -> None:
+    wholes = {name: torch.randn(cut.shape) for name, cut in LAYERS.items()}
+    for place in range(4):
+        model = nn.Module()
+        for name, cut in LAYERS.items():
+            model.register_parameter(name, nn.Parameter(torch.zeros(cut.pieces[place].shape)))
+        load_model(model, wholes, LAYERS, place)
+        told = in_pieces(model.state_dict(), LAYERS, place)
+        for name, held in told.items():
+            assert held.tensor.equal(LAYERS[name].pieces[place].of(wholes[name]))
+            assert (held.cut, held.place, held.shape) == (LAYERS[name], place, tuple(wholes[name].shape))
+        again = {name: torch.zeros_like(held.tensor) for name, held in told.items()}
+        load_model(model, again, LAYERS, place)
+        assert all(not value.any() for value in model.state_dict().values())
