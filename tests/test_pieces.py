@@ -8,14 +8,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paceline.strategies.base import Job, Orders, Single, default_forward
 from torch import nn
 
 from paceline.comm.buckets import zeros
+from paceline.comm.group import Group
 from paceline.mesh import Mesh
 from paceline.pieces import Cut, Held, Piece, Shards, assemble
 from paceline.step import exact_sum
+from paceline.strategies.job import Job, Options, default_forward
+from paceline.strategies.layout import Layout
+from paceline.strategies.replica import Replica
 from paceline.strategies.state import in_pieces, load_model
+from paceline.world import World
 
 
 @st.composite
@@ -154,14 +158,14 @@ def test_what_several_hold_counts_once_in_a_norm(exact: bool) -> None:
     for place in range(4):
         own = {name: nn.Parameter(cut.pieces[place].of(grads[name]).clone()) for name, cut in LAYERS.items()}
         model = nn.Linear(4, 6, dtype=torch.float64)
-        cuts = {"own": own, "own_cuts": LAYERS, "place": place}
+        cuts = {"cuts": LAYERS, "place": place}
         job = Job(model, default_forward, lambda *_: None, torch.device("cpu"), 0, exact=exact, named=own, **cuts)
-        single = Single(job, zeros if exact else None)
+        replica = Replica(job, Layout(job, zeros if exact else None), group := Group(World()), group)
         if exact:
-            single.buckets.largest = [float(grads[name].abs().max()) for name in own]
+            replica.home.largest = [float(grads[name].abs().max()) for name in own]
         for param in own.values():
             param.grad = param.detach().clone()
-        found.append(single.squares(Orders(0, 1.0, 1)))
+        found.append(replica.squares(Options(0, 1.0, 1)))
     true = sum(float(grad.square().sum()) for grad in grads.values())
     assert exact_sum(sum(found).tolist()) == pytest.approx(true, rel=1e-12)
 

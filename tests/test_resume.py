@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 from subprocess import PIPE
 
@@ -136,7 +137,9 @@ def test_the_interval_of_checkpoints(tmp_path):
     body = "import time\nfor report in make().steps(data, count=8):\n    time.sleep(0.3)  # one is written meanwhile\n"
     train_basics(tmp_path, body, 1, "--save-every", "3")
     steps = [int(step) for step in re.findall(r'"event":\s*"checkpoint",\s*"step":\s*(\d+)', journal(tmp_path / "out"))]
-    assert steps in ([3, 6, 8], [3, 7, 8]), "one begins when the one before it is there"
+    # One begins when the one before it is there, which on a busy machine takes some steps.
+    assert (steps[0], steps[-1]) == (3, 8)
+    assert all(later - earlier >= 3 for earlier, later in pairwise(steps[:-1])), steps
 
 
 def journal(folder: Path) -> str:

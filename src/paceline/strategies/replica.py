@@ -76,14 +76,17 @@ class Replica:
 
     def norm(self, agreed: Agreed, options: Options) -> float:
         """Of the mean gradient, the same on every worker. Changes nothing. Collective."""
-        known = None if self.job.exact or self._counted is not None else self.transit.squares()
-        if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
-            squares = torch.tensor([known], dtype=torch.float64)
-        else:
-            squares = self.home.squares(options.micro_batches, self._counted)
+        squares = self.squares(options)
         if self.layout.within is not None:
             squares = self.layout.within.sum(squares)
         return math.sqrt(exact_sum(squares.tolist())) * options.expected / agreed.count
+
+    def squares(self, options: Options) -> torch.Tensor:
+        """Of the gradients that count here, in float64 numbers whose sum it is."""
+        known = None if self.job.exact or self._counted is not None else self.transit.squares()
+        if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
+            return torch.tensor([known], dtype=torch.float64)
+        return self.home.squares(options.micro_batches, self._counted)
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
         """Changes the weights; `norm` is that of the mean gradient, for clipping."""
