@@ -23,6 +23,7 @@ from paceline.checkpoint.saver import Part
 from paceline.checkpoint.storage import Folder
 from paceline.errors import CheckpointError
 from paceline.observe.journal import read_journal
+from paceline.pieces import Block
 from paceline.saving import Saving
 
 WIDE = """
@@ -118,7 +119,7 @@ def test_a_parameter_that_changes_while_it_is_copied_voids_the_copy(
     part = Part(
         Folder(tmp_path),
         7,
-        {"a.safetensors": [("net.w", range(1, 3))]},
+        {"a.safetensors": [("net.w", Block((1, 0), (2, 4), (1, 0)))]},
         {"net.w": live},
         {"net.w"},
         False,
@@ -142,7 +143,7 @@ def test_a_part_copies_what_may_change_at_once(tmp_path: Path) -> None:
         while not go.exists():
             time.sleep(0.01)
 
-    files = {"a.safetensors": [("weight", range(1, 3)), ("buffer", None), ("half", None)]}
+    files = {"a.safetensors": [("weight", Block((1, 0), (2, 3), (1, 0))), ("buffer", None), ("half", None)]}
     part = Part(Folder(tmp_path / "checkpoints"), 7, files, state, {"weight", "half"}, False, reached, lambda: 0)
     state["buffer"].zero_()  # may change at once
     part.copied()

@@ -116,6 +116,7 @@ class Trainer:
         job = Job(self.model, form, judge, self._device, seed, clip_norm, **kept)
         self._job = job
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
+            self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1
             run.need_team()
         known = run.knows(self._number)
         self._replica = nest(self.plan, job, self._group, run.team.operations.elastic, known)

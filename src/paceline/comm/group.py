@@ -52,6 +52,7 @@ class Group:
         self._group: Any = None
         self._lent: Any = None  # torch's default group
         self._lends = False  # it is connected in this generation
+        self.wanted = False  # a trainer needs it from the beginning of a generation on, where a loss can be met
         self.mesh = Mesh()
         self._parts: dict[tuple[Mesh, tuple[str, ...]], Group] = {}
         self._whole: tuple[Group, str] | None = None  # which this is a part of, and by what name
@@ -93,6 +94,9 @@ class Group:
             with PULSE.waiting():  # not in the thread, which may be left behind
                 made = unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up))
             self._take(world, *made)
+            for part in self._parts.values():
+                if part.wanted:
+                    part.lend()
         except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
             raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
 
