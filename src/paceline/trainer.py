@@ -113,8 +113,7 @@ class Trainer:
         said_so = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
         kept = {"named": named, "beside": run.models, "precision": self.plan.precision, **said_so, **built}
         judge = Hinting(fitting("loss", loss), "loss")
-        job = Job(self.model, form, judge, self._device, seed, clip_norm, **kept)
-        self._job = job
+        job = self._job = Job(self.model, form, judge, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1
             run.need_team()
