@@ -10,11 +10,12 @@ import math
 import operator
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -28,11 +29,15 @@ from paceline.plan import Plan
 from paceline.strategies.chunks import tensors_of
 
 Schedule = Callable[..., Any]
+T = TypeVar("T")
 _COUNTED = {
     "global_batch": "the rows of one optimizer step",
     "epochs": "passes over the dataset, or count=, the optimizer steps",
     "count": "the optimizer steps",
+    "seed": "from which all random streams follow",
 }
+_OPTIONS = (int, float, tuple, str, type(None))  # of an optimizer's group: what a script says in a line of text
+_TORCHS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 _CALLED = {
     "loss": ("(output, batch)", "output, batch: torch.nn.functional.cross_entropy(output, batch[1])"),
     "forward": ("(model, batch)", "model, batch: model(batch[0])"),
@@ -61,7 +66,7 @@ def refuse_words(words: Mapping[str, Any], plan: str | None, known: Sequence[str
 
 def whole_number(name: str, value: Any) -> int | None:
     """What counts something, if it is given. UsageError for anything but a whole number, from 0 on."""
-    if value is None:
+    if value is None and name != "seed":
         return None
     try:
         if isinstance(value, bool):
@@ -71,9 +76,45 @@ def whole_number(name: str, value: Any) -> int | None:
         number = isinstance(value, float) and 1 <= value < math.inf
         what = f"{name}={value!r} is {a(type(value).__name__)}, and a whole number is wanted"
         raise UsageError(what, f"write {name}={round(value) if number else 'N'}, {_COUNTED[name]}") from None
-    if count < 0 and name != "global_batch":
+    if count < 0 and name in ("epochs", "count"):
         raise UsageError(f"{name}={count} is less than none", f"write {name}=N, {_COUNTED[name]}")
     return count
+
+
+# What else is checked by its kind: whether it fits, what is wanted, and what to write.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "clip_norm": (
+        lambda given: isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < math.inf,
+        "a finite number above 0 is wanted, or None",
+        "clip_norm=1.0, the largest norm of the mean gradient",
+    ),
+}
+
+
+def fit(**given: Any) -> None:
+    """Refuses what is of the wrong kind, by its name. None stands for what was left out."""
+    for name, value in given.items():
+        fits, wanted, write = _KINDS[name]
+        if value is not None and not fits(value):
+            raise UsageError(f"{name}={value!r:.60} is {a(type(value).__name__)}, and {wanted}", f"write {write}")
+
+
+class Fixed(Generic[T]):
+    """An attribute that is set once; whoever sets it again is told `what` that would be, and what to do."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, one: Any, owner: type) -> T:
+        return self if one is None else one.__dict__[self.name]  # type: ignore[return-value]
+
+    def __set__(self, one: Any, value: T) -> None:
+        if self.name in one.__dict__:
+            raise AttributeError(f"{type(one).__name__.lower()}.{self.name} cannot be replaced: {self.what}")
+        one.__dict__[self.name] = value
 
 
 def fitting(name: str, given: Any) -> Any:
@@ -206,6 +247,72 @@ def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> lis
                 "take an optimizer whose step() needs none, such as AdamW",
             )
     return optimizers
+
+
+def left_out(optimizers: Sequence[Optimizer], params: Sequence[tuple[str, nn.Parameter]]) -> str:
+    """For people: the trainable parameters that no optimizer has; empty where there are none. UsageError where two
+    have one.
+    """
+    held = Counter(id(param) for one in optimizers for group in one.param_groups for param in group["params"])
+    for name, param in params:
+        if held[id(param)] > 1:
+            what = f"{name} is in two optimizers, which would both update it"
+            raise UsageError(what, "give each parameter to one of them")
+    missing = [name for name, param in params if id(param) not in held]
+    if not missing:
+        return ""
+    names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+    what = f"{len(missing)} of {len(params)} trainable parameters are in no optimizer and stay as they are: {names}"
+    return f"{what}; give them to one, or freeze them with requires_grad_(False)"
+
+
+@dataclass
+class Said:
+    """What a script says that a checkpoint keeps for those who resume: the seed, and the options of the optimizers'
+    groups. `version` is how often the weights had been written to when the trainer was made.
+    """
+
+    seed: int
+    options: list[list[dict[str, Any]]]
+    version: int
+
+    @staticmethod
+    def of(seed: int, optimizers: Sequence[Optimizer], model: nn.Module) -> Said:
+        options = [
+            [{k: v for k, v in g.items() if k not in _TORCHS and isinstance(v, _OPTIONS)} for g in one.param_groups]
+            for one in optimizers
+        ]
+        return Said(seed, options, _version(model))
+
+    def saved(self) -> dict[str, Any]:
+        return {"seed": self.seed, "options": self.options}
+
+    def untrained(self, model: nn.Module) -> bool:
+        """Whether nobody has written to the weights: no step, and no load."""
+        return self.version == _version(model)
+
+    def go_on(self, saved: Mapping[str, Any] | None, say: Callable[..., None]) -> int:
+        """The seed, with which and with whose options a resumed run goes on, whatever the script says now."""
+        saved = saved or self.saved()  # an older version's
+        for old, new in zip(saved["options"], self.options, strict=False):
+            for group, now in zip(old, new, strict=False):
+                for name in (name for name in now if name in group and _plain(group[name]) != _plain(now[name])):
+                    what = f"the script says {name}={now[name]} now, and {name}={group[name]} of the checkpoint goes on"
+                    cure = "to change it, set it in the optimizer's param_groups after the Trainer is made"
+                    say(f"{what}; {cure}", once=True)
+        if saved["seed"] != self.seed:
+            what = f"the script says seed={self.seed} now, and seed={saved['seed']} of the checkpoint goes on"
+            say(f"{what}; to change it, start a new run in another --run-dir", once=True)
+        self.seed, self.options = saved["seed"], saved["options"]
+        return self.seed
+
+
+def _plain(option: Any) -> Any:
+    return list(option) if isinstance(option, tuple) else option
+
+
+def _version(model: nn.Module) -> int:
+    return sum(param._version for param in model.parameters())
 
 
 def refuse_fused(optimizers: Sequence[Optimizer], exact_shards: bool) -> None:

@@ -197,6 +197,24 @@ def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None
     return text + (f"; {total} steps in all" if total is not None else "")
 
 
+def grid_told(grid: Grid, shares: list[int], rows: int | None, total: int | None) -> dict[str, Any]:
+    """What the journal keeps of it."""
+    sizes = {"global_batch": grid.global_batch, "micro": grid.micro, "micro_batches": len(grid.cut(grid.global_batch))}
+    return {**sizes, "shares": shares, "text": grid_text(grid, shares, rows, total)}
+
+
+def resumed_grid(recorded: Grid, now: Grid, micro: int | None, done: int, say: Callable[[str], None]) -> Grid:
+    """The recorded grid wins, unless the script or the plan says another: then that, named as what it is."""
+    same = now.global_batch == recorded.global_batch
+    said = Grid(now.global_batch, micro or (recorded.micro if same else now.micro))
+    if said != recorded:
+        say(
+            f"changed mathematics: global batch {recorded.global_batch} in micro-batches of {recorded.micro} rows "
+            f"until step {done}, from here {said.global_batch} in micro-batches of {said.micro}"
+        )
+    return said
+
+
 def idle_text(grid: Grid, weights: Sequence[float]) -> tuple[str, str] | None:
     """For people, where workers that are to have a share get none: who they are, and which `micro` would serve."""
     count, wanted = len(grid.cut(grid.global_batch)), sum(weight > 0 for weight in weights)

@@ -375,6 +375,8 @@ class Stepper:
 
     def _tell(self, news: dict[str, tuple[str, str]]) -> None:
         """What somebody has observed, once: a decision and its reason, or what people would not know otherwise."""
+        if "keeps" in self.told | news.keys():  # then nobody knows whether it is a sum
+            news.pop("mixes", None)
         for kind in sorted(news.keys() - self.told):
             self.told.add(kind)
             what, why = news[kind]

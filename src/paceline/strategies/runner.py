@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Runner:
         if self.seen != (len(self.job.beside), *DECLARED):
             self._look_around()
         sums = Sums(records=self.carried.begin(options, self.job.device))
-        self.watch.mark()  # what follows may fail, and is undone to here
+        self.watch.mark(values=not self.observer.done)  # what follows may fail, and is undone to here
         for param in self.params:
             param.grad = None
         for name, param in self.frozen.items():
@@ -105,7 +106,7 @@ class Runner:
                 parts.append(part)
             elif not sums.failed:  # it is merged and may not be: its micro-batches one by one
                 queue.extendleft(Chunk([m], m.batch) for m in reversed(chunk.micro_batches))
-        self.observer.observe(lambda chunk: self._loss(chunk).detached(), self.models, order, sums, options)
+        self.observer.observe(partial(self._observed, sums), self.models, order, sums, options)
         self._add_up(parts, sums)
         sums.unused, sums.maxima = self.landing.flush(), self.landing.maxima
         return sums
@@ -195,6 +196,12 @@ class Runner:
                 self.restore()
                 return None
         return part
+
+    def _observed(self, sums: Sums, chunk: Chunk) -> _Loss:
+        """The loss of one chunk, from the buffers that the step began with where all micro-batches start from them."""
+        if sums.records is not None:
+            self.carried.restore()
+        return self._loss(chunk).detached()
 
     def _loss(self, chunk: Chunk) -> _Loss:
         job = self.job
