@@ -22,7 +22,16 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepL
 from torch.utils.data import Dataset
 
 import paceline
-from paceline.errors import ChangingBufferError, NonFiniteLossError, UsageError, hint_of
+from paceline.cli import main
+from paceline.errors import (
+    ChangingBufferError,
+    DatasetError,
+    MetricError,
+    NonFiniteLossError,
+    UsageError,
+    hint_of,
+)
+from paceline.plan import Plan
 from paceline.trainer import Trainer
 
 ADAMW = "write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
@@ -30,6 +39,7 @@ COSINE = "torch.optim.lr_scheduler.CosineAnnealingLR"
 FACTOR = f"write schedule=lambda step: min(1.0, (step + 1) / 100), or schedule=functools.partial({COSINE}, T_max=...)"
 LOSS = "write loss=lambda output, batch: torch.nn.functional.cross_entropy(output, batch[1])"
 MICRO_BATCH = "[3x10 float64, 3 int64]"
+MODEL = "and an nn.Module or a function of nothing that makes one is wanted"
 
 
 class Own(SGD):
@@ -136,6 +146,39 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
         "global_batch=16.0 is a float, and a whole number is wanted; "
         "write global_batch=16, the rows of one optimizer step",
     ),
+    "an optimizer that is not returned": (
+        {"optimizer": lambda params: None},
+        "optimizer(params) returned None; return a torch optimizer, or a list of them, made from params",
+    ),
+    "no model": ({"model": None}, f"model is a NoneType, {MODEL}; write model=Net()"),
+    "models": ({"model": [net()]}, f"model is a list, {MODEL}; write model=Net()"),
+    "a model's class": (
+        {"model": nn.Bilinear},
+        f"model wants in1_features and in2_features and out_features, {MODEL}; "
+        "write model=Bilinear(in1_features=..., in2_features=..., out_features=...)",
+    ),
+    "a dict of a plan": (
+        {"plan": {"micro": 8}},
+        "plan={'micro': 8} is a dict, and one line of text is wanted; write plan=\"micro=8 precision=bf16\"",
+    ),
+    "a schedule of nothing": (
+        {"schedule": lambda step: None},
+        "schedule gives no factor of the learning rate for step 0 "
+        f"(unsupported operand type(s) for *: 'float' and 'NoneType'); {FACTOR}",
+    ),
+    "a maker of schedules": (
+        {"schedule": paceline.cosine},
+        "schedule is paceline.cosine, which makes one; write schedule=paceline.cosine(1000), with the steps in all",
+    ),
+    "a forward the wrong way round": (
+        {"forward": lambda batch, model: model(batch[0])},
+        "forward cannot be called with (model, batch): it takes (batch, model); "
+        "write forward=lambda model, batch: model(batch[0])",
+    ),
+    "a loss the wrong way round": (
+        {"loss": lambda batch, output: F.cross_entropy(output, batch[1])},
+        f"loss cannot be called with (output, batch): it takes (batch, output); {LOSS}",
+    ),
     "a seed": (
         {"seed": "1"},
         "seed='1' is a str, and a whole number is wanted; write seed=N, from which all random streams follow",
@@ -180,6 +223,124 @@ def test_aims_that_are_no_whole_numbers(aim: dict[str, Any], message: str) -> No
     assert len(list(make(global_batch=torch.tensor(24)).steps(data, count=torch.tensor(2)))) == 2
 
 
+ROWS = (
+    "is not a dataset, which has rows by number; "
+    "give of a class an instance, of a dict one value as data['train'], of tensors TensorDataset(*tensors)"
+)
+CALLS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a batch size": (
+        lambda t: t.steps(data, batch_size=8), UsageError,
+        "steps() has no argument batch_size=; say global_batch=8 of the Trainer",
+    ),
+    "shuffle": (
+        lambda t: t.steps(data, shuffle=True), UsageError,
+        "steps() has no argument shuffle=; each epoch has an order of its own, and order= says another",
+    ),
+    "epoch": (lambda t: t.steps(data, epoch=3), UsageError, "steps() has no argument epoch=; did you mean epochs=?"),
+    "a batch size of evaluate": (
+        lambda t: t.evaluate(data, best(a=1.0), batch_size=8), UsageError,
+        "evaluate() has no argument batch_size=; say micro=8 in the plan, the rows that are computed at once",
+    ),
+    "values without names": (
+        lambda t: t.log({"a": 1}), UsageError, "log() takes values by name; write trainer.log(**{'a': 1})",
+    ),
+    "a collate": (
+        lambda t: t.steps(data, collate=True), UsageError,
+        "collate=True is a bool, and a function of a list of rows is wanted; "
+        "write collate=torch.utils.data.default_collate",
+    ),
+    "an order": (
+        lambda t: t.steps(data, order=[1, 0]), UsageError,
+        "order=[1, 0] is a list, and a function of (position, size, seed, epoch) is wanted; "
+        "write order=paceline.sample_index",
+    ),
+    "a loader": (
+        lambda t: t.steps(data, loader=2), UsageError,
+        'loader=2 is an int, and a dict is wanted; write loader={"num_workers": 2}',
+    ),
+    "a dict": (lambda t: t.steps({"train": data}), DatasetError, f"a dict {ROWS}"),
+    "tensors": (lambda t: t.evaluate(data.tensors, best(a=1.0)), DatasetError, f"a tuple {ROWS}"),
+    "a text": (lambda t: t.steps("data.csv"), DatasetError, f"a str {ROWS}"),
+    "a class": (lambda t: t.steps(Maps), DatasetError, f"the class Maps {ROWS}"),
+    "a metric's class": (
+        lambda t: t.evaluate(data, Right), MetricError,
+        "<class 'test_mistakes.Right'> is no metric; write Right(), which makes one of the class",
+    ),
+    "a pair the wrong way round": (
+        lambda t: t.evaluate(data, (len, Right())), MetricError,
+        "(<built-in function len>, right) is no metric; "
+        "write (metric, lambda output, batch: (output, batch[1])): the object comes first",
+    ),
+}  # fmt: skip
+
+
+class Right:
+    update = compute = reset = None
+
+    def __repr__(self) -> str:
+        return "right"
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("case", CALLS)
+def test_what_a_method_cannot_take(case: str) -> None:
+    call, kind, message = CALLS[case]
+    with pytest.raises(kind) as caught:
+        call(make())
+    assert str(caught.value) == message
+
+
+@pytest.mark.usefixtures("run")
+def test_a_plan_may_be_one() -> None:
+    assert make(plan=Plan(micro=8)).plan.micro == 8
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_loop_where_nothing_can_be_trained(off: Any) -> None:
+    mine = make()
+    with off(), pytest.raises(UsageError) as caught:
+        list(mine.steps(data))
+    assert str(caught.value) == (
+        "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained; "
+        "put these around the part of the body that is meant"
+    )
+
+
+@pytest.mark.usefixtures("run")
+def test_a_loss_whose_counts_are_not_those_of_its_rows(run: Any) -> None:
+    list(make(loss=lambda o, b: (F.cross_entropy(o, b[1], reduction="sum"), 1)).steps(data))
+    (note,) = [entry["text"] for entry in happened(run, "note")]
+    told = "the loss is not a sum over rows (two micro-batches together give a count of 1, one by one a count of 2), so"
+    assert note.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train.py"], "train.py is no command; write paceline run train.py"),
+        (["run", "--wrokers", "4", "train.py"], "paceline run does not know --wrokers; did you mean --workers?"),
+        (
+            ["check", "train.py", "--lr", "3"],
+            "paceline check does not know --lr; see `paceline check --help`; the script's own arguments stand after --",
+        ),
+        (
+            ["run", "--workers", "2", "--shares", "-1,2", __file__],
+            "shares '-1,2' do not fit 2 workers; give one weight per worker, none negative, not all zero",
+        ),
+        (["run", "--run-dir", __file__, __file__], f"--run-dir {__file__} is a file; give a folder, or leave it out"),
+    ],
+)
+def test_commands_that_cannot_be(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"paceline: {told}\n"
+
+
+def twice(loss: torch.Tensor) -> torch.Tensor:
+    loss.backward()
+    return loss
+
+
 class Maps(Dataset[Any]):
     def __init__(self, kind: Any = dict) -> None:
         self.kind = kind
@@ -200,6 +361,7 @@ class Two(nn.Module):
         return self.inner(x * mask)
 
 
+PAIRS = "params are (name, parameter) pairs: write [(name, p) for name, p in params if p.ndim > 1]"
 MAP = "{'x': 3x10 float64, 'label': 3 int64}"
 HINTS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     "an attribute of a list": (
@@ -242,6 +404,14 @@ HINTS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
         "batch is {'label': 3 int64, 'x': 3x10 float64, 'mask': 3x10 float64} and goes to model(**batch), "
         "Two takes x, mask: write forward=lambda model, batch: model(batch['x'], batch['mask'])",
     ),
+    "a forward of nothing": (
+        {"forward": lambda model, batch: None}, data, TypeError,
+        "output is None: the forward returns nothing; end it with return",
+    ),
+    "a backward of their own": (
+        {"loss": lambda output, batch: twice(cross_entropy(output, batch))}, data, RuntimeError,
+        "the trainer calls backward(): leave it out of loss and forward",
+    ),
     "a model of two inputs": (
         {"model": Two}, data, TypeError,
         f"batch is {MICRO_BATCH} and goes to model(batch[0]), Two takes x, mask: "
@@ -258,6 +428,14 @@ def test_what_a_batch_is_is_said_where_code_takes_it_for_something_else(case: st
         list(make(**given).steps(dataset))
     assert hint_of(caught.value) == hint
     assert caught.traceback[-1].path.name != "hints.py"
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("taken", [lambda params: [p for p in params if p.ndim > 1], lambda params: params.values()])
+def test_params_that_are_taken_for_tensors(taken: Any) -> None:
+    with pytest.raises(AttributeError) as caught:
+        trained(optimizer=lambda params: SGD(taken(params), lr=0.1))
+    assert hint_of(caught.value) == PAIRS
 
 
 @pytest.mark.usefixtures("run")

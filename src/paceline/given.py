@@ -11,7 +11,7 @@ import operator
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from paceline.errors import PlanError, UsageError, WorkersDifferError, a
+from paceline.errors import PlanError, UsageError, WorkersDifferError, a, add_hint
 from paceline.hints import path_of, unfit
 from paceline.plan import Plan
+from paceline.schedules import cosine
 from paceline.strategies.chunks import tensors_of
 
 Schedule = Callable[..., Any]
@@ -42,21 +43,28 @@ _CALLED = {
     "loss": ("(output, batch)", "output, batch: torch.nn.functional.cross_entropy(output, batch[1])"),
     "forward": ("(model, batch)", "model, batch: model(batch[0])"),
 }
-# What other libraries call an argument of Trainer, or where it is said here.
+_OF_STEPS = ("dataset", "epochs", "count", "collate", "order", "loader")
+# What other libraries call an argument, or where it is said here.
 _ELSEWHERE = {
-    "batch_size": "did you mean global_batch=?",
-    "lr": "write optimizer=lambda params: torch.optim.AdamW(params, lr={})",
-    **dict.fromkeys(("epochs", "count", "collate", "order", "loader", "dataset"), "say it in steps(dataset, ...)"),
+    ("Trainer", "batch_size"): "did you mean global_batch=?",
+    ("Trainer", "lr"): "write optimizer=lambda params: torch.optim.AdamW(params, lr={})",
+    **{("Trainer", name): "say it in steps(dataset, ...)" for name in _OF_STEPS},
+    ("steps()", "batch_size"): "say global_batch={} of the Trainer",
+    ("steps()", "shuffle"): "each epoch has an order of its own, and order= says another",
+    ("evaluate()", "batch_size"): "say micro={} in the plan, the rows that are computed at once",
 }
 
 
-def refuse_words(words: Mapping[str, Any], plan: str | None, known: Sequence[str]) -> None:
-    """Refuses what a Trainer was given that is none of its `known` arguments: words of the plan, or what is unknown."""
-    said = [name for name in words if name in {row.name for row in fields(Plan)}]
+def refuse_words(call: str, words: Mapping[str, Any], of: Callable[..., Any], plan: str | None = None) -> None:
+    """Refuses what a `call` was given that is none of its arguments, those `of` a function: what is unknown, or what a
+    Trainer hears in its plan.
+    """
+    known = [name for name in inspect.signature(of).parameters if name not in ("self", "words")]
+    said = [name for name in words if call == "Trainer" and name in {row.name for row in fields(Plan)}]
     for name in words.keys() - set(said):
         close = difflib.get_close_matches(name, known, n=1)
         cure = f"did you mean {close[0]}=?" if close else f"there are {', '.join(known)}"
-        raise UsageError(f"Trainer has no argument {name}=", _ELSEWHERE.get(name, cure).format(words[name]))
+        raise UsageError(f"{call} has no argument {name}=", _ELSEWHERE.get((call, name), cure).format(words[name]))
     if said:
         texts = [name if words[name] is True else f"{name}={words[name]}" for name in said]
         verb = "is a word" if len(said) == 1 else "are words"
@@ -88,6 +96,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "a finite number above 0 is wanted, or None",
         "clip_norm=1.0, the largest norm of the mean gradient",
     ),
+    "plan": (lambda given: isinstance(given, str), "one line of text is wanted", 'plan="micro=8 precision=bf16"'),
+    "collate": (callable, "a function of a list of rows is wanted", "collate=torch.utils.data.default_collate"),
+    "order": (callable, "a function of (position, size, seed, epoch) is wanted", "order=paceline.sample_index"),
+    "loader": (lambda given: isinstance(given, Mapping), "a dict is wanted", 'loader={"num_workers": 2}'),
 }
 
 
@@ -123,9 +135,24 @@ def fitting(name: str, given: Any) -> Any:
     if inspect.isclass(given):
         what = f"{name} is the class {path_of(given)}, and a function of {takes} is wanted"
         raise UsageError(what, f"write {name}=lambda {example}")
-    if why := unfit(given.forward if isinstance(given, nn.Module) else given, None, None)[0]:
+    why, names = unfit(given.forward if isinstance(given, nn.Module) else given, None, None)[0], ""
+    if code := getattr(given, "__code__", None):
+        names = ", ".join(code.co_varnames[:2])
+    if why or f"({names})" == f"({', '.join(reversed(takes[1:-1].split(', ')))})":
+        why = why or f"it takes ({names})"
         raise UsageError(f"{name} cannot be called with {takes}: {why}", f"write {name}=lambda {example}")
     return given
+
+
+def built(model: Any) -> Any:
+    """What the user's function makes of nothing. UsageError where it is none, or wants something."""
+    why, wants = unfit(model)
+    if why:
+        more = ", ".join(f"{name}=..." for name in wants)
+        what = f"wants {' and '.join(wants)}" if wants else f"is {a(type(model).__name__)}"
+        cure = f"write model={getattr(model, '__name__', 'Net')}({more})"
+        raise UsageError(f"model {what}, and an nn.Module or a function of nothing that makes one is wanted", cure)
+    return model()
 
 
 def refused_exports(script: str) -> Iterator[str]:
@@ -163,10 +190,8 @@ def device_of(local_rank: int) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise PlanError(
-            f"this host has {count} CUDA devices and more than {local_rank} workers",
-            f"start {count} workers per host, or hide the devices with CUDA_VISIBLE_DEVICES= to train on CPU",
-        )
+        cure = f"start {count} workers per host, or hide the devices with CUDA_VISIBLE_DEVICES= to train on CPU"
+        raise PlanError(f"this host has {count} CUDA devices and more than {local_rank} workers", cure)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -193,17 +218,14 @@ def private_memory() -> int:
 def settle_arithmetic(capabilities: Sequence[str], device: torch.device) -> None:
     """For `exact`: the same instructions and one thread on every worker, or the same sums come out differently."""
     if device.type != "cpu":
-        raise PlanError(
-            f"exact is not built for {device.type.upper()} yet",
-            "hide the devices with CUDA_VISIBLE_DEVICES= or leave exact out",
-        )
+        cure = "hide the devices with CUDA_VISIBLE_DEVICES= or leave exact out"
+        raise PlanError(f"exact is not built for {device.type.upper()} yet", cure)
     torch.set_num_threads(1)
     for rank, capability in enumerate(capabilities):
         if capability != capabilities[0]:
-            raise WorkersDifferError(
-                f"worker {rank} computes with {capability} and worker 0 with {capabilities[0]}: their bits differ",
-                "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them",
-            )
+            what = f"worker {rank} computes with {capability} and worker 0 with {capabilities[0]}: their bits differ"
+            cure = "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them"
+            raise WorkersDifferError(what, cure)
 
 
 def checked(model: Any) -> nn.Module:
@@ -233,19 +255,21 @@ def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> lis
         raise UsageError(what, f"write optimizer=lambda params: {path_of(optimizer)}(params, {more})")
     if why:
         raise UsageError(f"optimizer cannot be called with the params: {why}", example)
-    made = optimizer(params)
-    optimizers = [made] if isinstance(made, Optimizer) else list(made)
+    try:
+        made = optimizer(params)
+    except (AttributeError, TypeError) as error:
+        if re.search("'(tuple|list)'|not (tuple|list)", str(error)):
+            add_hint(error, "params are (name, parameter) pairs: write [(name, p) for name, p in params if p.ndim > 1]")
+        raise
+    optimizers = [made] if isinstance(made, Optimizer) or not isinstance(made, Iterable) else list(made)
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
-        raise UsageError(
-            f"optimizer(params) returned {made!r:.60}", "return a torch optimizer, or a list of them, made from params"
-        )
+        cure = "return a torch optimizer, or a list of them, made from params"
+        raise UsageError(f"optimizer(params) returned {made!r:.60}", cure)
     for one in optimizers:
         closure = inspect.signature(one.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
-            raise UsageError(
-                f"{type(one).__name__} computes the loss several times a step, by a closure",
-                "take an optimizer whose step() needs none, such as AdamW",
-            )
+            what = f"{type(one).__name__} computes the loss several times a step, by a closure"
+            raise UsageError(what, "take an optimizer whose step() needs none, such as AdamW")
     return optimizers
 
 
@@ -375,12 +399,17 @@ def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
     cure = f"write schedule=lambda step: min(1.0, (step + 1) / 100), or schedule={partly}"
     if why:
         raise UsageError(f"schedule cannot be called with the step: {why}", cure)
+    if getattr(schedule, "__module__", "") == cosine.__module__ and "." not in schedule.__qualname__:
+        name = f"paceline.{schedule.__name__}"
+        raise UsageError(f"schedule is {name}, which makes one", f"write schedule={name}(1000), with the steps in all")
     try:
         return LambdaLR(optimizer, schedule)
     except TypeError as error:
-        if "is not an Optimizer" not in str(error):
-            raise
-        raise UsageError("schedule is called with the step, and makes a scheduler of it", cure) from error
+        if "is not an Optimizer" in str(error):
+            raise UsageError("schedule is called with the step, and makes a scheduler of it", cure) from error
+        if re.search(r"for \*: 'float'|can't multiply", str(error)):
+            raise UsageError(f"schedule gives no factor of the learning rate for step 0 ({error})", cure) from error
+        raise
 
 
 def refuse_other_places(places: int, before: int) -> None:
@@ -405,8 +434,6 @@ def refuse_twins(digests: list[str], when: str) -> None:
     seen: dict[str, int] = {}
     for rank, digest in enumerate(digests):
         if digest and digest in seen:
-            raise UsageError(
-                f"workers {seen[digest]} and {rank} brought the same rows to {when}",
-                "seed each worker's own data apart, e.g. with paceline.stream_seed(seed, 0, paceline.join().rank)",
-            )
+            cure = "seed each worker's own data apart, e.g. with paceline.stream_seed(seed, 0, paceline.join().rank)"
+            raise UsageError(f"workers {seen[digest]} and {rank} brought the same rows to {when}", cure)
         seen[digest] = rank

@@ -153,6 +153,9 @@ class Stepper:
 
     def step(self, deal: Callable[[], Portion], name: str) -> Step:
         """Makes the next one, applied whole or not at all; `deal` gives this worker's rows, in the present team."""
+        if not torch.is_grad_enabled():
+            what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
+            raise UsageError(what, "put these around the part of the body that is meant")
         step = Step(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
             self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
@@ -454,10 +457,8 @@ class Stepper:
             where, names = group.gather_json([] if sums is None else sums.bad), group.names
             bad = [f"worker {names[rank]}: {rows}" for rank, some in enumerate(where) for rows in some]
             named = "; ".join(bad[:2]) + (f" and {len(bad) - 2} more" if len(bad) > 2 else "")
-            raise NonFiniteLossError(
-                f"the loss of step {step.number + 1} is not finite ({named})",
-                "the step was not applied; look at these rows, lower the learning rate or set clip_norm=",
-            )
+            cure = "the step was not applied; look at these rows, lower the learning rate or set clip_norm="
+            raise NonFiniteLossError(f"the loss of step {step.number + 1} is not finite ({named})", cure)
         if agreed.count <= 0:
             raise UsageError(
                 f"the loss of step {step.number + 1} counts {agreed.count:g} rows or tokens in the whole global batch",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ from paceline.given import (
     Fixed,
     Said,
     Schedule,
+    built,
     checked,
     choose_plan,
     device_of,
@@ -96,9 +96,10 @@ class Trainer:
         plan: str | None = None,
         **words: Never,
     ) -> None:
-        refuse_words(words, plan, list(inspect.signature(Trainer).parameters)[:-1])
+        plan = str(plan) if isinstance(plan, Plan) else plan
+        fit(clip_norm=clip_norm, plan=plan)
+        refuse_words("Trainer", words, Trainer, plan)
         global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
-        fit(clip_norm=clip_norm)
         self._run = run = Run.current()
         run.weigh(model)
         self._group = run.team.group
@@ -188,7 +189,7 @@ class Trainer:
                 except CANNOT as error:
                     told["decisions"] = [("the model is built whole on each worker", first_line(error))]
                 self._streams.seed(seed)
-            return checked(model()).to(self._device), told
+            return checked(built(model)).to(self._device), told
 
     # -- what the user reads ------------------------------------------------------------------------------------
 
@@ -221,6 +222,7 @@ class Trainer:
         collate: Callable[[list[Any]], Any] | None = None,
         order: Callable[..., Any] | None = None,
         loader: Mapping[str, Any] | None = None,
+        **words: Never,
     ) -> Iterator[StepReport]:
         """Trains, one optimizer step per turn of the loop, and yields a StepReport after each.
 
@@ -228,6 +230,8 @@ class Trainer:
         undisturbed one would. `collate` always sees the samples of one micro-batch. `order(position, size, seed,
         epoch)` is any pure function, by default `paceline.sample_index`. `loader` are options of torch's DataLoader.
         """
+        refuse_words("steps()", words, Trainer.steps)
+        fit(collate=collate, order=order, loader=loader)
         if self._grid is None:
             raise UsageError("steps() needs the global batch", "give global_batch= to the Trainer")
         if epochs is not None and count is not None:
@@ -391,6 +395,7 @@ class Trainer:
         metric: Any,
         model: nn.Module | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
+        **words: Never,
     ) -> dict[str, Any]:
         """Means of `metric(output, batch) -> {name: (sum, count)}` over all rows of a dataset, and their number ``n``.
 
@@ -401,6 +406,7 @@ class Trainer:
         they merge, as torchmetrics' do; or a mapping of such objects by name; or a pair of either with a function of
         output and batch that returns the arguments of `update`. Results are then floats, or tensors. MetricError.
         """
+        refuse_words("evaluate()", words, Trainer.evaluate)
         sweep = self._sweep(dataset, collate, model)
 
         def compute() -> dict[str, Any]:
@@ -435,16 +441,19 @@ class Trainer:
         return Path(path)
 
     def _sweep(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, model: nn.Module | None) -> Sweep:
+        fit(collate=collate)
         micro = self._grid.micro if self._grid else (self.plan.micro or 32)
         options = self._loader.get("options", {})
         source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
         place = lambda: replace(self._place(), fine=False)  # noqa: E731
         return Sweep(self._run.team, self._job, model or self.model, source, micro, place)
 
-    def log(self, **values: Any) -> None:
+    def log(self, *unnamed: Any, **values: Any) -> None:
         """Keeps the user's own figures (or a text) in the run's journal, at the current step. Collective for the one
         that `keep_best` follows.
         """
+        if unnamed:
+            raise UsageError("log() takes values by name", f"write trainer.log(**{unnamed[0]!r:.60})")
         self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
         value = self.best.heard(values, "log()", self._run.say)
         if value is not None and self.best.seen != (self._run.step, value):

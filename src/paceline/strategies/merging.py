@@ -51,7 +51,7 @@ class Merging:
             )
         if sums.cramped:
             self.size, self._settled = max(1, self.size // 2), True
-            return _pieces(self.size), "more at a time ran out of memory"
+            return f"micro-batches in a piece on worker 0: {self.size}", "more at a time ran out of memory"
         if self._verdict == "merge" and not self._settled and not self._never and share:
             return self._measure(per_row, share)
         return None
@@ -68,7 +68,7 @@ class Merging:
             return None
         self.size, self._settled = best, True
         tried = ", ".join(f"{size}: {1e6 * min(times):.0f}" for size, times in sorted(self._seconds.items()))
-        return _pieces(best), f"microseconds per row by size: {tried}"
+        return f"micro-batches in a piece on worker 0: {best}", f"microseconds per row by size: {tried}"
 
     def _fits(self) -> bool:
         """Whether twice the activations would still fit the device."""
@@ -77,7 +77,3 @@ class Merging:
         free, total = torch.cuda.mem_get_info()
         idle = free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
         return idle > 0.6 * total
-
-
-def _pieces(size: int) -> str:
-    return f"{f'{size} micro-batches make' if size > 1 else 'one micro-batch makes'} a piece on worker 0"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.comm.buckets import Bucket, Landing
-from paceline.errors import ChangingBufferError, LossError, UsageError, a
+from paceline.errors import ChangingBufferError, LossError, UsageError, a, add_hint
 from paceline.step import exact_sum, stream_seed
 from paceline.strategies.buffers import DECLARED, Carried
 from paceline.strategies.chunks import Chunk, MicroBatch, merged
@@ -24,6 +24,7 @@ from paceline.strategies.streams import Streams
 from paceline.strategies.watch import OTHERS, BufferWatch
 
 Ready = Callable[[Bucket], None]
+_MERGED = "say how it is merged with paceline.buffer"
 
 
 class Runner:
@@ -82,10 +83,8 @@ class Runner:
             param.grad = None
         for name, param in self.frozen.items():
             if param.requires_grad:
-                raise UsageError(
-                    f"{name} was frozen when the Trainer was made and is to be trained now",
-                    "make the Trainer while it is trainable, then freeze it until its time comes",
-                )
+                what = f"{name} was frozen when the Trainer was made and is to be trained now"
+                raise UsageError(what, "make the Trainer while it is trainable, then freeze it until its time comes")
         self.landing.begin(ready, options.micro_batches)
         order = [m for m in micro_batches if not m.blank]
         sums.why = self.observer.why(self.carried.certain)
@@ -124,6 +123,8 @@ class Runner:
             with chunk.noted:
                 self._backward(part, options, last)
         except (*USERS_OWN, LossError) as error:
+            if "backward through the graph a second time" in str(error):
+                add_hint(error, "the trainer calls backward(): leave it out of loss and forward")
             if chunk.plain or self._sent or isinstance(error, torch.OutOfMemoryError):
                 raise
             self.observer.give_up(chunk, sums, error)
@@ -177,15 +178,10 @@ class Runner:
         changed = self.watch.changed(values=options.test)
         if changed is not None and options.collect:
             self.watch.restore()
-            raise ChangingBufferError(
-                f"the forward changes the {changed}, which would come out differently on each worker",
-                "change it in the body of the loop, or train with one worker"
-                if changed.startswith("parameter")
-                else "say how it is merged with paceline.buffer, put that model in eval mode for the call, or train "
-                "with one worker"
-                if changed.endswith(OTHERS)
-                else "say how it is merged with paceline.buffer, or train with one worker",
-            )
+            cure = "change it in the body of the loop" if changed.startswith("parameter") else _MERGED
+            cure += ", put that model in eval mode for the call" if cure is _MERGED and changed.endswith(OTHERS) else ""
+            what = f"the forward changes the {changed}, which would come out differently on each worker"
+            raise ChangingBufferError(what, f"{cure}, or train with one worker")
         self.observer.change |= changed is not None
         hooked = bool(self.observer.hooks.where) and not sums.strict  # it has just been found
         if drew or moved or hooked or changed is not None:
@@ -254,10 +250,8 @@ class _Loss:
         if total.numel() != 1:
             raise LossError(f"the loss returned a tensor of shape {tuple(total.shape)}", LOSS_FORMS)
         if trainable and torch.is_grad_enabled() and not total.requires_grad:
-            raise LossError(
-                "the loss does not depend on any trainable parameter",
-                "compute it from the model's output, without detach(), item() or no_grad()",
-            )
+            cure = "compute it from the model's output, without detach(), item() or no_grad()"
+            raise LossError("the loss does not depend on any trainable parameter", cure)
         if not isinstance(metrics, Mapping) or any(not _is_pair(pair) for pair in metrics.values()):
             raise LossError(f"the loss returned metrics {metrics!r:.80}", LOSS_FORMS)
         return _Loss(total.reshape(()), count, metrics, chunk.sources, chunk.micro_batches[0].index, mean)
