@@ -275,11 +275,9 @@ class Stepper:
         self.operations.reached("reduced")
         norm = step.norm or self.replica.norm(step.agreed, step.options)
         if not math.isfinite(norm):
-            raise NonFiniteLossError(
-                f"the gradient of step {step.number + 1} is not finite, though its loss is "
-                f"({step.agreed.loss / step.agreed.count:.6g})",
-                "the step was not applied; look for a square root, a division or a logarithm at 0",
-            )
+            loss, cure = step.agreed.loss / step.agreed.count, "look for a square root, a division or a logarithm at 0"
+            what = f"the gradient of step {step.number + 1} is not finite, though its loss is ({loss:.6g})"
+            raise NonFiniteLossError(what, f"the step was not applied; {cure}")
         return norm
 
     def _again(self) -> None:
@@ -412,10 +410,8 @@ class Stepper:
             self.layout = self._first_layout(sums, whole)
         layout = self.layout
         if whole.share and not sums.failed and tuple(sorted(sums.metrics)) != layout.metrics:
-            raise MetricError(
-                f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}",
-                "return the same names every time, with count 0 where there is nothing to count",
-            )
+            what = f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}"
+            raise MetricError(what, "return the same names every time, with count 0 where there is nothing to count")
         fields = {
             "count": sums.count,
             "loss": sums.loss,

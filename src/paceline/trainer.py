@@ -265,10 +265,9 @@ class Trainer:
         if not phase.complete:
             place = self._place()
             share = deal(len(grid.cut(grid.global_batch)), place.weights)
-            about: dict[str, Any] = {"trainer": self._number, "phase": number, "rows": rows, "epochs": epochs}
-            about |= {"model": type(self.model).__name__, "done": [one.steps_done for one in self._run.members]}
-            steps = None if total is None else self.steps_done - phase.done + total
-            self._run.show("grid", **about, **grid_told(grid, [len(part) for part in share], rows, total), steps=steps)
+            told = grid_told(grid, [len(part) for part in share], rows, total, self._number, self._run.models)
+            told |= {"phase": number, "epochs": epochs, "done": [one.steps_done for one in self._run.members]}
+            self._run.show("grid", **told, steps=None if total is None else self.steps_done - phase.done + total)
             idle = None if place.fine else idle_text(grid, place.weights)
             if idle is not None:
                 self._run.decide(self._number, *idle)
