@@ -23,6 +23,9 @@ first.evaluate(data, lambda output, batch: {"right": ((output.argmax(1) == batch
 def test_two_trainers_have_one_count_and_names_and_a_good_run_six_lines(tmp_path: Path) -> None:
     said = train_basics(tmp_path, TWO, 2).stderr
     block = said[said.index("train.py finished at step 8\n") :].splitlines()
+    grid = "global batch 24 = 8 micro-batches of 3 rows, 4 on each of 2 workers; one epoch = 4 steps; 4 steps"
+    grids = [line for line in said.splitlines() if "global batch" in line]
+    assert grids == [f"Generator: {grid} of its own", f"Critic: {grid} of its own"]
     assert re.search(r"^step 8/8  loss Generator 0\.\d+, Critic 0\.\d+  ", said, re.M)
     assert [line.split()[0] for line in block] == ["train.py", "loss", "evaluation", "speed", "report"]
     assert re.fullmatch(r"loss +Generator 0\.\d+ to 0\.\d+, Critic 0\.\d+ to 0\.\d+", block[1])
@@ -59,3 +62,10 @@ def test_without_a_run_folder_nothing_is_said_of_saving_and_the_last_step_is_sho
     assert "stopping after this step; press Ctrl-C again to stop at once\n" in said
     (stopped,) = re.findall(r"^stopped at step (\d): there is no run folder, nothing was saved$", said, re.M)
     assert re.match(rf"step {stopped}/43  loss 0\.", said.splitlines()[-1])
+
+
+def test_a_training_that_stops_itself_has_nothing_left(tmp_path: Path) -> None:
+    body = "t = make()\nfor report in t.steps(data, epochs=100):\n    if report.step == 3:\n        t.stop()\n"
+    said = train_basics(tmp_path, body, 2).stderr
+    (last,) = re.findall(r"^step 3/.*", said, re.M)
+    assert " left" not in last

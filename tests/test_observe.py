@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import warnings
@@ -232,18 +233,21 @@ def test_rates_are_of_the_last_ten_seconds() -> None:
 
 
 def live_progress(width: int) -> str:
-    """What is left on a terminal of that width after some events: the control codes are taken out."""
+    """What is on a terminal of that width after some events: the control codes are taken out."""
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None, legacy_windows=False)
-    with Progress(console) as progress:
+    with pytest.MonkeyPatch.context() as patch, Progress(console) as progress:
+        patch.setattr("paceline.observe.progress.REFRESH", 0.0)
         progress.phase({"trainer": 0, "steps": 1200, "epochs": 3, "text": "the grid"})
         progress.step(step(750, loss=2.3144))
         progress.line("\x1b[31mred\x1b[0m\x1b[2J")
         progress.evaluate({"trainer": 0, "results": {"accuracy": 0.75, "n": 500}})
         progress.step(step(900, loss=2.25, epoch=2, metrics={"error": 0.5}))
+        shown = out.getvalue()
     assert out.getvalue().endswith("\n\x1b[?25h")  # the line stays, and so does the cursor
+    assert " left" not in out.getvalue()[len(shown) :]  # nothing is to come
     assert "\x1b[2J" not in out.getvalue()
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
 
 
 def test_the_live_line_holds_all_parts() -> None:
@@ -487,6 +491,10 @@ def test_a_good_run_ends_with_six_lines(tmp_path: Path, monkeypatch: pytest.Monk
             "report      run/report.html",
         ]
     assert "goodput     96% of 1 min 1 s (steps 96%); starting 2.0 s, waiting 0.2 s" in write_report(run, width=99)
+    deep = tmp_path / "folder" / "a-long-name" / "that-a-terminal-of-80-columns-has-no-room-for"
+    shutil.copytree(run, deep)
+    *others, report = write_report(deep, width=80, short=True).splitlines()
+    assert (len(others), report) == (5, f"report      {deep}/report.html")
 
 
 def test_of_several_trainers_the_losses_are_one_line(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from launching import paceline
 from replay import STORE, Replay
 from warm import Process, environment
 
+from paceline.launch import keeper
 from paceline.observe.journal import effective_steps, read_journal
 from paceline.team.coordinator import RETURN, Coordinator
 from paceline.team.roster import Roster
@@ -335,6 +338,37 @@ def test_a_coordinator_that_runs_and_does_not_answer_is_replaced(
     (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)
     run = start(3, PYTHONPATH=f"{tmp_path / 'site'}:{environment()['PYTHONPATH']}")
     replaced(run, signal.SIGUSR1, "does not answer", undisturbed)
+
+
+STARTS_NOT = """
+import sys, time
+if "paceline.team.server" in sys.orig_argv:
+    time.sleep(1000)
+"""
+
+
+def test_a_coordinator_that_does_not_start_is_given_more_time_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is told of once; nobody trains."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "journal.jsonl").touch()
+    (tmp_path / "sitecustomize.py").write_text(STARTS_NOT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(keeper, "LONGEST", 0.25)
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, selectors.DefaultSelector() as selector:
+        kept = keeper.Keeper(listener, tmp_path, {"again": False, "epoch": 1}, selector, said.append)
+        seen = {0.25}
+        try:
+            while max(seen) < 2.0:
+                kept.tend(0.0)
+                selector.select(0.02)
+                seen.add(kept._patience)
+        finally:
+            kept.close()
+    assert seen == {0.25, 0.5, 1.0, 2.0}
+    assert said == ["the coordinator does not answer and is started again"]
 
 
 def test_an_agent_that_was_stopped_itself_replaces_nobody(start: Start, undisturbed: bytes) -> None:

@@ -331,7 +331,7 @@ def test_pieces_that_do_not_fit_into_memory_are_made_smaller_for_good(moment, ru
     mine = merging(built(lambda: Cramped(moment)), cross_entropy, rows(1, 160, 10))
     sizes = mine.model.sizes
     assert sizes == [16] + [4] * 8 + [8] * 4 * 13
-    assert decisions(run)["2 micro-batches make a piece on worker 0"] == "more at a time ran out of memory"
+    assert decisions(run)["micro-batches in a piece on worker 0: 2"] == "more at a time ran out of memory"
     plain = by_hand(Sizes(built(lambda: Cramped(None)))).train(grid(rows(1, 160, 10), 32, 4, epochs=3))
     same(mine, plain)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
@@ -26,8 +27,12 @@ class Best:
         self.due: tuple[float, int] | None = None
         self.seen: tuple[int, float] | None = None  # the last that was offered
         self._saved: list[Any] | None = None
+        self._heard = False  # of a value by that name, or people have been told that there was none
 
     def follow(self, name: str, mode: str) -> None:
+        if not isinstance(name, str) or not name:
+            what = f"keep_best() is given {name!r:.60}, and the name of a value is wanted"
+            raise UsageError(what, 'write keep_best("accuracy"), as evaluate() or log() names it')
         if mode not in _MODES:
             raise UsageError(f"keep_best() has no mode {mode!r}", "say mode='max' or mode='min'")
         if self.name and (self.name, self.mode) != (name, mode):
@@ -43,6 +48,19 @@ class Best:
         self._saved = saved
         if saved and saved[:2] == [self.name, self.mode]:
             self.value, self.step = saved[2:]
+
+    def heard(self, values: Mapping[str, Any], source: str, say: Callable[..., None]) -> float | None:
+        """The value that is followed, from this `source`. Where the first values have other names, people are told; of
+        what is logged only if a name is much alike, as others may be logged beside it.
+        """
+        others = [name for name in values if name != "n"]
+        near = difflib.get_close_matches(self.name, others, n=1, cutoff=0.5)
+        self._heard |= self.name in values
+        if self.name and not self._heard and (near or (others and source == "evaluate()")):
+            self._heard = True
+            gave = " and ".join(map(repr, near or others[:5]))
+            say(f"keep_best() follows {self.name!r}, and {source} gave {gave}: until there is one, no best is kept")
+        return self.of(values)
 
     def of(self, values: Mapping[str, Any]) -> float | None:
         """The value that is followed, if it is there. Raises UsageError where it is no number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -319,8 +320,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] in (["run"], ["check"], ["chaos"]) and not sys.platform.startswith("linux"):
             what = f"the workers of `paceline {words[0]}` need Linux, and this is {sys.platform}"
             raise LaunchError(what, "run `python train.py` here, which trains with one")
-        options = vars(_parser().parse_args(words))
+        if words and words[0].endswith(".py"):
+            raise UsageError(f"{shown(words[0])} is no command", f"write paceline run {shown(words[0])}")
+        at = words.index("--shares") if "--shares" in words else len(words)
+        if words[at + 1 : at + 2] and re.match("-[0-9]", words[at + 1]):  # argparse takes it for an option
+            words[at : at + 2] = [f"--shares={words[at + 1]}"]
+        parsed, unknown = _parser().parse_known_args(words)
+        options = vars(parsed)
         command, usage = options.pop("command"), options.pop("usage")
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], re.findall(r"--[a-z-]+", usage()), n=1, cutoff=0.7)
+            theirs = "; the script's own arguments stand after --" if words[0] in ("check", "chaos") else ""
+            cure = f"did you mean {near[0]}?" if near else f"see `paceline {words[0]} --help`{theirs}"
+            raise UsageError(f"paceline {words[0]} does not know {shown(unknown[0])}", cure)
         if own:
             options["arguments"] = own
         elif options.get("arguments", [])[:1] == ["--"]:  # sets them apart, and is none of them

@@ -120,10 +120,8 @@ class Means:
 
     def add(self, number: int, rows: int, output: Any, batch: Any) -> None:
         found = self._metric(output, batch)
-        good = isinstance(found, Mapping) and all(
-            isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in found.values()
-        )
-        if not good:
+        pairs = found.values() if isinstance(found, Mapping) else [None]
+        if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
             raise MetricError(f"the metric returned {found!r:.60}", "return {name: (sum, count)}")
         self._sums[number] = {str(name): (float(total), float(count)) for name, (total, count) in found.items()}
 
@@ -133,10 +131,8 @@ class Means:
         all_names = [tuple(names) for worker in group.gather_json(mine) for names in worker]
         if len(set(all_names)) > 1:
             one, other = sorted(set(all_names))[:2]
-            raise MetricError(
-                f"the metric returned {list(one)} for some rows and {list(other)} for others",
-                "return the same names everywhere, with count 0 where there is nothing to count",
-            )
+            what = f"the metric returned {list(one)} for some rows and {list(other)} for others"
+            raise MetricError(what, "return the same names everywhere, with count 0 where there is nothing to count")
         names = all_names[0]
         table = torch.zeros(micro_batches, 2 * len(names), dtype=torch.float64)
         for index, found in self._sums.items():

@@ -10,11 +10,12 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -22,36 +23,48 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from paceline.errors import PlanError, UsageError, WorkersDifferError, a
+from paceline.errors import PlanError, UsageError, WorkersDifferError, a, add_hint
 from paceline.hints import path_of, unfit
 from paceline.plan import Plan
+from paceline.schedules import cosine
 from paceline.strategies.chunks import tensors_of
 
 Schedule = Callable[..., Any]
+T = TypeVar("T")
 _COUNTED = {
     "global_batch": "the rows of one optimizer step",
     "epochs": "passes over the dataset, or count=, the optimizer steps",
     "count": "the optimizer steps",
+    "seed": "from which all random streams follow",
 }
+_OPTIONS = (int, float, tuple, str, type(None))  # of an optimizer's group: what a script says in a line of text
+_TORCHS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 _CALLED = {
     "loss": ("(output, batch)", "output, batch: torch.nn.functional.cross_entropy(output, batch[1])"),
     "forward": ("(model, batch)", "model, batch: model(batch[0])"),
 }
-# What other libraries call an argument of Trainer, or where it is said here.
+_OF_STEPS = ("dataset", "epochs", "count", "collate", "order", "loader")
+# What other libraries call an argument, or where it is said here.
 _ELSEWHERE = {
-    "batch_size": "did you mean global_batch=?",
-    "lr": "write optimizer=lambda params: torch.optim.AdamW(params, lr={})",
-    **dict.fromkeys(("epochs", "count", "collate", "order", "loader", "dataset"), "say it in steps(dataset, ...)"),
+    ("Trainer", "batch_size"): "did you mean global_batch=?",
+    ("Trainer", "lr"): "write optimizer=lambda params: torch.optim.AdamW(params, lr={})",
+    **{("Trainer", name): "say it in steps(dataset, ...)" for name in _OF_STEPS},
+    ("steps()", "batch_size"): "say global_batch={} of the Trainer",
+    ("steps()", "shuffle"): "each epoch has an order of its own, and order= says another",
+    ("evaluate()", "batch_size"): "say micro={} in the plan, the rows that are computed at once",
 }
 
 
-def refuse_words(words: Mapping[str, Any], plan: str | None, known: Sequence[str]) -> None:
-    """Refuses what a Trainer was given that is none of its `known` arguments: words of the plan, or what is unknown."""
-    said = [name for name in words if name in {row.name for row in fields(Plan)}]
+def refuse_words(call: str, words: Mapping[str, Any], of: Callable[..., Any], plan: str | None = None) -> None:
+    """Refuses what a `call` was given that is none of its arguments, those `of` a function: what is unknown, or what a
+    Trainer hears in its plan.
+    """
+    known = [name for name in inspect.signature(of).parameters if name not in ("self", "words")]
+    said = [name for name in words if call == "Trainer" and name in {row.name for row in fields(Plan)}]
     for name in words.keys() - set(said):
         close = difflib.get_close_matches(name, known, n=1)
         cure = f"did you mean {close[0]}=?" if close else f"there are {', '.join(known)}"
-        raise UsageError(f"Trainer has no argument {name}=", _ELSEWHERE.get(name, cure).format(words[name]))
+        raise UsageError(f"{call} has no argument {name}=", _ELSEWHERE.get((call, name), cure).format(words[name]))
     if said:
         texts = [name if words[name] is True else f"{name}={words[name]}" for name in said]
         verb = "is a word" if len(said) == 1 else "are words"
@@ -61,7 +74,7 @@ def refuse_words(words: Mapping[str, Any], plan: str | None, known: Sequence[str
 
 def whole_number(name: str, value: Any) -> int | None:
     """What counts something, if it is given. UsageError for anything but a whole number, from 0 on."""
-    if value is None:
+    if value is None and name != "seed":
         return None
     try:
         if isinstance(value, bool):
@@ -71,9 +84,49 @@ def whole_number(name: str, value: Any) -> int | None:
         number = isinstance(value, float) and 1 <= value < math.inf
         what = f"{name}={value!r} is {a(type(value).__name__)}, and a whole number is wanted"
         raise UsageError(what, f"write {name}={round(value) if number else 'N'}, {_COUNTED[name]}") from None
-    if count < 0 and name != "global_batch":
+    if count < 0 and name in ("epochs", "count"):
         raise UsageError(f"{name}={count} is less than none", f"write {name}=N, {_COUNTED[name]}")
     return count
+
+
+# What else is checked by its kind: whether it fits, what is wanted, and what to write.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "clip_norm": (
+        lambda given: isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < math.inf,
+        "a finite number above 0 is wanted, or None",
+        "clip_norm=1.0, the largest norm of the mean gradient",
+    ),
+    "plan": (lambda given: isinstance(given, str), "one line of text is wanted", 'plan="micro=8 precision=bf16"'),
+    "collate": (callable, "a function of a list of rows is wanted", "collate=torch.utils.data.default_collate"),
+    "order": (callable, "a function of (position, size, seed, epoch) is wanted", "order=paceline.sample_index"),
+    "loader": (lambda given: isinstance(given, Mapping), "a dict is wanted", 'loader={"num_workers": 2}'),
+}
+
+
+def fit(**given: Any) -> None:
+    """Refuses what is of the wrong kind, by its name. None stands for what was left out."""
+    for name, value in given.items():
+        fits, wanted, write = _KINDS[name]
+        if value is not None and not fits(value):
+            raise UsageError(f"{name}={value!r:.60} is {a(type(value).__name__)}, and {wanted}", f"write {write}")
+
+
+class Fixed(Generic[T]):
+    """An attribute that is set once; whoever sets it again is told `what` that would be, and what to do."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, one: Any, owner: type) -> T:
+        return self if one is None else one.__dict__[self.name]  # type: ignore[return-value]
+
+    def __set__(self, one: Any, value: T) -> None:
+        if self.name in one.__dict__:
+            raise AttributeError(f"{type(one).__name__.lower()}.{self.name} cannot be replaced: {self.what}")
+        one.__dict__[self.name] = value
 
 
 def fitting(name: str, given: Any) -> Any:
@@ -82,9 +135,24 @@ def fitting(name: str, given: Any) -> Any:
     if inspect.isclass(given):
         what = f"{name} is the class {path_of(given)}, and a function of {takes} is wanted"
         raise UsageError(what, f"write {name}=lambda {example}")
-    if why := unfit(given.forward if isinstance(given, nn.Module) else given, None, None)[0]:
+    why, names = unfit(given.forward if isinstance(given, nn.Module) else given, None, None)[0], ""
+    if code := getattr(given, "__code__", None):
+        names = ", ".join(code.co_varnames[:2])
+    if why or f"({names})" == f"({', '.join(reversed(takes[1:-1].split(', ')))})":
+        why = why or f"it takes ({names})"
         raise UsageError(f"{name} cannot be called with {takes}: {why}", f"write {name}=lambda {example}")
     return given
+
+
+def built(model: Any) -> Any:
+    """What the user's function makes of nothing. UsageError where it is none, or wants something."""
+    why, wants = unfit(model)
+    if why:
+        more = ", ".join(f"{name}=..." for name in wants)
+        what = f"wants {' and '.join(wants)}" if wants else f"is {a(type(model).__name__)}"
+        cure = f"write model={getattr(model, '__name__', 'Net')}({more})"
+        raise UsageError(f"model {what}, and an nn.Module or a function of nothing that makes one is wanted", cure)
+    return model()
 
 
 def refused_exports(script: str) -> Iterator[str]:
@@ -122,10 +190,8 @@ def device_of(local_rank: int) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise PlanError(
-            f"this host has {count} CUDA devices and more than {local_rank} workers",
-            f"start {count} workers per host, or hide the devices with CUDA_VISIBLE_DEVICES= to train on CPU",
-        )
+        cure = f"start {count} workers per host, or hide the devices with CUDA_VISIBLE_DEVICES= to train on CPU"
+        raise PlanError(f"this host has {count} CUDA devices and more than {local_rank} workers", cure)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -152,17 +218,14 @@ def private_memory() -> int:
 def settle_arithmetic(capabilities: Sequence[str], device: torch.device) -> None:
     """For `exact`: the same instructions and one thread on every worker, or the same sums come out differently."""
     if device.type != "cpu":
-        raise PlanError(
-            f"exact is not built for {device.type.upper()} yet",
-            "hide the devices with CUDA_VISIBLE_DEVICES= or leave exact out",
-        )
+        cure = "hide the devices with CUDA_VISIBLE_DEVICES= or leave exact out"
+        raise PlanError(f"exact is not built for {device.type.upper()} yet", cure)
     torch.set_num_threads(1)
     for rank, capability in enumerate(capabilities):
         if capability != capabilities[0]:
-            raise WorkersDifferError(
-                f"worker {rank} computes with {capability} and worker 0 with {capabilities[0]}: their bits differ",
-                "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them",
-            )
+            what = f"worker {rank} computes with {capability} and worker 0 with {capabilities[0]}: their bits differ"
+            cure = "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them"
+            raise WorkersDifferError(what, cure)
 
 
 def checked(model: Any) -> nn.Module:
@@ -192,20 +255,88 @@ def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> lis
         raise UsageError(what, f"write optimizer=lambda params: {path_of(optimizer)}(params, {more})")
     if why:
         raise UsageError(f"optimizer cannot be called with the params: {why}", example)
-    made = optimizer(params)
-    optimizers = [made] if isinstance(made, Optimizer) else list(made)
+    try:
+        made = optimizer(params)
+    except (AttributeError, TypeError) as error:
+        if re.search("'(tuple|list)'|not (tuple|list)", str(error)):
+            add_hint(error, "params are (name, parameter) pairs: write [(name, p) for name, p in params if p.ndim > 1]")
+        raise
+    optimizers = [made] if isinstance(made, Optimizer) or not isinstance(made, Iterable) else list(made)
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
-        raise UsageError(
-            f"optimizer(params) returned {made!r:.60}", "return a torch optimizer, or a list of them, made from params"
-        )
+        cure = "return a torch optimizer, or a list of them, made from params"
+        raise UsageError(f"optimizer(params) returned {made!r:.60}", cure)
     for one in optimizers:
         closure = inspect.signature(one.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
-            raise UsageError(
-                f"{type(one).__name__} computes the loss several times a step, by a closure",
-                "take an optimizer whose step() needs none, such as AdamW",
-            )
+            what = f"{type(one).__name__} computes the loss several times a step, by a closure"
+            raise UsageError(what, "take an optimizer whose step() needs none, such as AdamW")
     return optimizers
+
+
+def left_out(optimizers: Sequence[Optimizer], params: Sequence[tuple[str, nn.Parameter]]) -> str:
+    """For people: the trainable parameters that no optimizer has; empty where there are none. UsageError where two
+    have one.
+    """
+    held = Counter(id(param) for one in optimizers for group in one.param_groups for param in group["params"])
+    for name, param in params:
+        if held[id(param)] > 1:
+            what = f"{name} is in two optimizers, which would both update it"
+            raise UsageError(what, "give each parameter to one of them")
+    missing = [name for name, param in params if id(param) not in held]
+    if not missing:
+        return ""
+    names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+    what = f"{len(missing)} of {len(params)} trainable parameters are in no optimizer and stay as they are: {names}"
+    return f"{what}; give them to one, or freeze them with requires_grad_(False)"
+
+
+@dataclass
+class Said:
+    """What a script says that a checkpoint keeps for those who resume: the seed, and the options of the optimizers'
+    groups. `version` is how often the weights had been written to when the trainer was made.
+    """
+
+    seed: int
+    options: list[list[dict[str, Any]]]
+    version: int
+
+    @staticmethod
+    def of(seed: int, optimizers: Sequence[Optimizer], model: nn.Module) -> Said:
+        options = [
+            [{k: v for k, v in g.items() if k not in _TORCHS and isinstance(v, _OPTIONS)} for g in one.param_groups]
+            for one in optimizers
+        ]
+        return Said(seed, options, _version(model))
+
+    def saved(self) -> dict[str, Any]:
+        return {"seed": self.seed, "options": self.options}
+
+    def untrained(self, model: nn.Module) -> bool:
+        """Whether nobody has written to the weights: no step, and no load."""
+        return self.version == _version(model)
+
+    def go_on(self, saved: Mapping[str, Any] | None, say: Callable[..., None]) -> int:
+        """The seed, with which and with whose options a resumed run goes on, whatever the script says now."""
+        saved = saved or self.saved()  # an older version's
+        for old, new in zip(saved["options"], self.options, strict=False):
+            for group, now in zip(old, new, strict=False):
+                for name in (name for name in now if name in group and _plain(group[name]) != _plain(now[name])):
+                    what = f"the script says {name}={now[name]} now, and {name}={group[name]} of the checkpoint goes on"
+                    cure = "to change it, set it in the optimizer's param_groups after the Trainer is made"
+                    say(f"{what}; {cure}", once=True)
+        if saved["seed"] != self.seed:
+            what = f"the script says seed={self.seed} now, and seed={saved['seed']} of the checkpoint goes on"
+            say(f"{what}; to change it, start a new run in another --run-dir", once=True)
+        self.seed, self.options = saved["seed"], saved["options"]
+        return self.seed
+
+
+def _plain(option: Any) -> Any:
+    return list(option) if isinstance(option, tuple) else option
+
+
+def _version(model: nn.Module) -> int:
+    return sum(param._version for param in model.parameters())
 
 
 def refuse_fused(optimizers: Sequence[Optimizer], exact_shards: bool) -> None:
@@ -268,12 +399,17 @@ def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
     cure = f"write schedule=lambda step: min(1.0, (step + 1) / 100), or schedule={partly}"
     if why:
         raise UsageError(f"schedule cannot be called with the step: {why}", cure)
+    if getattr(schedule, "__module__", "") == cosine.__module__ and "." not in schedule.__qualname__:
+        name = f"paceline.{schedule.__name__}"
+        raise UsageError(f"schedule is {name}, which makes one", f"write schedule={name}(1000), with the steps in all")
     try:
         return LambdaLR(optimizer, schedule)
     except TypeError as error:
-        if "is not an Optimizer" not in str(error):
-            raise
-        raise UsageError("schedule is called with the step, and makes a scheduler of it", cure) from error
+        if "is not an Optimizer" in str(error):
+            raise UsageError("schedule is called with the step, and makes a scheduler of it", cure) from error
+        if re.search(r"for \*: 'float'|can't multiply", str(error)):
+            raise UsageError(f"schedule gives no factor of the learning rate for step 0 ({error})", cure) from error
+        raise
 
 
 def refuse_other_places(places: int, before: int) -> None:
@@ -298,8 +434,6 @@ def refuse_twins(digests: list[str], when: str) -> None:
     seen: dict[str, int] = {}
     for rank, digest in enumerate(digests):
         if digest and digest in seen:
-            raise UsageError(
-                f"workers {seen[digest]} and {rank} brought the same rows to {when}",
-                "seed each worker's own data apart, e.g. with paceline.stream_seed(seed, 0, paceline.join().rank)",
-            )
+            cure = "seed each worker's own data apart, e.g. with paceline.stream_seed(seed, 0, paceline.join().rank)"
+            raise UsageError(f"workers {seen[digest]} and {rank} brought the same rows to {when}", cure)
         seen[digest] = rank

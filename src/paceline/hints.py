@@ -80,6 +80,8 @@ def _mistaken(error: BaseException, name: str, value: Any, first: int = 0) -> st
     about |= isinstance(value, torch.Tensor) and "indices" in str(error)
     if not about:
         return ""
+    if value is None and name == "output":
+        return "output is None: the forward returns nothing; end it with return"
     parts, meant = _parts(name, value), f"{name}[{sought!r}]"
     parts = [meant] if meant in parts else parts if isinstance(value, Mapping) else parts[first:] or parts
     return f"{name} is {shape_of(value)}: write {' or '.join(parts[:_SHOWN])}"

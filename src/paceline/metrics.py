@@ -50,6 +50,10 @@ class Objects:
             return None
         if not good:
             cure = "give a function that returns {name: (sum, count)}, or an object with update, compute and reset"
+            if isinstance(metric, type):
+                cure = f"write {metric.__name__}(), which makes one of the class"
+            elif arguments is not None:
+                cure = "write (metric, lambda output, batch: (output, batch[1])): the object comes first"
             raise MetricError(f"{metric!r:.60} is no metric", cure)
         return Objects(named, arguments, device)
 

@@ -12,7 +12,7 @@ import torch
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.data.loader import Source
 from paceline.errors import DatasetError, UsageError
-from paceline.observe.figures import ranks
+from paceline.observe.figures import ranks, trainer_names
 from paceline.step import Grid, deal
 
 LISTED = 16  # workers whose shares are told one by one
@@ -195,6 +195,30 @@ def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None
     if rows is not None:
         text += f"; one epoch = {grid.batches(rows)} steps"
     return text + (f"; {total} steps in all" if total is not None else "")
+
+
+def grid_told(
+    grid: Grid, shares: list[int], rows: int | None, total: int | None, number: int, models: Sequence[Any]
+) -> dict[str, Any]:
+    """What the journal keeps of it. Of several trainers, who train `models`, it is that of this number."""
+    kinds = {other: type(model).__name__ for other, model in enumerate(models)}
+    sizes = {"global_batch": grid.global_batch, "micro": grid.micro, "micro_batches": len(grid.cut(grid.global_batch))}
+    text = grid_text(grid, shares, rows, total)
+    if len(kinds) > 1:  # steps are counted over all of them
+        text = f"{trainer_names(kinds)[number]}: {text.replace(' steps in all', ' steps of its own')}"
+    return {**sizes, "trainer": number, "model": kinds[number], "rows": rows, "shares": shares, "text": text}
+
+
+def resumed_grid(recorded: Grid, now: Grid, micro: int | None, done: int, say: Callable[[str], None]) -> Grid:
+    """The recorded grid wins, unless the script or the plan says another: then that, named as what it is."""
+    same = now.global_batch == recorded.global_batch
+    said = Grid(now.global_batch, micro or (recorded.micro if same else now.micro))
+    if said != recorded:
+        say(
+            f"changed mathematics: global batch {recorded.global_batch} in micro-batches of {recorded.micro} rows "
+            f"until step {done}, from here {said.global_batch} in micro-batches of {said.micro}"
+        )
+    return said
 
 
 def idle_text(grid: Grid, weights: Sequence[float]) -> tuple[str, str] | None:

@@ -153,6 +153,9 @@ class Stepper:
 
     def step(self, deal: Callable[[], Portion], name: str) -> Step:
         """Makes the next one, applied whole or not at all; `deal` gives this worker's rows, in the present team."""
+        if not torch.is_grad_enabled():
+            what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
+            raise UsageError(what, "put these around the part of the body that is meant")
         step = Step(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
             self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
@@ -272,11 +275,9 @@ class Stepper:
         self.operations.reached("reduced")
         norm = step.norm or self.replica.norm(step.agreed, step.options)
         if not math.isfinite(norm):
-            raise NonFiniteLossError(
-                f"the gradient of step {step.number + 1} is not finite, though its loss is "
-                f"({step.agreed.loss / step.agreed.count:.6g})",
-                "the step was not applied; look for a square root, a division or a logarithm at 0",
-            )
+            loss, cure = step.agreed.loss / step.agreed.count, "look for a square root, a division or a logarithm at 0"
+            what = f"the gradient of step {step.number + 1} is not finite, though its loss is ({loss:.6g})"
+            raise NonFiniteLossError(what, f"the step was not applied; {cure}")
         return norm
 
     def _again(self) -> None:
@@ -375,6 +376,8 @@ class Stepper:
 
     def _tell(self, news: dict[str, tuple[str, str]]) -> None:
         """What somebody has observed, once: a decision and its reason, or what people would not know otherwise."""
+        if "keeps" in self.told | news.keys():  # then nobody knows whether it is a sum
+            news.pop("mixes", None)
         for kind in sorted(news.keys() - self.told):
             self.told.add(kind)
             what, why = news[kind]
@@ -407,10 +410,8 @@ class Stepper:
             self.layout = self._first_layout(sums, whole)
         layout = self.layout
         if whole.share and not sums.failed and tuple(sorted(sums.metrics)) != layout.metrics:
-            raise MetricError(
-                f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}",
-                "return the same names every time, with count 0 where there is nothing to count",
-            )
+            what = f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}"
+            raise MetricError(what, "return the same names every time, with count 0 where there is nothing to count")
         fields = {
             "count": sums.count,
             "loss": sums.loss,
@@ -452,10 +453,8 @@ class Stepper:
             where, names = group.gather_json([] if sums is None else sums.bad), group.names
             bad = [f"worker {names[rank]}: {rows}" for rank, some in enumerate(where) for rows in some]
             named = "; ".join(bad[:2]) + (f" and {len(bad) - 2} more" if len(bad) > 2 else "")
-            raise NonFiniteLossError(
-                f"the loss of step {step.number + 1} is not finite ({named})",
-                "the step was not applied; look at these rows, lower the learning rate or set clip_norm=",
-            )
+            cure = "the step was not applied; look at these rows, lower the learning rate or set clip_norm="
+            raise NonFiniteLossError(f"the loss of step {step.number + 1} is not finite ({named})", cure)
         if agreed.count <= 0:
             raise UsageError(
                 f"the loss of step {step.number + 1} counts {agreed.count:g} rows or tokens in the whole global batch",

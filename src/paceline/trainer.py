@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,12 +25,17 @@ from paceline.data.loader import Feed, Place, Source
 from paceline.errors import UsageError, first_line
 from paceline.evaluate import Sweep, evaluate
 from paceline.given import (
+    Fixed,
+    Said,
     Schedule,
+    built,
     checked,
     choose_plan,
     device_of,
+    fit,
     fitting,
     fused,
+    left_out,
     optimizers_of,
     peak_memory,
     refuse_fused,
@@ -43,7 +47,7 @@ from paceline.given import (
 )
 from paceline.hints import Hinting
 from paceline.observe.ledger import Ledger
-from paceline.phases import Phase, State, grid_text, idle_text
+from paceline.phases import Phase, State, grid_told, idle_text, resumed_grid
 from paceline.plan import Plan
 from paceline.predict import predicted
 from paceline.run import Run
@@ -74,6 +78,11 @@ class Trainer:
     Raises PlanError, UsageError, and WorkersDifferError; CheckpointError when a run cannot be resumed.
     """
 
+    model = Fixed[nn.Module](
+        "the optimizer has its parameters; make another Trainer, or trainer.model.load_state_dict(...)"
+    )
+    state = Fixed[State]("a checkpoint keeps what lies in it; write trainer.state.update(...)")
+
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -87,8 +96,10 @@ class Trainer:
         plan: str | None = None,
         **words: Never,
     ) -> None:
-        refuse_words(words, plan, list(inspect.signature(Trainer).parameters)[:-1])
-        global_batch = whole_number("global_batch", global_batch)
+        plan = str(plan) if isinstance(plan, Plan) else plan
+        fit(clip_norm=clip_norm, plan=plan)
+        refuse_words("Trainer", words, Trainer, plan)
+        global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
         self._run = run = Run.current()
         run.weigh(model)
         self._group = run.team.group
@@ -123,6 +134,9 @@ class Trainer:
             run.decide(self._number, what, why)
             run.say(what)
         optimizers = optimizers_of(optimizer, list(job.own.items()))
+        if told := left_out(optimizers, list(job.own.items())):
+            run.say(told, once=True)
+        self._said = Said.of(seed, optimizers, self.model)
         if mesh.replica > 1:
             refuse_mixing(optimizers)
         refuse_fused(optimizers, bool(self.plan.exact and self.plan.shard))
@@ -175,7 +189,7 @@ class Trainer:
                 except CANNOT as error:
                     told["decisions"] = [("the model is built whole on each worker", first_line(error))]
                 self._streams.seed(seed)
-            return checked(model()).to(self._device), told
+            return checked(built(model)).to(self._device), told
 
     # -- what the user reads ------------------------------------------------------------------------------------
 
@@ -208,6 +222,7 @@ class Trainer:
         collate: Callable[[list[Any]], Any] | None = None,
         order: Callable[..., Any] | None = None,
         loader: Mapping[str, Any] | None = None,
+        **words: Never,
     ) -> Iterator[StepReport]:
         """Trains, one optimizer step per turn of the loop, and yields a StepReport after each.
 
@@ -215,6 +230,8 @@ class Trainer:
         undisturbed one would. `collate` always sees the samples of one micro-batch. `order(position, size, seed,
         epoch)` is any pure function, by default `paceline.sample_index`. `loader` are options of torch's DataLoader.
         """
+        refuse_words("steps()", words, Trainer.steps)
+        fit(collate=collate, order=order, loader=loader)
         if self._grid is None:
             raise UsageError("steps() needs the global batch", "give global_batch= to the Trainer")
         if epochs is not None and count is not None:
@@ -248,22 +265,9 @@ class Trainer:
         if not phase.complete:
             place = self._place()
             share = deal(len(grid.cut(grid.global_batch)), place.weights)
-            text = grid_text(grid, [len(part) for part in share], rows, total)
-            self._run.show(
-                "grid",
-                trainer=self._number,
-                phase=number,
-                global_batch=grid.global_batch,
-                micro=grid.micro,
-                micro_batches=len(grid.cut(grid.global_batch)),
-                rows=rows,
-                epochs=epochs,
-                model=type(self.model).__name__,
-                done=[member.steps_done for member in self._run.members],
-                steps=None if total is None else self.steps_done - phase.done + total,
-                shares=[len(part) for part in share],
-                text=text,
-            )
+            told = grid_told(grid, [len(part) for part in share], rows, total, self._number, self._run.models)
+            told |= {"phase": number, "epochs": epochs, "done": [one.steps_done for one in self._run.members]}
+            self._run.show("grid", **told, steps=None if total is None else self.steps_done - phase.done + total)
             idle = None if place.fine else idle_text(grid, place.weights)
             if idle is not None:
                 self._run.decide(self._number, *idle)
@@ -390,6 +394,7 @@ class Trainer:
         metric: Any,
         model: nn.Module | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
+        **words: Never,
     ) -> dict[str, Any]:
         """Means of `metric(output, batch) -> {name: (sum, count)}` over all rows of a dataset, and their number ``n``.
 
@@ -400,11 +405,12 @@ class Trainer:
         they merge, as torchmetrics' do; or a mapping of such objects by name; or a pair of either with a function of
         output and batch that returns the arguments of `update`. Results are then floats, or tensors. MetricError.
         """
+        refuse_words("evaluate()", words, Trainer.evaluate)
         sweep = self._sweep(dataset, collate, model)
 
         def compute() -> dict[str, Any]:
             found = evaluate(sweep, metric)
-            self.best.of(found)
+            self.best.heard(found, "evaluate()", self._run.say)
             self._run.show("evaluate", trainer=self._number, step=self.steps_done, results=found)
             return found
 
@@ -434,18 +440,21 @@ class Trainer:
         return Path(path)
 
     def _sweep(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, model: nn.Module | None) -> Sweep:
+        fit(collate=collate)
         micro = self._grid.micro if self._grid else (self.plan.micro or 32)
         options = self._loader.get("options", {})
         source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
         place = lambda: replace(self._place(), fine=False)  # noqa: E731
         return Sweep(self._run.team, self._job, model or self.model, source, micro, place)
 
-    def log(self, **values: Any) -> None:
+    def log(self, *unnamed: Any, **values: Any) -> None:
         """Keeps the user's own figures (or a text) in the run's journal, at the current step. Collective for the one
         that `keep_best` follows.
         """
+        if unnamed:
+            raise UsageError("log() takes values by name", f"write trainer.log(**{unnamed[0]!r:.60})")
         self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
-        value = self.best.of(values)
+        value = self.best.heard(values, "log()", self._run.say)
         if value is not None and self.best.seen != (self._run.step, value):
 
             def agree() -> dict[str, Any]:
@@ -486,8 +495,9 @@ class Trainer:
     def export(self, path: str | Path) -> None:
         """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""
         self._run.need_team()
-        if self._untouched and not self.steps_done:
-            what = "these weights are not trained: nothing went through what steps() returned"
+        if not self.steps_done and not self._run.imported and self._said.untrained(self.model):
+            why = "nothing went through what steps() returned" if self._untouched else "no step was made here"
+            what = f"these weights are not trained: {why}"
             self._run.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
         refuse_other_suffix(Path(path))
         self._run.team.operations.run(settling(partial(self._write, Path(path))))
@@ -528,6 +538,7 @@ class Trainer:
             "stopped": self._stopped,
             "state": self.state.saved(),
             "best": self.best.saved(),
+            "said": self._said.saved(),
         }
 
     def follow(self) -> None:
@@ -577,24 +588,13 @@ class Trainer:
             self._stepper.scaling = LossScale(*mine["scaling"])
         if not newcomer:
             return
+        self._seed = self._job.seed = self._said.go_on(mine.get("said"), self._run.say)
         self._phases = [Phase(**phase) for phase in mine["phases"]]
         self._stopped = mine["stopped"]
         self.best.restore(mine.get("best"))
         self.state.restore(tree_map_only(torch.Tensor, torch.clone, mine["state"]))
         if mine["grid"] and self._grid:
-            self._grid = self._resumed_grid(Grid(*mine["grid"]), self._grid)
+            now, done = self._grid, self.steps_done
+            self._grid = resumed_grid(Grid(*mine["grid"]), now, self.plan.micro, done, self._run.say)
             if self._stepper.balance is not None:
                 self._stepper.balance.grid = self._grid
-
-    def _resumed_grid(self, recorded: Grid, now: Grid) -> Grid:
-        """The recorded grid wins, unless the script or the plan says another: then that, named as what it is."""
-        said = Grid(
-            now.global_batch,
-            self.plan.micro or (recorded.micro if now.global_batch == recorded.global_batch else now.micro),
-        )
-        if said != recorded:
-            self._run.say(
-                f"changed mathematics: global batch {recorded.global_batch} in micro-batches of {recorded.micro} rows "
-                f"until step {self.steps_done}, from here {said.global_batch} in micro-batches of {said.micro}"
-            )
-        return said

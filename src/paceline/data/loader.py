@@ -84,16 +84,18 @@ class Source:
         for name in options:
             if name in _FIXED:
                 raise UsageError(f"loader option {name!r} is decided by the grid", f"use {_FIXED[name]}")
+        arrays = isinstance(dataset, tuple) and all(hasattr(part, "shape") for part in dataset)
+        if arrays or isinstance(dataset, type | str | bytes | Mapping):
+            what = f"the class {dataset.__name__}" if isinstance(dataset, type) else a(type(dataset).__name__)
+            cure = "of a class an instance, of a dict one value as data['train'], of tensors TensorDataset(*tensors)"
+            raise DatasetError(f"{what} is not a dataset, which has rows by number", f"give {cure}")
         if isinstance(dataset, DataLoader):
-            raise DatasetError(
-                "a DataLoader is not a dataset: its items are batches, not rows",
-                "give the dataset itself; collate=, order= and loader= of steps() say the rest",
-            )
+            cure = "give the dataset itself; collate=, order= and loader= of steps() say the rest"
+            raise DatasetError("a DataLoader is not a dataset: its items are batches, not rows", cure)
         iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         if iterable and not hasattr(dataset, "__iter__"):
-            raise DatasetError(
-                f"{a(type(dataset).__name__)} is not a dataset", "give it __len__ and __getitem__, or __iter__"
-            )
+            cure = "give it __len__ and __getitem__, or __iter__"
+            raise DatasetError(f"{a(type(dataset).__name__)} is not a dataset", cure)
         if iterable and order is not None:
             raise UsageError("an iterable dataset has its own order", "leave order= out")
         rows = None if iterable else len(dataset)
@@ -421,10 +423,8 @@ class _Numbered(IterableDataset[Any]):
                 outside = streams.mark()
                 streams.restore(inside)
             if empty:
-                raise DatasetError(
-                    f"the dataset gave no rows in epoch {epoch}",
-                    "give an iterable that starts again at each iter()",
-                )
+                cure = "give an iterable that starts again at each iter()"
+                raise DatasetError(f"the dataset gave no rows in epoch {epoch}", cure)
 
 
 class _Stream:
@@ -436,10 +436,8 @@ class _Stream:
         self._grid, self._step = feed.grid, -1
         options = dict(feed.options)
         if options.get("num_workers", 0) > 1:
-            raise UsageError(
-                f"an iterable dataset cannot be read by {options['num_workers']} loader processes",
-                "use num_workers=1, or a dataset with __len__ and __getitem__",
-            )
+            what = f"an iterable dataset cannot be read by {options['num_workers']} loader processes"
+            raise UsageError(what, "use num_workers=1, or a dataset with __len__ and __getitem__")
         options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
         if not options.get("num_workers"):
             options.pop("worker_init_fn")

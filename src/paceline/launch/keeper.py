@@ -25,7 +25,7 @@ ADDRESS = "coordinator.json"  # in the run folder: where it listens
 PATIENCE = 5.0  # seconds for the agent to see that it is to take over
 OFTEN, WITHIN = 5, 10.0  # so many ends within so many seconds are too many
 WORKED = 4  # and so many times as many of coordinators that have answered before: somebody else ended them
-LONGEST = 10.0  # seconds that it may be silent at most, also while it starts
+LONGEST = 10.0  # seconds that it may be silent at most; while it starts twice as many each time
 OURS = 1.0  # seconds between two looks, after which it is we who stood still
 
 
@@ -76,6 +76,8 @@ class Keeper:
         self._log = os.open(folder / "logs" / "coordinator.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._ends: list[tuple[float, float]] = []  # when, and how much of an end it is
         self._gaps: deque[float] = deque(maxlen=40)  # seconds between two of its answers
+        self._patience, self._said = LONGEST, ""  # while it starts; why it was replaced the last time
+        self._trains = bool(given["again"])  # whether there was one that answered, and so workers that go on
         said = folder / f".{ADDRESS}"
         said.write_text(json.dumps({"host": host, "port": port, "epoch": self._given["epoch"]}))
         said.chmod(0o600)
@@ -114,14 +116,15 @@ class Keeper:
         if answered > self._answered:
             if self._answered > self._began:
                 self._gaps.append(answered - max(self._answered, self._awake))
-            self._answered = answered
+            self._answered, self._patience, self._said, self._trains = answered, LONGEST, "", True
         slow = min(LONGEST, max(AWAY, 4 * max(self._gaps, default=0.0)))
         silent = now - max(self._answered, self._awake)
         if status is not None:
             self._ended(status)
         elif self._process.look(os.WSTOPPED) is not None:
             self._replace(self._process, "was stopped (SIGSTOP)")
-        elif silent > (slow if self._answered > self._began else LONGEST):
+        elif silent > (slow if self._answered > self._began else self._patience):
+            self._patience *= 1 + (not self._why and self._answered <= self._began)
             self._replace(self._process, "does not answer")
 
     def _replace(self, process: Child, why: str) -> None:
@@ -139,7 +142,10 @@ class Keeper:
         if sum(weight for _, weight in self._ends) >= OFTEN:
             what = f"the coordinator ended {len(self._ends)} times within {WITHIN:.0f} s ({how})"
             raise LaunchError(what, f"read {log}")
-        self._say(f"the coordinator {self._why or f'ended ({how})'} and is started again; training goes on")
+        why, then = self._why or f"ended ({how})", "; training goes on" if self._trains else ""
+        if why != self._said:
+            self._said = why
+            self._say(f"the coordinator {why} and is started again{then}")
         self._start(again=True)
 
     def _forget(self) -> None:

@@ -160,6 +160,8 @@ def _check(options: LaunchOptions) -> None:
         parse_store(options.store)
     if options.save_every is not None:
         parse_save_every(options.save_every)
+    if Path(options.run_dir or ".").is_file():
+        raise UsageError(f"--run-dir {options.run_dir} is a file", "give a folder, or leave it out")
     if is_url(options.run_dir or ""):
         what = f"--run-dir {options.run_dir} is no folder, and logs and the journal need one"
         raise UsageError(what, f"give --checkpoints {options.run_dir} instead")

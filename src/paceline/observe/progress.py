@@ -65,7 +65,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._painter: Live | None = None
         self._tracks: dict[Any, _Track] = {}
         self._shown = -float("inf")
-        self._pending = self._quiet = False
+        self._pending = self._quiet = self._ended = False
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -100,7 +100,8 @@ class Progress(AbstractContextManager["Progress"]):
 
     def close(self) -> None:
         """Shows what was not shown yet and gives the terminal back. Closing twice is harmless."""
-        if self._pending:
+        self._ended = True
+        if self._pending or self._painter is not None:
             self._show()
         if self._painter is not None:
             self._write(self._painter.stop, always=True)
@@ -161,7 +162,7 @@ class Progress(AbstractContextManager["Progress"]):
             (1, losses and f"loss {losses}", ""),
             (2, metrics, ""),
             (5, f"{speed:,.{0 if speed >= 10 else 1}f} samples/s" if speed else "", ""),
-            (3, f"{clock((aim - step) / pace)} left" if aim and pace else "", ""),
+            (3, f"{clock((aim - step) / pace)} left" if aim and pace and not self._ended else "", ""),
             (6, " ".join(shares), "dim"),
         ]
         return [part for part in parts if part[1]]

@@ -38,11 +38,12 @@ def write_report(folder: Path, width: int = 80, colour: bool = False, short: boo
     rows, page = brief(summary) if short else [*tables["Results"], *tables["Costs"]], str(folder / NAME)
     for name, text in rows:
         table.add_row(name, Text(text, no_wrap=short, overflow="ellipsis" if short else "fold"))
-    for name, text in [*losses, ("report", page)]:
+    for name, text in [*losses, ("report", NAME if short else page)]:
         table.add_row(name, Text(text))
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=colour, color_system="standard" if colour else None)
     title = f"{Path(summary.script).name or 'the run'} {summary.ending}"
     console.print(Text(title, style="bold green" if summary.finished else "bold red"))
     console.print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    text = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return text.removesuffix(NAME) + page if short else text  # in one line, however long

@@ -24,7 +24,7 @@ class Merging:
 
     def __init__(self, device: torch.device, never: bool) -> None:
         self.size = 1
-        self.mixes = ""  # what is said of a loss that was seen not to be a sum over rows
+        self.mixes = ""  # what is said of a loss that was seen not to be a sum over rows, or to keep something
         self._cuda, self._never = device.type == "cuda", never
         self._verdict = ""
         self._settled = False
@@ -36,7 +36,7 @@ class Merging:
 
     def learn(self, sums: Sums, agreed: Agreed, per_row: float, share: int) -> Decision | None:
         """Takes a step's observation and measure (seconds per row, micro-batches here); a decision if it makes one."""
-        self.mixes = self.mixes or sums.news.get("mixes", ("",))[0]
+        self.mixes = self.mixes or sums.news.get("keeps", sums.news.get("mixes", ("",)))[0]
         if agreed.strict and self._verdict != "strict":
             self._verdict, self.size = "strict", 1
             return (
@@ -51,7 +51,7 @@ class Merging:
             )
         if sums.cramped:
             self.size, self._settled = max(1, self.size // 2), True
-            return f"{self.size} micro-batches make a piece on worker 0", "more at a time ran out of memory"
+            return f"micro-batches in a piece on worker 0: {self.size}", "more at a time ran out of memory"
         if self._verdict == "merge" and not self._settled and not self._never and share:
             return self._measure(per_row, share)
         return None
@@ -68,7 +68,7 @@ class Merging:
             return None
         self.size, self._settled = best, True
         tried = ", ".join(f"{size}: {1e6 * min(times):.0f}" for size, times in sorted(self._seconds.items()))
-        return f"{best} micro-batches make a piece on worker 0", f"microseconds per row by size: {tried}"
+        return f"micro-batches in a piece on worker 0: {best}", f"microseconds per row by size: {tried}"
 
     def _fits(self) -> bool:
         """Whether twice the activations would still fit the device."""

@@ -26,6 +26,12 @@ _NOT_A_SUM = (
     "computes over the whole batch; return (sum, count); where it is to be over the whole batch, as a contrastive one, "
     "each micro-batch has its own, and micro= in the plan defines it"
 )
+_MOVES = "the loss of one micro-batch is another one when it is computed again"
+_KEEPS = (
+    f"{_MOVES} ({{}}, then {{}}): something that the loss or the model keeps moves{{}}, and the result depends on the "
+    "number of workers; keep it in a buffer of the model and say how it is merged with paceline.buffer, put it in "
+    "trainer.state and change it in the body of the loop, or train with one worker"
+)
 
 
 class Observer:
@@ -85,18 +91,22 @@ class Observer:
         together, one = join(some) if len(some) > 1 else None, None
         if together is not None:
             try:
-                whole, *parts = (loss(chunk) for chunk in (together, *alone))
+                one = self._one(loss, alone[0], sums, first)
+                if one is None:
+                    return
+                whole, *parts = (loss(chunk) for chunk in (together, *alone[1:]))
             except USERS_OWN as error:  # a fixed number of rows, say, or gradients that the forward itself takes
                 sums.why, sums.strict = sums.why or f"two micro-batches together fail {_told(error)}", True
                 return
-            one, sums.tested = parts[0], test and not sums.strict
-            if differ := self._differ(whole, parts):
+            sums.tested = test and not sums.strict
+            if differ := self._differ(whole, [one, *parts]):
                 _mixes(sums, "two micro-batches together give {}, one by one {}".format(*differ))
                 return
         try:
             halves = some[0].halves() if first or together is not None else []
-            parts = [loss(half) for half in halves]
-            differ = self._differ(one or loss(alone[0]), parts) if parts else None
+            if not halves or (one := one or self._one(loss, alone[0], sums, first)) is None:
+                return
+            differ = self._differ(one, [loss(half) for half in halves])
         except USERS_OWN as error:
             if test:
                 _not_divided(sums, f"a part of one fails {_told(error)}")
@@ -106,15 +116,38 @@ class Observer:
         elif differ and test:
             _not_divided(sums, "one gives {}, its rows in two parts {}".format(*differ))
 
-    def _differ(self, whole: Any, parts: Sequence[Any]) -> tuple[str, str] | None:
-        """The loss of a whole and that of its parts, for people, if they or the counts are not equal."""
+    def _one(self, loss: Loss, chunk: Chunk, sums: Sums, first: bool) -> Any | None:
+        """The loss of one micro-batch, computed again the `first` time, with the same draws; None if it is another."""
+        mark, buffers = self.streams.mark(), getattr(getattr(self.job.loss, "call", None), "named_buffers", tuple)
+        before = {name: buffer.clone() for name, buffer in buffers()} if first else {}
+        one = loss(chunk)
+        if first:
+            self.streams.restore(mark)
+        if not first or (differ := self._differ(one, [loss(chunk)], rounding=0.01)) is None:
+            return one
+        moved = [repr(name) for name, now in buffers() if name in before and not torch.equal(before[name], now)]
+        sums.why, sums.strict = sums.why or _MOVES, True
+        sums.news["keeps"] = _KEEPS.format(*differ, f", as its buffer {' and '.join(moved)}" if moved else ""), ""
+        return None
+
+    def _differ(self, whole: Any, parts: Sequence[Any], rounding: float = 1.0) -> tuple[str, str] | None:
+        """The loss of a whole and that of its parts, for people, if they or the counts are not equal: more than what
+        another order of summation may differ by, times `rounding`.
+        """
         apart, count = sum(float(part.total) for part in parts), sum(float(part.count) for part in parts)
         tolerance = 1e-9 if whole.total.dtype == torch.float64 else 1e-4
-        tolerance = 2e-2 if self.job.precision is not None else tolerance
+        tolerance = rounding * (2e-2 if self.job.precision is not None else tolerance)
         size = max(sum(abs(float(part.total)) for part in parts), 1e-30)
         counts_agree = abs(float(whole.count) - count) <= 1e-6 * abs(count)  # they may be sums of float32 weights
-        same = counts_agree and abs(float(whole.total) - apart) <= tolerance * size
-        return None if same else (f"{float(whole.total):.6g}", f"{apart:.6g}")
+        if not abs(float(whole.total) - apart) <= tolerance * size:
+            return _told_apart(float(whole.total), apart)
+        return None if counts_agree else _told_apart(float(whole.count), count, "a count of ")
+
+
+def _told_apart(one: float, other: float, what: str = "") -> tuple[str, str]:
+    """Two numbers with as many digits as tell them apart."""
+    pairs = [(f"{what}{one:.{digits}g}", f"{what}{other:.{digits}g}") for digits in (6, 9, 17)]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 
 
 def _told(error: Exception) -> str:

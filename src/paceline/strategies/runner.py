@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.comm.buckets import Bucket, Landing
-from paceline.errors import ChangingBufferError, LossError, UsageError, a
+from paceline.errors import ChangingBufferError, LossError, UsageError, a, add_hint
 from paceline.step import exact_sum, stream_seed
 from paceline.strategies.buffers import DECLARED, Carried
 from paceline.strategies.chunks import Chunk, MicroBatch, merged
@@ -23,6 +24,7 @@ from paceline.strategies.streams import Streams
 from paceline.strategies.watch import OTHERS, BufferWatch
 
 Ready = Callable[[Bucket], None]
+_MERGED = "say how it is merged with paceline.buffer"
 
 
 class Runner:
@@ -76,15 +78,13 @@ class Runner:
         if self.seen != (len(self.job.beside), *DECLARED):
             self._look_around()
         sums = Sums(records=self.carried.begin(options, self.job.device))
-        self.watch.mark()  # what follows may fail, and is undone to here
+        self.watch.mark(values=not self.observer.done)  # what follows may fail, and is undone to here
         for param in self.params:
             param.grad = None
         for name, param in self.frozen.items():
             if param.requires_grad:
-                raise UsageError(
-                    f"{name} was frozen when the Trainer was made and is to be trained now",
-                    "make the Trainer while it is trainable, then freeze it until its time comes",
-                )
+                what = f"{name} was frozen when the Trainer was made and is to be trained now"
+                raise UsageError(what, "make the Trainer while it is trainable, then freeze it until its time comes")
         self.landing.begin(ready, options.micro_batches)
         order = [m for m in micro_batches if not m.blank]
         sums.why = self.observer.why(self.carried.certain)
@@ -105,7 +105,7 @@ class Runner:
                 parts.append(part)
             elif not sums.failed:  # it is merged and may not be: its micro-batches one by one
                 queue.extendleft(Chunk([m], m.batch) for m in reversed(chunk.micro_batches))
-        self.observer.observe(lambda chunk: self._loss(chunk).detached(), self.models, order, sums, options)
+        self.observer.observe(partial(self._observed, sums), self.models, order, sums, options)
         self._add_up(parts, sums)
         sums.unused, sums.maxima = self.landing.flush(), self.landing.maxima
         return sums
@@ -123,6 +123,8 @@ class Runner:
             with chunk.noted:
                 self._backward(part, options, last)
         except (*USERS_OWN, LossError) as error:
+            if "backward through the graph a second time" in str(error):
+                add_hint(error, "the trainer calls backward(): leave it out of loss and forward")
             if chunk.plain or self._sent or isinstance(error, torch.OutOfMemoryError):
                 raise
             self.observer.give_up(chunk, sums, error)
@@ -176,15 +178,10 @@ class Runner:
         changed = self.watch.changed(values=options.test)
         if changed is not None and options.collect:
             self.watch.restore()
-            raise ChangingBufferError(
-                f"the forward changes the {changed}, which would come out differently on each worker",
-                "change it in the body of the loop, or train with one worker"
-                if changed.startswith("parameter")
-                else "say how it is merged with paceline.buffer, put that model in eval mode for the call, or train "
-                "with one worker"
-                if changed.endswith(OTHERS)
-                else "say how it is merged with paceline.buffer, or train with one worker",
-            )
+            cure = "change it in the body of the loop" if changed.startswith("parameter") else _MERGED
+            cure += ", put that model in eval mode for the call" if cure is _MERGED and changed.endswith(OTHERS) else ""
+            what = f"the forward changes the {changed}, which would come out differently on each worker"
+            raise ChangingBufferError(what, f"{cure}, or train with one worker")
         self.observer.change |= changed is not None
         hooked = bool(self.observer.hooks.where) and not sums.strict  # it has just been found
         if drew or moved or hooked or changed is not None:
@@ -195,6 +192,12 @@ class Runner:
                 self.restore()
                 return None
         return part
+
+    def _observed(self, sums: Sums, chunk: Chunk) -> _Loss:
+        """The loss of one chunk, from the buffers that the step began with where all micro-batches start from them."""
+        if sums.records is not None:
+            self.carried.restore()
+        return self._loss(chunk).detached()
 
     def _loss(self, chunk: Chunk) -> _Loss:
         job = self.job
@@ -247,10 +250,8 @@ class _Loss:
         if total.numel() != 1:
             raise LossError(f"the loss returned a tensor of shape {tuple(total.shape)}", LOSS_FORMS)
         if trainable and torch.is_grad_enabled() and not total.requires_grad:
-            raise LossError(
-                "the loss does not depend on any trainable parameter",
-                "compute it from the model's output, without detach(), item() or no_grad()",
-            )
+            cure = "compute it from the model's output, without detach(), item() or no_grad()"
+            raise LossError("the loss does not depend on any trainable parameter", cure)
         if not isinstance(metrics, Mapping) or any(not _is_pair(pair) for pair in metrics.values()):
             raise LossError(f"the loss returned metrics {metrics!r:.80}", LOSS_FORMS)
         return _Loss(total.reshape(()), count, metrics, chunk.sources, chunk.micro_batches[0].index, mean)

@@ -136,13 +136,17 @@ class BufferWatch:
         self._versions: list[int] = []
         self._marks: list[tuple[torch.Tensor | None, int]] = []
         self._values: list[torch.Tensor] = []
+        self._prints: list[torch.Tensor] = []  # of parameters, where they are compared by value too
 
     def _now(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for name, module, key in self._owners:
             yield name, module._buffers[key]
 
-    def mark(self) -> None:
-        """Remembers the buffers as they are, and their values if anything changed since the last mark."""
+    def mark(self, values: bool) -> None:
+        """Remembers the buffers as they are, and their values if anything changed since the last mark; with `values`
+        those of parameters too: `param.data.clamp_()` passes by their versions.
+        """
+        self._prints = [_print(param) for _, param in self._params] if values else []
         if len(self._marks) != len(self._owners) or self._changed_buffer(values=False) is not None:
             self._values = [torch.empty(0) if buffer is None else buffer.clone() for _, buffer in self._now()]
         self._marks = [(buffer, -1 if buffer is None else buffer._version) for _, buffer in self._now()]
@@ -155,6 +159,9 @@ class BufferWatch:
             return f"buffer {buffer}"
         written = (n for (n, param), mark in zip(self._params, self._versions, strict=True) if param._version != mark)
         name = next(written, None)
+        if name is None and self._prints:
+            pairs = zip(self._params, self._prints, strict=True)
+            name = next((n for (n, p), old in pairs if not torch.allclose(_print(p), old, 0, 0, equal_nan=True)), None)
         return None if name is None else f"parameter {name}"
 
     def _changed_buffer(self, values: bool) -> str | None:
@@ -174,3 +181,13 @@ class BufferWatch:
                 old.copy_(self._values[number])
                 self._marks[number] = (old, old._version)  # it is as it was: no change to be noticed later
             module._buffers[key] = old
+
+
+def _print(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum and norm, which take no memory: they tell a parameter that was written to. Nothing of one in pieces, or that
+    is not of floating point.
+    """
+    if not tensor.is_floating_point() or hasattr(tensor, "_local_tensor"):
+        return torch.empty(0)
+    flat, wide = tensor.detach(), torch.float32 if tensor.device.type == "mps" else torch.float64
+    return torch.stack([flat.sum(dtype=wide), torch.linalg.vector_norm(flat, dtype=wide)])
