@@ -16,6 +16,7 @@ import psutil
 import pytest
 from launching import SCRIPTS, paceline
 from networks import Network
+from once import once
 from safetensors.torch import load_file
 from warm import Process, environment
 
@@ -24,12 +25,11 @@ from paceline.observe.journal import effective_steps, read_journal
 PORT, STEPS = 29400, 80
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one worker gives."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    paceline("run", "--workers", "1", SCRIPTS / "survivor.py", folder / "out", str(STEPS), cwd=folder)
-    return folder
+    command = ("run", "--workers", "1", SCRIPTS / "survivor.py", "out", str(STEPS))
+    return once(tmp_path_factory, f"cluster of {STEPS} steps", lambda folder: paceline(*command, cwd=folder))
 
 
 def processes() -> list[psutil.Process]:

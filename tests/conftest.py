@@ -6,10 +6,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from uuid import uuid4
 
 import pytest
 from agents import Launcher
@@ -33,6 +37,12 @@ def lacking(what: str) -> NoReturn:
 def pytest_configure() -> None:
     """What runs in the background of a shell ignores Ctrl-C, and so would all that the tests start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Tests run beside each other: a second thread of torch's would mostly wait, and it does so at full speed."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -70,7 +80,7 @@ def memory_group() -> Iterator[MemoryGroup]:
             base, knobs = first, {"memory.limit_in_bytes": limit, "memory.memsw.limit_in_bytes": limit}
         else:
             base, knobs = first.parent, {"memory.max": limit, "memory.swap.max": 0}
-        folder = base / f"paceline-test-{os.getpid()}-{len(made)}"
+        folder = base / f"paceline-test-{uuid4().hex}"
         try:
             folder.mkdir()
         except OSError as error:
@@ -85,6 +95,11 @@ def memory_group() -> Iterator[MemoryGroup]:
 
     yield make
     for folder in made:
+        while left := (folder / "cgroup.procs").read_text().split():  # of a test that was ended
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.05)
         folder.rmdir()
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import CASES
 from launching import SCRIPTS, SHARDED, paceline
+from once import once
 from oracle import Result, apart, train
 from safetensors.torch import load_file
 
@@ -51,10 +52,10 @@ PARAMS = [pytest.param(team, marks=pytest.mark.slow) if team in SLOW else team f
 
 @pytest.fixture(scope="module", params=PARAMS)
 def outcome(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("contract")
     words = request.param.partition(", ")[2].removeprefix("one idle").split()
     fixed = ["--max-restarts", "0"] if "shard" in request.param else []
-    paceline("run", *TEAMS[request.param], *fixed, SCRIPTS / "contract.py", folder / "out", *CASES, *words, cwd=folder)
+    command = ("run", *TEAMS[request.param], *fixed, SCRIPTS / "contract.py", "out", *CASES, *words)
+    folder = once(tmp_path_factory, f"contract of {request.param}", lambda folder: paceline(*command, cwd=folder))
     return load_file(folder / "out.safetensors"), json.loads((folder / "out.json").read_text())
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from checkpoints import find_checkpoint, weights_of, write_checkpoint
 from safetensors.torch import load_file
 from test_checkpoint import equal, flip, sample
@@ -181,6 +180,8 @@ def test_a_folder_is_split_by_the_size_of_its_files(tmp_path: Path) -> None:
 
 
 def loaded_by_torch(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    import torch.distributed.checkpoint as dcp  # which takes a second
+
     state = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
     with warnings.catch_warnings(action="ignore"):
         dcp.load(state, checkpoint_id=folder, no_dist=True)

@@ -13,9 +13,6 @@ from basics import net, x
 from cases import rows
 from launching import train_basics
 from safetensors.torch import load_file
-from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import BinaryAUROC, BinaryConfusionMatrix, BinaryF1Score
-from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
 
 from paceline.errors import MetricError
 from paceline.team.ahead import pack, unpack
@@ -53,6 +50,10 @@ for report in t.steps(data, count=8):
 
 def alone(weights: Path) -> dict[str, Any]:
     """Each of them by torchmetrics itself, of all rows at once."""
+    from torchmetrics import MeanMetric  # here and below, because it takes seconds that other tests need not wait
+    from torchmetrics.classification import BinaryAUROC, BinaryConfusionMatrix, BinaryF1Score
+    from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
+
     model, some = net(), x[:95]
     model.load_state_dict(load_file(weights))
     with torch.no_grad():
@@ -168,6 +169,8 @@ def test_each_kind_of_state_merges_as_it_says() -> None:
 
 @pytest.mark.usefixtures("run")
 def test_what_is_no_metric_is_told() -> None:
+    from torchmetrics.classification import BinaryF1Score
+
     class Silent:
         update = compute = reset = lambda self, output=None, batch=None: None
 
@@ -195,6 +198,9 @@ def test_what_is_no_metric_is_told() -> None:
 
 @pytest.mark.usefixtures("run")
 def test_a_collection_needs_no_names() -> None:
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import BinaryAUROC, BinaryF1Score
+
     both = MetricCollection([BinaryF1Score(), BinaryAUROC()])
     found = trainer().evaluate(rows(2, 45, 10), (both, lambda o, b: (o.softmax(1)[:, 0], (b[1] == 0).long())))
     assert found.keys() == {"BinaryF1Score", "BinaryAUROC", "n"}

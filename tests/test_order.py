@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from paceline.data.order import LARGEST, sample_index
+from paceline.data.order import LARGEST, _cipher, _encrypt, sample_index
 from paceline.errors import UsageError
 
 SIZES = st.one_of(st.integers(1, 50), st.integers(1, LARGEST), st.integers(LARGEST - 50, LARGEST))
@@ -23,6 +23,21 @@ SIZES = st.one_of(st.integers(1, 50), st.integers(1, LARGEST), st.integers(LARGE
 
 def order_of(size: int, seed: int = 0, epoch: int = 0) -> torch.Tensor:
     return sample_index(torch.arange(size), size, seed, epoch)
+
+
+def drawn(places: Sequence[int], size: int, draws: int, by: str = "seed") -> torch.Tensor:
+    """What the orders of so many seeds (or epochs) have at these places, a row for each. The steps are those of
+    `sample_index`, which takes the keys of one of them; here each key is a tensor of all.
+    """
+    ciphers = [_cipher(size, **{"seed": 0, "epoch": 0, by: key}) for key in range(draws)]
+    keys = torch.tensor([cipher.keys for cipher in ciphers]).unbind(1)
+    together = ciphers[0]._replace(keys=tuple(pair.T[..., None] for pair in keys))  # type: ignore[arg-type]
+    found = _encrypt(torch.tensor(places).expand(draws, -1), together)
+    while (outside := found >= size).any():
+        found = torch.where(outside, _encrypt(found, together), found)
+    for key in (0, 1, draws // 2, draws - 1):
+        assert found[key].tolist() == [sample_index(place, size, **{by: key}) for place in places]
+    return found
 
 
 def surprise(counts: torch.Tensor | Sequence[int], expected: torch.Tensor | float, free: int) -> float:
@@ -108,10 +123,8 @@ def test_the_order_is_fixed_for_ever() -> None:
 def test_a_position_may_hold_any_sample(size: int) -> None:
     """Over many seeds the sample at a fixed position is uniform."""
     draws, bins = 7_000, min(size, 50)
-    for position in {0, 1, size // 2, size - 1}:
-        counts = [0] * bins
-        for seed in range(draws):
-            counts[sample_index(position, size, seed) * bins // size] += 1
+    for samples in drawn(sorted({0, 1, size // 2, size - 1}), size, draws).T:
+        counts = torch.bincount(samples * bins // size, minlength=bins)
         assert abs(surprise(counts, draws / bins, bins - 1)) < 4
 
 
@@ -119,7 +132,7 @@ def test_a_position_may_hold_any_sample(size: int) -> None:
 def test_every_permutation_is_equally_likely(size: int) -> None:
     draws = 20_000 if size < 6 else 40_000
     places, by = range(size), "epoch" if size % 2 else "seed"
-    counts = Counter(tuple(sample_index(place, size, **{by: key}) for place in places) for key in range(draws))
+    counts = Counter(map(tuple, drawn(places, size, draws, by).tolist()))
     kinds = list(itertools.permutations(places))
     assert abs(surprise([counts[kind] for kind in kinds], draws / len(kinds), len(kinds) - 1)) < 4
 
@@ -127,7 +140,7 @@ def test_every_permutation_is_equally_likely(size: int) -> None:
 @pytest.mark.parametrize("size", [9, 16, 25])
 def test_every_pair_and_either_parity_is_equally_likely(size: int) -> None:
     draws, columns = 6_000, math.isqrt(size)
-    orders = torch.tensor([[sample_index(place, size, seed) for place in range(size)] for seed in range(draws)])
+    orders = drawn(range(size), size, draws)
     for first, second in ((0, 1), (0, columns), (1, size - 1)):
         pairs = torch.bincount(orders[:, first] * size + orders[:, second], minlength=size * size)
         distinct = pairs.reshape(size, size)[~torch.eye(size, dtype=torch.bool)]

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launching import paceline, without_an_agent
+from once import once
 from oracle import apart
 from safetensors.torch import load_file
 from token_folders import write_folder
@@ -75,28 +76,32 @@ def blocks(page: str) -> list[str]:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built as for a release: a source archive, and the wheel from that archive alone."""
-    out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--outdir", out, ROOT]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (out / f"paceline-{VERSION}.tar.gz").exists()
-    return out / f"paceline-{VERSION}-py3-none-any.whl"
+
+    def build(out: Path) -> None:
+        command = [sys.executable, "-m", "build", "--outdir", out, ROOT]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (out / f"paceline-{VERSION}.tar.gz").exists()
+
+    return once(tmp_path_factory, "dist", build) / f"paceline-{VERSION}-py3-none-any.whl"
 
 
 @pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` of a new environment that holds the wheel and nothing else; its requirements are seen from ours."""
-    home = tmp_path_factory.mktemp("environment")
-    venv.create(home, with_pip=False)
-    python = home / "bin" / "python"
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    places = {str(Path(str(import_module(name).__file__)).parents[1]) for name in BORROWED}
-    # Lines of a .pth file are searched last, and .pth files in those places, such as ours, are not read.
-    (site,) = home.glob("lib/python*/site-packages")
-    (site / "borrowed.pth").write_text("".join(f"{place}\n" for place in sorted(places)))
-    return python.parent
+
+    def install(home: Path) -> None:
+        venv.create(home, with_pip=False)
+        command = [sys.executable, "-m", "pip", "--python", home / "bin" / "python"]
+        command += ["install", "--no-deps", "--no-index", "--quiet", wheel]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        places = {str(Path(str(import_module(name).__file__)).parents[1]) for name in BORROWED}
+        # Lines of a .pth file are searched last, and .pth files in those places, such as ours, are not read.
+        (site,) = home.glob("lib/python*/site-packages")
+        (site / "borrowed.pth").write_text("".join(f"{place}\n" for place in sorted(places)))
+
+    return once(tmp_path_factory, "environment", install) / "bin"
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from launching import SCRIPTS, paceline
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 PLANS = ("", "shard=3 zero=1", "shard=3 zero=2", "shard=3", "shard=3 recompute=blocks")
 KINDS = ("llama", "llama-tied", "gpt2", "vit", "resnet")
@@ -34,6 +33,8 @@ def test_the_same_bytes_under_every_plan(kind: str, tmp_path: Path) -> None:
 
 def test_hugging_face_folders_come_and_go(tmp_path: Path) -> None:
     """What transformers has written, in several files, begins a run in shards, and it reads what that exports."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # which takes a second
+
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=97, num_key_value_heads=2, **sizes)
     torch.manual_seed(5)

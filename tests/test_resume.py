@@ -14,6 +14,7 @@ from subprocess import PIPE
 
 import pytest
 from launching import SCRIPTS, paceline, train_basics
+from once import once
 from oracle import apart
 from safetensors.torch import load_file
 from warm import Process, environment
@@ -37,9 +38,7 @@ def run(folder: Path, workers: int, code: int | None = 0, **env: str):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run(folder, 2)
-    return outcome(folder)
+    return outcome(once(tmp_path_factory, "undisturbed by resuming", lambda folder: run(folder, 2)))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from agents import alive, until
 from launching import paceline
+from once import once
 from replay import STORE, Replay
 from warm import Process, environment
 
@@ -53,11 +54,13 @@ t.export("out.safetensors")
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """What one worker gives."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    for name, text in (("train.py", SCRIPT), ("gate", "")):
-        (folder / name).write_text(text)
-    paceline("run", "--plan", "exact micro=3", "train.py", cwd=folder)
-    return (folder / "out.safetensors").read_bytes()
+
+    def make(folder: Path) -> None:
+        for name, text in (("train.py", SCRIPT), ("gate", "")):
+            (folder / name).write_text(text)
+        paceline("run", "--plan", "exact micro=3", "train.py", cwd=folder)
+
+    return (once(tmp_path_factory, "undisturbed by stops", make) / "out.safetensors").read_bytes()
 
 
 @dataclass

@@ -14,6 +14,7 @@ import pytest
 from checkpoints import find_checkpoint
 from conftest import enter_group
 from launching import SCRIPTS, paceline, train_basics, without_an_agent
+from once import once
 
 from paceline.launch.chaos import draw
 from paceline.observe.journal import effective_steps, read_journal
@@ -53,18 +54,33 @@ def train(
     command = ("run", *options, SCRIPTS / "survivor.py", out, str(steps), str(loaders))
     done = paceline(*command, cwd=folder, preexec=preexec, **env)
     steps_written = effective_steps(read_journal(run))
-    samples = [event["samples"] for event in steps_written]
     assert [event["step"] for event in steps_written] == sorted({event["step"] for event in steps_written})
     assert sum(event["steps"] for event in steps_written) == steps, "a step is missing in the journal, or there twice"
-    weights = Path(f"{out}.safetensors").read_bytes()
-    return Ended(weights, json.loads(Path(f"{out}.json").read_text()), samples, run, done.stderr)
+    return outcome(folder, done.stderr)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def outcome(folder: Path, text: str) -> Ended:
+    """What `train` left there, and said."""
+    weights, told = (folder / "out.safetensors").read_bytes(), json.loads((folder / "out.json").read_text())
+    samples = [event["samples"] for event in effective_steps(read_journal(folder / "run"))]
+    return Ended(weights, told, samples, folder / "run", text)
+
+
+class Undisturbed:
     """By the number of steps: what one worker gives. And, as `writing`, in a run whose checkpoints all write."""
-    found = {steps: train(tmp_path_factory.mktemp("undisturbed"), 1, steps) for steps in (STEPS, LONG)}
-    return {**found, "writing": train(tmp_path_factory.mktemp("undisturbed"), 1, STEPS, ballast=WORKERS)}
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+
+    def __getitem__(self, kind: int | str) -> Ended:
+        steps, ballast = (STEPS, WORKERS) if kind == "writing" else (int(kind), 0)
+        made = once(self._factory, f"team of {kind}", lambda folder: train(folder, 1, steps, ballast=ballast))
+        return outcome(made, "")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    return Undisturbed(tmp_path_factory)
 
 
 def same(ended: Ended, undisturbed: Ended) -> None:

@@ -48,6 +48,7 @@ _IMPORTS = ("paceline.trainer", "torch._dynamo")  # the second one as soon as th
 MODULE = "-m"  # what stands before a module's name
 WARM = "paceline warm", ["paceline: a warm process"]  # its name, its command line
 _MOST = 16  # descriptors with a message
+_LOADED: set[str] = set()  # the modules that every worker begins with
 
 
 class _FailedError(BaseException):
@@ -120,6 +121,7 @@ def load() -> None:
     gc.disable()
     for name in _IMPORTS:
         import_module(name)
+    _LOADED.update(sys.modules)  # not in each worker, which writes to what it goes through, and so copies it
     gc.enable()
     gc.freeze()  # a collection would write to each object, and so copy it
     for finalizer in [*getattr(weakref.finalize, "_registry", ())]:  # they take torch's operators back, one by one
@@ -324,22 +326,22 @@ def _watch(environment: dict[str, str]) -> None:
     """A variable that is read while libraries are loaded counts if the script sets it before: then the worker begins
     anew in its place, without what is imported here.
     """
-    worker, here = os.getpid(), {**sys.modules}
+    worker = os.getpid()
 
     def heard(event: str, values: tuple[Any, ...]) -> None:
         if event not in ("os.putenv", "os.unsetenv") or os.getpid() != worker:
             return
         name = os.fsdecode(values[0])
         value = os.fsdecode(values[1]) if event == "os.putenv" else None
-        if name.startswith(READ_ONCE) and value != environment.get(name) and not _has_torch(here):
+        if name.startswith(READ_ONCE) and value != environment.get(name) and not _has_torch():
             _anew(name, environment)
 
     sys.addaudithook(heard)
 
 
-def _has_torch(before: Mapping[str, ModuleType]) -> bool:
+def _has_torch() -> bool:
     """Whether the script, or what it imports, has imported torch: it has the name of something of it."""
-    own = [module for name, module in {**sys.modules}.items() if name == "__main__" or name not in before]
+    own = [module for name, module in {**sys.modules}.items() if name == "__main__" or name not in _LOADED]
     for value in (value for module in own for value in {**vars(module)}.values()):
         name = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
         if isinstance(name, str) and (name.partition(".")[0] == "torch" or name.startswith("paceline.")):
