@@ -44,7 +44,7 @@ def train(case: Case, seed: int = 7) -> Result:
         for number, start in enumerate(range(0, len(indices), micro)):
             batch = default_collate([data[index] for index in indices[start : start + micro]])
             torch.manual_seed(stream_seed(seed, step, number))
-            found = case.loss(model(batch[0]), batch)
+            found = case.loss(case.forward(model, batch), batch)
             part, count = (
                 (found[0], float(found[1])) if isinstance(found, tuple) else (found * len(batch[0]), len(batch[0]))
             )
@@ -76,7 +76,7 @@ def _evaluate(case: Case, model: nn.Module, data: Any, micro: int) -> dict[str, 
     with torch.no_grad():
         for start in range(0, len(data), micro):
             batch = default_collate([data[i] for i in range(start, min(start + micro, len(data)))])
-            for name, (a, b) in right(model(batch[0]), batch).items():
+            for name, (a, b) in right(case.forward(model, batch), batch).items():
                 pair = sums.setdefault(name, [0.0, 0.0])
                 pair[0], pair[1] = pair[0] + float(a), pair[1] + float(b)
     return {name: a / b for name, (a, b) in sums.items()} | {"n": len(data)}

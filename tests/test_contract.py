@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, CUT, Case
 from launching import SCRIPTS, SHARDED, paceline
 from once import once
 from oracle import Result, apart, train
@@ -34,46 +35,64 @@ TEAMS = {
     "4 unequal, shard=2 zero=3 exact": ["--workers", "4", "--shares", "1,0,2,1"],
     "2 workers, shard=2 zero=1 offload=cpu": ["--workers", "2"],
     "4 workers, shard=2 zero=3 offload=cpu": ["--workers", "4"],
+    "2 workers, tensor=2": ["--workers", "2"],
+    "4 unequal, tensor=2": ["--workers", "4", "--shares", "1,0,2,1"],
+    "6 unequal, one idle tensor=2": ["--workers", "6", "--shares", "1,1,0,0,2,1"],
+    "4 workers, tensor=4": ["--workers", "4"],
+    "4 workers, shard=2 zero=1 tensor=2": ["--workers", "4"],
     **{f"{workers} together, {words}": ["--workers", str(workers)] for workers, words in SHARDED},
 }
+
+
+def cases(team: str) -> dict[str, Case]:
+    """What a team trains. Four workers cannot hold two key-value heads."""
+    if "tensor=4" in team:
+        return {name: case for name, case in CUT.items() if name != "llama"}
+    return CUT if "tensor" in team else CASES
 
 
 @cache
 def oracle(name: str) -> Result:
     torch.set_num_threads(1)
-    return train(CASES[name])
+    return train((CASES | CUT)[name])
 
 
-# Of the teams in shards these differ most from the others.
-QUICK = {"3 unequal, shard=3 zero=3", "4 unequal, shard=2 zero=3 exact"}
-SLOW = {"3 workers"} | {team for team in TEAMS if "shard" in team} - QUICK
-PARAMS = [pytest.param(team, marks=pytest.mark.slow) if team in SLOW else team for team in TEAMS]
+# Of the teams in shards and cut inside layers these differ most from the others.
+QUICK = {"3 unequal, shard=3 zero=3", "4 unequal, shard=2 zero=3 exact", "4 unequal, tensor=2"}
+SLOW = {"3 workers"} | {team for team in TEAMS if "shard" in team or "tensor" in team} - QUICK
+PARAMS = [
+    pytest.param((team, name), id=f"{team}-{name}", marks=[pytest.mark.slow] if team in SLOW else [])
+    for team in TEAMS
+    for name in cases(team)
+]
+Outcome = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def outcome(request, tmp_path_factory):
-    words = request.param.partition(", ")[2].removeprefix("one idle").split()
-    fixed = ["--max-restarts", "0"] if "shard" in request.param else []
-    command = ("run", *TEAMS[request.param], *fixed, SCRIPTS / "contract.py", "out", *CASES, *words)
-    folder = once(tmp_path_factory, f"contract of {request.param}", lambda folder: paceline(*command, cwd=folder))
-    return load_file(folder / "out.safetensors"), json.loads((folder / "out.json").read_text())
+@pytest.fixture(params=PARAMS)
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A case, and what a team made of it: its tensors and figures."""
+    team, name = request.param
+    words = team.partition(", ")[2].removeprefix("one idle").split()
+    fixed = ["--max-restarts", "0"] if "shard" in team or "tensor" in team else []
+    command = ("run", *TEAMS[team], *fixed, SCRIPTS / "contract.py", "out", *cases(team), *words)
+    folder = once(tmp_path_factory, f"contract of {team}", lambda folder: paceline(*command, cwd=folder))
+    tensors = load_file(folder / "out.safetensors")
+    mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+    return name, mine, json.loads((folder / "out.json").read_text())[name]
 
 
 def weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value for key, value in state.items() if "running" not in key and "tracked" not in key}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_weights_are_those_of_one_process(outcome, name):
-    tensors, _ = outcome
-    mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+def test_weights_are_those_of_one_process(outcome: Outcome) -> None:
+    name, mine, _ = outcome
     assert apart(weights(mine), weights(oracle(name).weights)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_reports_are_those_of_one_process(outcome, name):
-    _, figures = outcome
-    theirs, mine = oracle(name).figures, figures[name]
+def test_reports_are_those_of_one_process(outcome: Outcome) -> None:
+    name, _, mine = outcome
+    theirs = oracle(name).figures
     assert mine["samples"] == theirs["samples"]
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
     assert mine["norm"] == pytest.approx(theirs["norm"], rel=1e-9)
@@ -81,18 +100,18 @@ def test_reports_are_those_of_one_process(outcome, name):
         assert one == pytest.approx(other, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_evaluation_counts_every_row_once(outcome, name):
-    _, figures = outcome
-    assert figures[name]["evaluation"] == pytest.approx(oracle(name).evaluation, rel=1e-10)
-    assert figures[name]["evaluation"]["n"] == len(CASES[name].data())
+def test_evaluation_counts_every_row_once(outcome: Outcome) -> None:
+    name, _, mine = outcome
+    assert mine["evaluation"] == pytest.approx(oracle(name).evaluation, rel=1e-10)
+    assert mine["evaluation"]["n"] == len((CASES | CUT)[name].data())
 
 
-def test_batchnorm_statistics_are_those_of_one_process(outcome):
-    tensors, _ = outcome
+@pytest.mark.parametrize("outcome", [param for param in PARAMS if param.values[0][1] == "batchnorm"], indirect=True)
+def test_batchnorm_statistics_are_those_of_one_process(outcome: Outcome) -> None:
+    _, mine, _ = outcome
     for key, value in oracle("batchnorm").weights.items():
         if "running" in key or "tracked" in key:
-            assert torch.allclose(tensors[f"batchnorm/{key}"], value, rtol=1e-12, atol=1e-14), key
+            assert torch.allclose(mine[key], value, rtol=1e-12, atol=1e-14), key
 
 
 def test_evaluation_is_equal_bit_by_bit_on_any_number_of_workers(tmp_path: Path):

@@ -22,20 +22,20 @@ from paceline.strategies.cost import Facts
 from paceline.strategies.nest import cost
 from paceline.strategies.state import kept_for_each
 
-STEPS = 5
+STEPS = 30  # in the first one the loss is looked at, which takes forwards besides
 BODY = f"""
 import json
 from pathlib import Path
 from paceline.strategies.nest import cost, facts_of
 def model():
-    layers = [nn.Linear(300, 300) for _ in range(6)]
+    layers = [nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)) for _ in range(3)]
     return nn.Sequential(nn.Linear(10, 300), *layers, nn.LayerNorm(300), nn.Linear(300, 2)).double()
 t = paceline.Trainer(model, cross_entropy, torch.optim.AdamW, global_batch=24, plan={{plan!r}})
 for report in t.steps(data, count={STEPS}):
     pass
 if t.main:
     workers = paceline.join().size
-    found = cost(t.plan, facts_of(t._job), workers, 24 // 3 // workers)
+    found = cost(t.plan, facts_of(t._job), workers, 24 // 3 // (workers // (t.plan.tensor or 1)))
     Path('cost.json').write_text(json.dumps([found.held, found.sent]))
 """
 
@@ -46,6 +46,8 @@ if t.main:
         (4, "data=4"),
         (2, "shard=2 zero=1"),
         (4, "data=2 shard=2 zero=3"),
+        (4, "data=2 tensor=2"),
+        pytest.param(4, "shard=2 zero=1 tensor=2", marks=pytest.mark.slow),
         *[pytest.param(4, f"data=2 shard=2 zero={zero}", marks=pytest.mark.slow) for zero in (1, 2)],
         *[pytest.param(4, f"shard=4 zero={zero}", marks=pytest.mark.slow) for zero in (1, 2, 3)],
         *[pytest.param(2, f"shard=2 zero={zero} offload=cpu", marks=pytest.mark.slow) for zero in (1, 2, 3)],
@@ -57,9 +59,8 @@ def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, tmp_path: Path
     (memory,) = journal(tmp_path / "out", "memory")
     assert [memory[name] for name in ("parameters", "gradients", "optimizer")] == pytest.approx(held, rel=0.03)
     (told,) = journal(tmp_path / "out", "collectives")
-    lines = {
-        name: told["kinds"][name][1] / STEPS for name in ("gradients", "weights", "all_gather") if name in told["kinds"]
-    }
+    names = ("gradients", "weights", "all_gather", "tensor")
+    lines = {name: told["kinds"][name][1] / STEPS for name in names if name in told["kinds"]}
     assert lines == pytest.approx(sent, rel=0.03)
 
 

@@ -74,14 +74,14 @@ class Sweep:
 
     def over(self, base: int, micro_batches: Sequence[MicroBatch], use: Callable[[int, int, Any, Any], None]) -> None:
         """Calls `use` with number, rows, output and batch of each of these micro-batches, numbered from `base` on."""
-        streams = Streams(self.job.device)
+        streams, speaks = Streams(self.job.device), self.place().speaks
         for micro_batch in micro_batches:
             number = base + micro_batch.index
             batch = to_device(micro_batch.batch, self.job.device)
             streams.seed(stream_seed(self.job.seed, _STREAM, number))
             with Chunk([micro_batch], batch).noted, self.job.arithmetic():
                 output = self.job.forward(self.model, batch)
-                if not micro_batch.blank:
+                if speaks and not micro_batch.blank:
                     use(number, micro_batch.rows, output, batch)
             PULSE.beat()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import hashlib
 import inspect
 import math
 import operator
@@ -23,11 +22,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from paceline.errors import PlanError, UsageError, WorkersDifferError, a, add_hint
+from paceline.errors import PlanError, UsageError, WorkersDifferError, a, add_hint, first_line
 from paceline.hints import path_of, unfit
 from paceline.plan import Plan
 from paceline.schedules import cosine
-from paceline.strategies.chunks import tensors_of
+from paceline.strategies.streams import Streams
 
 Schedule = Callable[..., Any]
 T = TypeVar("T")
@@ -97,6 +96,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "clip_norm=1.0, the largest norm of the mean gradient",
     ),
     "plan": (lambda given: isinstance(given, str), "one line of text is wanted", 'plan="micro=8 precision=bf16"'),
+    "tensor": (
+        lambda given: isinstance(given, Mapping),
+        "a dict of names of layers is wanted",
+        'plan="tensor=2", and tensor={"blocks.*.up": "column", "blocks.*.down": "row"} where it is not seen which',
+    ),
     "collate": (callable, "a function of a list of rows is wanted", "collate=torch.utils.data.default_collate"),
     "order": (callable, "a function of (position, size, seed, epoch) is wanted", "order=paceline.sample_index"),
     "loader": (lambda given: isinstance(given, Mapping), "a dict is wanted", 'loader={"num_workers": 2}'),
@@ -144,7 +148,30 @@ def fitting(name: str, given: Any) -> Any:
     return given
 
 
-def built(model: Any) -> Any:
+def built(
+    model: nn.Module | Callable[[], nn.Module], device: torch.device, streams: Streams, seed: int, apart: bool
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model on its `device`, a function's made under a `seed`; where workers are to keep but a part of it, each
+    `apart` from the start, without memory for what is large. And what its job is to know of that.
+    """
+    told: dict[str, Any] = {}
+    if isinstance(model, nn.Module):
+        return checked(model).to(device), told
+    with streams.lent():
+        streams.seed(seed)
+        if apart:
+            from paceline.strategies.blueprint import CANNOT, build  # takes a while to import
+
+            try:
+                made, told["blueprint"] = build(model)
+                return checked(made), told
+            except CANNOT as error:
+                told["decisions"] = [("the model is built whole on each worker", first_line(error))]
+            streams.seed(seed)
+        return checked(_made(model)).to(device), told
+
+
+def _made(model: Any) -> Any:
     """What the user's function makes of nothing. UsageError where it is none, or wants something."""
     why, wants = unfit(model)
     if why:
@@ -420,13 +447,6 @@ def refuse_other_places(places: int, before: int) -> None:
             "replica with it",
             "say the same for all trainers, or add --max-restarts 0: a loss then ends the run",
         )
-
-
-def digest_of(batch: Any) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors_of(batch):
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def refuse_twins(digests: list[str], when: str) -> None:

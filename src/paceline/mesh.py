@@ -71,6 +71,10 @@ class Mesh:
         """Which unit it is of, counted through all replicas."""
         return rank // self.unit
 
+    def speaks(self, rank: int) -> bool:
+        """Whether it is the one of its unit that tells what all of it have: loss, counts, outputs."""
+        return rank % self.unit == 0
+
     def replica_of(self, rank: int) -> int:
         return rank // self.replica
 

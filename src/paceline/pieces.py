@@ -166,6 +166,9 @@ class Cut:
         """A replica begins at each multiple of its workers."""
         return rank % len(self.pieces)
 
+    def at(self, rank: int) -> Piece:
+        return self.pieces[self.place_of(rank)]
+
     @cached_property
     def blocks(self) -> Mapping[tuple[Indices, Indices], Mapping[int, Block]]:
         """Every part of the whole, by first indices and shape: who holds it, and as which block of theirs. The first of

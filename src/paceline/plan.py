@@ -68,7 +68,7 @@ class Plan:
     offload: str | None = _word(
         "cpu", "the optimizer's state and rows wait in the host's memory, which updates them", of="shard", built=True
     )
-    tensor: int | None = _word("N", "the model cut N times inside its layers", axis=True)
+    tensor: int | None = _word("N", "the model cut N times inside its layers", axis=True, built=True)
     pipeline: int | None = _word("N", "the model cut in N stages", axis=True)
     schedule: str | None = _word("1f1b", "the order of micro-batches through the stages", of="pipeline")
     context: int | None = _word("N", "the sequence cut in N parts", axis=True)
@@ -106,8 +106,8 @@ class Plan:
         if workers < 1:
             raise PlanError(f"a plan cannot use {workers} workers", "start at least one")
         data = self._divide(workers)
-        self._check_pairs()
         whole = replace(self, zero=self.zero or (3 if self.shard else None))
+        whole._check_pairs()
         said = [(row.metadata["built"], value, word) for row, value, word in whole._said()]
         unbuilt = [word for built, value, word in said if built is not True and str(value) not in (built or ())]
         if unbuilt:
@@ -121,7 +121,7 @@ class Plan:
         """Whether micro-batches are executed whole and one after another: together they would round other than apart,
         which `exact` forbids and makes other sums overflow in fp16; or workers run a model that is in pieces together.
         """
-        return self.exact or self.precision == "fp16" or self.together > 1
+        return self.exact or self.precision == "fp16" or self.together > 1 or self.mesh(1).unit > 1
 
     def mesh(self, workers: int) -> Mesh:
         """Where each of so many workers is, if the plan is right for them."""
@@ -137,8 +137,9 @@ class Plan:
         """The plans over `workers` that are like this one and keep a model in more or fewer pieces: those that cost the
         least time first.
         """
-        for zero in (1, 2, 3):
-            for shard in (n for n in range(2, workers + 1) if workers % n == 0):
+        unit = self.mesh(1).unit
+        for zero in (1, 2, 3) if unit == 1 else (1,):
+            for shard in (n for n in range(2, workers // unit + 1) if workers % (n * unit) == 0):
                 if (shard, zero) != (self.shard, self.zero):
                     yield replace(self, data=None, shard=shard, zero=zero)
 
@@ -182,6 +183,9 @@ class Plan:
         for row, value, word in self._said():
             if self.exact and row.name in ("codec", "staleness") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
+            if (self.tensor or 1) > 1 and word in ("exact", "compile", "zero=2", "zero=3", "precision=fp16"):
+                what = f"{word} and tensor={self.tensor} are not built together yet"
+                raise PlanError(what, "say zero=1" if row.name == "zero" else f"leave {word} or tensor out")
             if self.auto and (row.metadata["axis"] or row.name == "server"):
                 raise PlanError(f"auto and {word} both decide the layout", f"leave auto or {word} out")
 

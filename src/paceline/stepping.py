@@ -17,19 +17,19 @@ from paceline.agreement import Weights
 from paceline.comm.group import Group
 from paceline.data.balance import Balance
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
-from paceline.given import digest_of, refuse_twins
+from paceline.given import refuse_twins
 from paceline.mesh import run_of
 from paceline.plan import Plan
 from paceline.pulse import PULSE
 from paceline.run import Run
 from paceline.step import NOTHING, Agreed, Grid, VectorLayout
-from paceline.strategies.chunks import MicroBatch, cut, rows_of, to_device
+from paceline.strategies.chunks import MicroBatch, cut, digest_of, rows_of, to_device
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.merging import Merging
 from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
-from paceline.team.ahead import Ahead
+from paceline.team.ahead import Ahead, pack, unpack
 from paceline.team.operations import Attempt, Operations
 
 
@@ -72,29 +72,36 @@ class Portion:
 
 
 def bring(
-    group: Group, batch: Any, micro: int | None, together: int, spare: MicroBatch | None, name: str, looks: str
+    group: Group, unit: Group, batch: Any, micro: int | None, together: int, spare: MicroBatch | None, looks: str
 ) -> Portion:
-    """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice. One that has
-    fewer micro-batches than others of the `together` workers of a replica runs its first or the `spare` one besides.
+    """The rows that the workers of this `unit` bring to the entered collective, numbered among everybody's. Where it
+    `looks`, none may come twice. One that has fewer micro-batches than others of the `together` workers of a replica
+    runs its first or the `spare` one besides.
     """
-    rows = 0 if batch is None else rows_of(batch)
-    grid = Grid(max(rows, 1), micro or max(rows, 1))
-    cuts = grid.cut(rows)
-    group.enter(name, kind="step()")
-    brought = group.gather_json([len(cuts), rows, digest_of(batch) if looks and rows else ""])
+
+    def cuts(theirs: Any) -> list[range]:
+        rows = 0 if theirs is None else rows_of(theirs)
+        return Grid(max(rows, 1), micro or max(rows, 1)).cut(rows)
+
+    mine, rank = cuts(batch), group.rank
+    brought = group.gather_json([len(mine), sum(map(len, mine)), digest_of(batch) if looks and mine else ""])
     refuse_twins([entry[2] for entry in brought], looks)
-    rank = group.rank
-    offset, first = (sum(entry[place] for entry in brought[:rank]) for place in (0, 1))
-    said = [f"rows {part.start}-{part.stop - 1} of this worker's batch" for part in cuts]
-    micro_batches = [
-        MicroBatch(offset + i, len(part), cut(batch, part), said[i], start=first + part.start)
-        for i, part in enumerate(cuts)
-    ]
+    mates = [batch]
+    if unit.size > 1:
+        unit.enter("the rows of a unit", check=False, kind="step()")
+        mates = [unpack(said)[0] for said in unit.gather(pack([batch]))]
+    micro_batches: list[MicroBatch] = []
+    for mate, theirs in enumerate(mates, start=rank - unit.rank):
+        offset, first = (sum(entry[place] for entry in brought[:mate]) for place in (0, 1))
+        whose = "this worker's" if mate == rank else f"worker {group.names[mate]}'s"
+        for number, part in enumerate(cuts(theirs), start=offset):
+            said = f"rows {part.start}-{part.stop - 1} of {whose} batch"
+            micro_batches.append(MicroBatch(number, len(part), cut(theirs, part), said, start=first + part.start))
     whole = Portion(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
     if whole.rows == 0:
         raise UsageError("no worker brought a row to step()", "bring at least one row")
     spare = micro_batches[0] if micro_batches else spare
-    for _ in range(max(brought[other][0] for other in run_of(rank, together)) - len(cuts)):
+    for _ in range(max(brought[other][0] for other in run_of(rank, together)) - len(mine)):
         if spare is None:
             what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
             raise UsageError(what, "bring at least one row on every worker, or say zero=1")
@@ -412,9 +419,13 @@ class Stepper:
         if whole.share and not sums.failed and tuple(sorted(sums.metrics)) != layout.metrics:
             what = f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}"
             raise MetricError(what, "return the same names every time, with count 0 where there is nothing to count")
+        speaks = self.replica.mesh.speaks(group.rank)
+        metrics = sums.metrics if speaks else {}
+        if sums.records is not None and not speaks:
+            sums.records.zero_()
         fields = {
-            "count": sums.count,
-            "loss": sums.loss,
+            "count": sums.count if speaks else 0.0,
+            "loss": sums.loss if speaks else 0.0,
             "tested": sums.tested,
             "strict": sums.strict,
             "whole": sums.whole or step.indivisible,
@@ -426,7 +437,7 @@ class Stepper:
             "look": group.rank == 0 and group.size > 1 and self.weights.wish,
             **run.saving.fields,
         }
-        packed = layout.pack(group.rank, seconds, sums.metrics, sums.unused, fields, step.digest or 0.0)
+        packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0)
         rows = layout.rows(sums.parts, whole.count) if self.plan.exact else []
         with PULSE.waiting():  # also where NCCL does
             summed = self.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)

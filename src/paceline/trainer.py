@@ -22,14 +22,13 @@ from paceline.checkpoint.export import refuse_other_suffix, write_together
 from paceline.data.balance import Balance
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
-from paceline.errors import UsageError, first_line
+from paceline.errors import UsageError
 from paceline.evaluate import Sweep, evaluate
 from paceline.given import (
     Fixed,
     Said,
     Schedule,
     built,
-    checked,
     choose_plan,
     device_of,
     fit,
@@ -94,10 +93,11 @@ class Trainer:
         clip_norm: float | None = None,
         seed: int = 0,
         plan: str | None = None,
+        tensor: Mapping[str, str] | None = None,
         **words: Never,
     ) -> None:
         plan = str(plan) if isinstance(plan, Plan) else plan
-        fit(clip_norm=clip_norm, plan=plan)
+        fit(clip_norm=clip_norm, plan=plan, tensor=tensor)
         refuse_words("Trainer", words, Trainer, plan)
         global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
         self._run = run = Run.current()
@@ -110,32 +110,32 @@ class Trainer:
         self.plan = Plan.parse(said).validate(run.team.world.size)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
-        mesh = self.plan.mesh(self._group.size)
+        mesh = self._mesh = self.plan.mesh(self._group.size)
         if run.team.operations.elastic and run.members:
             refuse_other_places(mesh.replica, self._group.mesh.replica)
         self._group.mesh = max(self._group.mesh, mesh, key=lambda mesh: mesh.replica)
         run.begin(str(self.plan), origin, seed, self._device)
         self._streams = Streams(self._device)
-        self.model, built = self._build(model)
+        self.model, told = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.together > 1)
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         if not named:
             raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
         form = Hinting(fitting("forward", forward or default_forward), "forward", default=forward is None)
         said_so = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
-        kept = {"named": named, "beside": run.models, "precision": self.plan.precision, **said_so, **built}
+        kept = {"named": named, "beside": run.models, "precision": self.plan.precision, **said_so, **told}
         judge = Hinting(fitting("loss", loss), "loss")
         job = self._job = Job(self.model, form, judge, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1
             run.need_team()
         known = run.knows(self._number)
-        self._replica = nest(self.plan, job, self._group, run.team.operations.elastic, known)
+        self._replica = nest(self.plan, job, self._group, run.team.operations.elastic, known, tensor)
         for what, why in job.decisions:
             run.decide(self._number, what, why)
             run.say(what)
         optimizers = optimizers_of(optimizer, list(job.own.items()))
-        if told := left_out(optimizers, list(job.own.items())):
-            run.say(told, once=True)
+        if forgotten := left_out(optimizers, list(job.own.items())):
+            run.say(forgotten, once=True)
         self._said = Said.of(seed, optimizers, self.model)
         if mesh.replica > 1:
             refuse_mixing(optimizers)
@@ -151,8 +151,7 @@ class Trainer:
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         self._stepper.balance = self._balance()
         self._ledger = Ledger()
-        self._phases: list[Phase] = []
-        self._untouched: list[Phase] = []  # loops that were made and not gone through
+        self._phases, self._untouched = list[Phase](), list[Phase]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
@@ -166,30 +165,9 @@ class Trainer:
 
     def _balance(self) -> Balance | None:
         run = self._run
-        if self._grid is None or run.team.world.shares is not None or self.plan.together > 1:
+        if self._grid is None or run.team.world.shares is not None or self.plan.together > 1 or self._mesh.unit > 1:
             return None
         return Balance(self._grid, run.team.operations.members, run.reverse or self.plan.one_by_one)
-
-    def _build(self, model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
-        """The model on its device; where each worker is to keep but a part of it, and a function builds it, without
-        memory for what is large. And what its job is to know of that.
-        """
-        told: dict[str, Any] = {}
-        if isinstance(model, nn.Module):
-            return checked(model).to(self._device), told
-        with self._streams.lent():
-            seed = stream_seed(self._seed, 0, -1)
-            self._streams.seed(seed)
-            if self.plan.together > 1:
-                from paceline.strategies.blueprint import CANNOT, build  # takes a while to import
-
-                try:
-                    made, told["blueprint"] = build(model)
-                    return checked(made), told
-                except CANNOT as error:
-                    told["decisions"] = [("the model is built whole on each worker", first_line(error))]
-                self._streams.seed(seed)
-            return checked(built(model)).to(self._device), told
 
     # -- what the user reads ------------------------------------------------------------------------------------
 
@@ -334,7 +312,9 @@ class Trainer:
         """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice."""
         micro = self._grid.micro if self._grid else self.plan.micro
         step, together = self.steps_done + 1, self.plan.together
-        whole = bring(self._group, batch, micro, together, self._spare, f"step {step} by step()", looks)
+        self._group.enter(f"step {step} by step()", kind="step()")
+        unit = self._group.along("tensor", mesh=self._mesh)
+        whole = bring(self._group, unit, batch, micro, together, self._spare, looks)
         if together > 1 and whole.share:
             self._spare = whole.share[0]
         return whole
@@ -349,7 +329,7 @@ class Trainer:
 
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""
-        place, balance = replace(self._run.team.place(), together=self.plan.together), self._stepper.balance
+        place, balance = self._run.team.place(self._mesh, self.plan.together), self._stepper.balance
         # Between the forming of a team and its first step nobody knows what the others know of the workers' speed.
         if balance is None or len(place.weights) == 1 or self._stepper.housed != place.generation:
             return place
@@ -577,11 +557,12 @@ class Trainer:
         self._run.tree = {**self._run.tree, "trainers": trainers}
         if "steps" not in mine:  # weights from elsewhere, to begin with; or nothing for this trainer
             if "model" in mine:
-                self._replica.load({"model": adopted(self.model, mine["model"], self._number, self._run.imported)})
+                fits = adopted(self.model, mine["model"], self._number, self._run.imported, self._job.cuts)
+                self._replica.load({"model": fits})
             return
         if newcomer and (step := self._run.resumed) is not None:
             checkpoint = f"checkpoint of step {step} in {self._run.folder or 'memory'}"
-            refuse_another_model(self.model, mine["model"], self._number, checkpoint)
+            refuse_another_model(self.model, mine["model"], self._number, checkpoint, self._job.cuts)
         self._replica.load(mine)
         self._stepper.done, self._stepper.expected = mine["steps"], mine["expected"]
         if self._stepper.scaling is not None and mine.get("scaling"):

@@ -25,7 +25,7 @@ class Case:
     clip_norm: float | None = None
     schedule: Callable[[int], float] | None = None
     micro: int | None = None
-    forward: Callable[[nn.Module, Any], Any] | None = None
+    forward: Callable[[nn.Module, Any], Any] = lambda model, batch: model(batch[0])
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -44,6 +44,11 @@ def groups(params: Any) -> torch.optim.Optimizer:
     decay = [(name, p) for name, p in params if p.dim() > 1]
     rest = [(name, p) for name, p in params if p.dim() <= 1]
     return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=5e-3)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """Without momentum, and unclipped: a factor at a gradient is seen in the weights."""
+    return torch.optim.SGD(params, lr=0.3)
 
 
 def two_optimizers(params: Any) -> list[torch.optim.Optimizer]:
@@ -106,6 +111,35 @@ def batchnorm_net() -> nn.Module:
     ).double()  # fmt: skip
 
 
+def wide_mlp() -> nn.Module:
+    """Where tensor= cuts the first two layers, the last one stays whole."""
+    return nn.Sequential(nn.Linear(10, 24), nn.GELU(), nn.Linear(24, 16), nn.GELU(), nn.Linear(16, 4)).double()
+
+
+def llama(keys: int, tied: bool) -> nn.Module:
+    """With so many key-value heads beside four of queries. Its own norms compute in float32, whatever the dtype."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # which takes seconds
+
+    config = LlamaConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=keys,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config)
+    norms = [name for name, _ in model.named_modules() if name.endswith("norm")]
+    for name in norms:
+        model.set_submodule(name, nn.RMSNorm(16, 1e-6))
+    return model.double()
+
+
+def logits(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(input_ids=batch[0], use_cache=False).logits
+
+
 class Partly(nn.Module):
     """Has frozen parameters, and one that no forward uses."""
 
@@ -160,6 +194,14 @@ CASES = {
         lambda: Language().double(), lambda: tokens(5, 57), next_token, slow_adamw, 14, micro=2, clip_norm=0.7,
     ),
 }  # fmt: skip
+
+# With layers that tensor= cuts, by the structure or the model's own plan; the last batch of an epoch is a ragged one.
+CUT = {
+    "wide": Case(wide_mlp, lambda: rows(1, 103, 10), cross_entropy, groups, 24, 10, 0.05, warm_up, 3),
+    "wide, unclipped": Case(wide_mlp, lambda: rows(1, 103, 10), cross_entropy, sgd, 24, 10, micro=3),
+    "llama": Case(lambda: llama(2, False), lambda: tokens(5, 57), next_token, groups, 14, 10, 0.7, None, 2, logits),
+    "llama, tied": Case(lambda: llama(4, True), lambda: tokens(6, 57), next_token, sgd, 14, 10, None, None, 2, logits),
+}
 
 
 def right(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:

@@ -9,17 +9,18 @@ import json
 import sys
 from pathlib import Path
 
-from cases import CASES, right
-from safetensors.torch import save_file
+from cases import CASES, CUT, right
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import paceline
 
 out = Path(sys.argv[1])
 tensors, figures = {}, {}
-words = [word for word in sys.argv[2:] if word not in CASES]
-for name in (name for name in sys.argv[2:] if name in CASES):
-    case = CASES[name]
+every = CASES | CUT
+words = [word for word in sys.argv[2:] if word not in every]
+for name in (name for name in sys.argv[2:] if name in every):
+    case = every[name]
     trainer = paceline.Trainer(
         model=case.model,
         loss=case.loss,
@@ -27,6 +28,7 @@ for name in (name for name in sys.argv[2:] if name in CASES):
         global_batch=case.global_batch,
         schedule=case.schedule,
         clip_norm=case.clip_norm,
+        forward=case.forward,
         seed=7,
         plan=" ".join([*words, *([f"micro={case.micro}"] if case.micro else [])]),
     )
@@ -36,6 +38,9 @@ for name in (name for name in sys.argv[2:] if name in CASES):
         key: value.full_tensor() if isinstance(value, DTensor) else value.clone()
         for key, value in trainer.model.state_dict().items()
     }
+    if trainer.plan.tensor:  # here is but a part of it
+        trainer.export(file := out.with_name(f"{name}.safetensors"))
+        state |= load_file(file) if paceline.join().rank == 0 else {}
     tensors |= {f"{name}/{key}": value for key, value in state.items()}
     figures[name] = {
         "loss": [report.loss for report in reports],

@@ -2,6 +2,7 @@
 the body, the user's own state. Usage: survivor.py OUT STEPS [LOADERS]
 
 With BALLAST there are that many megabytes of frozen parameters besides, so that so many workers write a checkpoint.
+All is of DTYPE, if it is given.
 """
 
 import json
@@ -17,13 +18,15 @@ from torch.utils.data import TensorDataset
 import paceline
 
 out, steps, loaders = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
+torch.set_default_dtype(getattr(torch, os.environ.get("DTYPE", "float32")))
 chance = torch.Generator().manual_seed(1)
 rows = torch.randn(200, 8, generator=chance), torch.randint(0, 3, (200,), generator=chance)
 data, held_out = TensorDataset(*rows), TensorDataset(rows[0][:40], rows[1][:40])
 
 
 def model():
-    layers = nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU()
+    # No bias before a BatchNorm: its gradient is zero in theory, rounding in practice, and Adam makes much of that.
+    layers = nn.Linear(8, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU()
     made = nn.Sequential(*layers, nn.Linear(32, 3))
     if ballast := int(os.environ.get("BALLAST", "0")):
         values = torch.arange(ballast << 18, dtype=torch.float32).view(-1, 1024)

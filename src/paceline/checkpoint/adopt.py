@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.tensorfile import size_text
 from paceline.checkpoint.tree import flatten
 from paceline.errors import CheckpointError, UsageError
+from paceline.pieces import Cut
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _GIVE = "give a .safetensors file, or a folder with model.safetensors or its index"
@@ -135,8 +137,15 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def adopted(model: nn.Module, weights: Mapping[str, torch.Tensor], trainer: int, source: str) -> dict[str, Any]:
-    """The state that ``model.load_state_dict`` takes strictly, from imported `weights`.
+def adopted(
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    trainer: int,
+    source: str,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The state that ``model.load_state_dict`` takes strictly, from imported `weights`. Of what has `cuts` the model
+    has but pieces.
 
     Tied weights may be there once or under each name. Raises CheckpointError where names, shapes or dtypes are not the
     model's, with up to five of each kind.
@@ -153,27 +162,31 @@ def adopted(model: nn.Module, weights: Mapping[str, torch.Tensor], trainer: int,
         apart += [f"{name} and {there[0]}" for name in there[1:] if not _equal(weights[name], weights[there[0]])]
     for name in sorted(whole.keys() & wanted.keys()):
         mine, theirs = wanted[name], whole[name]
-        if isinstance(mine, torch.Tensor) and mine.shape == theirs.shape and mine.dtype != theirs.dtype:
+        if isinstance(mine, torch.Tensor) and mine.dtype != theirs.dtype:
             dtypes.append(f"{name} ({theirs.dtype} instead of {mine.dtype})".replace("torch.", ""))
-    kinds = _other_names_and_shapes(wanted, whole)
+    kinds = _other_names_and_shapes(wanted, whole, cuts)
     kinds |= {"of another dtype": dtypes, "tied in the model and different here": apart}
     cure = "import them again into a new run folder, with --map where names differ and --dtype where dtypes do"
     _refuse(f"the weights imported from {source} do not fit the model of trainer {trainer}", kinds, cure)
     return whole
 
 
-def refuse_another_model(model: nn.Module, saved: Mapping[str, Any], trainer: int, checkpoint: str) -> None:
+def refuse_another_model(
+    model: nn.Module, saved: Mapping[str, Any], trainer: int, checkpoint: str, cuts: Mapping[str, Cut]
+) -> None:
     """Raises CheckpointError where a resumed run's model has other names or shapes than the checkpoint."""
-    kinds = _other_names_and_shapes(model.state_dict(keep_vars=True), saved)
+    kinds = _other_names_and_shapes(model.state_dict(keep_vars=True), saved, cuts)
     cure = "make the model as it was, or train the new one from the start in another --run-dir"
     _refuse(f"the {checkpoint} does not fit the model of trainer {trainer}", kinds, cure)
 
 
-def _other_names_and_shapes(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, list[str]]:
+def _other_names_and_shapes(
+    wanted: Mapping[str, Any], found: Mapping[str, Any], cuts: Mapping[str, Cut]
+) -> dict[str, list[str]]:
     shapes = []
     for name in sorted(wanted.keys() & found.keys()):
-        mine, theirs = wanted[name], found[name]
-        if isinstance(mine, torch.Tensor) and mine.shape != theirs.shape:
+        mine, theirs = cuts.get(name, wanted[name]), found[name]
+        if hasattr(mine, "shape") and tuple(mine.shape) != tuple(theirs.shape):
             shapes.append(f"{name} ({list(theirs.shape)} instead of {list(mine.shape)})")
     missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     return {"missing": missing, "unexpected": unexpected, "misshapen": shapes}

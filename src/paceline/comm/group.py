@@ -117,7 +117,7 @@ class Group:
         mesh = replace(mesh or self.mesh, data=1)  # whose replicas come and go
         if "data" in axes and all(axis in axes or getattr(mesh, axis) == 1 for axis in AXES):
             return self
-        key = mesh, tuple(axis for axis in AXES if axis in axes)
+        key = mesh, tuple(axis for axis in AXES if axis in axes and (axis == "data" or getattr(mesh, axis) > 1))
         if key not in self._parts:
             part = self._parts[key] = Group(World(rank=self.names[self.rank]))
             part.ledger = self.ledger

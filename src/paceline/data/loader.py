@@ -202,9 +202,10 @@ class _Start:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is in the present team: its rank, and everybody's weights in dealing micro-batches. `generation`
-    tells one dealing from another. `fine`: also parts of micro-batches are dealt. Where `together` workers, one after
-    another, must run equally many micro-batches, those that have fewer also get blank ones.
+    """Where a worker's unit is in the present team: its number, and all units' weights in dealing micro-batches.
+    `generation` tells one dealing from another. `fine`: also parts of micro-batches are dealt. Where `together` units,
+    one after another, must run equally many micro-batches, those that have fewer also get blank ones. Of a unit's
+    workers one `speaks`.
     """
 
     rank: int
@@ -212,6 +213,7 @@ class Place:
     generation: int = 0
     fine: bool = False
     together: int = 1
+    speaks: bool = True
 
 
 @lru_cache(maxsize=8)  # asked for twice a step, and almost always the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -92,6 +93,14 @@ def rows_told(indices: Sequence[int], numbers: Sequence[int]) -> str:
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def digest_of(batch: Any) -> str:
+    """Of the tensors in it."""
+    found = hashlib.sha256()
+    for tensor in tensors_of(batch):
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def rows_of(batch: Any) -> int:

@@ -15,7 +15,8 @@ from paceline.pieces import Shards
 class Facts:
     """What costs depend on: the `shapes` of the trainable parameters and the bytes `each` of their elements takes; the
     bytes of what else a model has `beside` them; which of them, by number, are gathered together, as `blocks` and the
-    `rest`; and the bytes of the optimizer's state for one of theirs.
+    `rest`; the bytes of the optimizer's state for one of theirs; and those that a micro-batch moves `inside` a unit,
+    which is known once one was seen. Where layers are cut, the shapes are those of a worker's parts.
     """
 
     shapes: Sequence[Sequence[int]]
@@ -24,6 +25,7 @@ class Facts:
     blocks: Sequence[Sequence[int]] = ()
     rest: Sequence[int] = ()
     state: float = 2.0
+    inside: int = 0
 
     def bytes(self, places: int = 1, numbers: Sequence[int] | None = None) -> int:
         """Of these parameters, or all, on the place that has most of their rows."""

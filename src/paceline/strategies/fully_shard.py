@@ -67,7 +67,7 @@ class FullyShard(Layout):
 
     def __init__(self, job: Job, replica: Group, reshard: bool, share: Share | None = None) -> None:
         super().__init__(job, replica.allocate)
-        self.replica = self.within = replica
+        self.replica = replica
         self.shards = Shards(replica.size, replica.rank)
         self.blocks = blocks_of(job.model)
         self._shapes = [param.shape for param in job.named.values()]

@@ -55,6 +55,8 @@ class Job:
     cuts: dict[str, Cut] = field(default_factory=dict)
     own_cuts: dict[str, Cut] = field(default_factory=dict)
     place: int = 0
+    unit: int = 1  # workers who run its micro-batches together
+    inside: int = 0  # bytes that they exchange in a forward and backward, once one was seen
     replica: Group | None = None
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
     blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from paceline.comm.buckets import Allocate, Buckets, Landing
 from paceline.comm.exact import ExactBuckets
-from paceline.comm.group import Group
 from paceline.comm.transit import Hop
 from paceline.pieces import ALONE, Shards
 from paceline.strategies.job import Job
@@ -16,13 +15,11 @@ from paceline.strategies.state import own_of
 class Layout:
     """Gradients land in buckets of memory from `allocate`, to be summed, or stay where they are.
 
-    `shards` share the rows that optimizers hold. A bucket's way to them is `route`, before it is summed over replicas;
-    `within` are the workers that together hold the parts of one copy.
+    `shards` share the rows that optimizers hold. A bucket's way to them is `route`, before it is summed over replicas.
     """
 
     shards: Shards = ALONE
     route: tuple[Hop, ...] = ()
-    within: Group | None = None
     gathers = False  # whether parameters are gathered from others before they are used
 
     def __init__(self, job: Job, allocate: Allocate | None = None) -> None:
@@ -30,7 +27,7 @@ class Layout:
 
     def own(self) -> None:
         """The job's `own` parameters: those that optimizers are to hold here."""
-        self.job.own, self.job.own_cuts = own_of(self.job.named, self.job.cuts, self.shards)
+        self.job.own, self.job.own_cuts = own_of(self.job.named, self.job.cuts, self.shards, self.job.unit)
 
     def land(self) -> Landing:
         """Where gradients of the parameters land."""

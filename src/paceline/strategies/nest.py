@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from paceline.comm.group import Group
@@ -23,9 +24,13 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     of exact sums and of what they need is not in it.
     """
     mesh = plan.mesh(workers)
-    if mesh.replica == 1:
-        return data.cost(facts, workers)
-    return shard.cost(facts, plan.zero or 3, mesh.shard, mesh.data, forwards, plan.offload is not None)
+    if mesh.shard == 1:
+        found = data.cost(facts, mesh.data)
+    else:
+        found = shard.cost(facts, plan.zero or 3, mesh.shard, mesh.data, forwards, plan.offload is not None)
+    if facts.inside:
+        found.sent["tensor"] = forwards * facts.inside
+    return found
 
 
 def facts_of(job: Job) -> Facts:
@@ -40,17 +45,30 @@ def facts_of(job: Job) -> Facts:
         [[numbers[name] for name in block] for block in blocks],
         [numbers[name] for name in rest],
         kept_for_each(job.optimizers),
+        job.inside,
     )
 
 
-def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False) -> Replica:
+def nest(
+    plan: Plan,
+    job: Job,
+    group: Group,
+    elastic: bool,
+    known: bool = False,
+    placements: Mapping[str, str] | None = None,
+) -> Replica:
     """A worker's part of the plan. An `elastic` team may be of one worker and grow; where the others do not make this
-    trainer now, it is `known` to them. Collective if it is not.
+    trainer now, it is `known` to them. `placements` say which layers are cut. Collective if it is not known.
     """
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
     mesh = plan.mesh(group.size)
+    job.unit = mesh.unit
     job.place, job.replica = mesh.place(group.rank), group.along(*AXES[1:], mesh=mesh)
+    if mesh.tensor > 1:
+        from paceline.strategies.tensor import TensorCut
+
+        job.decisions.append(TensorCut(job, group.along("tensor", mesh=mesh), placements).told)
     if plan.exact:
         set_apart(job.model)
     if plan.recompute:
@@ -58,13 +76,13 @@ def nest(plan: Plan, job: Job, group: Group, elastic: bool, known: bool = False)
     if plan.compile:
         job.decisions.append(compiled(job.model, plan.together > 1, plan.exact))
     outer = group.along("data", mesh=mesh)
-    if mesh.replica == 1:
+    if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
-        return Replica(job, Layout(job, None if alone else group.allocate), group, outer)
+        return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh)
     replica = group.along("shard", mesh=mesh)
     if plan.zero == 1:
-        return Replica(job, Shard(job, replica), group, outer)
+        return Replica(job, Shard(job, replica), group, outer, mesh)
     from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
 
     filled = None if known else partial(share, group=group)
-    return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer)
+    return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer, mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.group import Group
 from paceline.comm.transit import Heard, Hop, Transit
+from paceline.mesh import Mesh
 from paceline.pieces import Cut, counting
 from paceline.step import Agreed, exact_sum
 from paceline.strategies.chunks import MicroBatch
@@ -27,14 +29,16 @@ class Replica:
     workers, `outer` those that hold equal parts, whose gradients are summed.
     """
 
-    def __init__(self, job: Job, layout: Layout, group: Group, outer: Group) -> None:
+    def __init__(self, job: Job, layout: Layout, group: Group, outer: Group, mesh: Mesh) -> None:
+        self.mesh = mesh
         self.job, self.layout, self.group = job, layout, group
         layout.own()
         self.landing = layout.land()
         self.home = self.landing.home
         self.runner = Runner(job, self.landing, layout.gathers)
         self.updater = Update(job, self.home)
-        cuts = [job.own_cuts.get(name) or Cut.whole(param.shape) for name, param in job.own.items()]
+        whole = partial(Cut.whole, places=mesh.replica)
+        cuts = [job.own_cuts.get(name) or whole(param.shape) for name, param in job.own.items()]
         self._counted = counting(cuts, job.place)
         self.home.elements = [math.prod(cut.shape) for cut in cuts]
         self.transit = Transit(group, [*layout.route, Hop("sum", outer)])
@@ -77,8 +81,10 @@ class Replica:
     def norm(self, agreed: Agreed, options: Options) -> float:
         """Of the mean gradient, the same on every worker. Changes nothing. Collective."""
         squares = self.squares(options)
-        if self.layout.within is not None:
-            squares = self.layout.within.sum(squares)
+        replica = self.job.replica
+        if replica is not None and replica.size > 1:
+            replica.enter(f"the norm of step {options.step + 1}", check=False, kind="gradients")
+            replica.sum(squares)
         return math.sqrt(exact_sum(squares.tolist())) * options.expected / agreed.count
 
     def squares(self, options: Options) -> torch.Tensor:

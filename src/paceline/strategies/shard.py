@@ -43,11 +43,9 @@ class Shard(Layout):
     everybody gathers the rows of the others.
     """
 
-    within: Group
-
     def __init__(self, job: Job, replica: Group) -> None:
         super().__init__(job, replica.allocate)
-        self.within, self.shards = replica, Shards(replica.size, replica.rank)
+        self.replica, self.shards = replica, Shards(replica.size, replica.rank)
         self.route = (Hop("scatter", replica),)
 
     def land(self) -> Buckets:
@@ -55,7 +53,7 @@ class Shard(Layout):
         return self._buckets
 
     def complete(self) -> None:
-        replica, buckets = self.within, self._buckets
+        replica, buckets = self.replica, self._buckets
         replica.enter("the weights after an update", check=False, kind="weights")
         for bucket in buckets.buckets:  # by way of the memory of the gradients, which have been used
             buckets.offer(bucket)

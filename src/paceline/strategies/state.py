@@ -44,20 +44,24 @@ def marked(tensor: torch.Tensor, marks: Mapping[str, Any]) -> nn.Parameter:
     return param
 
 
-def cut_in_rows(params: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], count: int) -> dict[str, Cut]:
-    """How parameters are cut, if what the `cuts` leave of them, or all, is divided by rows among so many workers."""
+def cut_in_rows(
+    params: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], count: int, unit: int = 1
+) -> dict[str, Cut]:
+    """How parameters are cut, if what the `cuts` leave of them in a `unit`, or all, is divided by rows among so
+    many of these.
+    """
     rows = cache(Cut.in_rows)  # they are large where workers are many, and shapes are few
-    return {name: rows(cuts.get(name) or Cut.whole(param.shape), count) for name, param in params.items()}
+    return {name: rows(cuts.get(name) or Cut.whole(param.shape, unit), count) for name, param in params.items()}
 
 
 def own_of(
-    named: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], shards: Shards
+    named: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], shards: Shards, unit: int
 ) -> tuple[dict[str, nn.Parameter], dict[str, Cut]]:
     """The own rows of parameters, which are themselves where all are; and how what is here of each is cut then."""
     if shards.count == 1:
         return dict(named), {name: cuts[name] for name in named if name in cuts}
     own = {n: marked(shards.of(param.detach(), shards.me), marks_of(param)) for n, param in named.items()}
-    return own, cut_in_rows(named, cuts, shards.count)
+    return own, cut_in_rows(named, cuts, shards.count, unit)
 
 
 def held(values: Iterable[Any]) -> int:
@@ -164,7 +168,7 @@ def _own_pieces(
         is_whole = whole is not None and isinstance(value, torch.Tensor) and tuple(value.shape) == whole.shape
         if whole is None or not is_whole or (not whole.shape and key in others):
             return value
-        return whole.pieces[place].of(value)
+        return whole.at(place).of(value)
 
     state = {
         name: {key: cut(name, key, value) for key, value in kept.items()} for name, kept in packed["state"].items()
@@ -183,7 +187,7 @@ def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, Cu
     """
     state = dict(saved)
     for name, tensor in model.state_dict(keep_vars=True).items() if cuts else ():
-        value, piece = state.get(name), cuts[name].pieces[place] if name in cuts else None
+        value, piece = state.get(name), cuts[name].at(place) if name in cuts else None
         if value is None or piece is None or tuple(value.shape) not in (cuts[name].shape, piece.shape):
             continue
         if tuple(value.shape) == cuts[name].shape:

@@ -19,6 +19,7 @@ from paceline.comm.group import Group
 from paceline.comm.side import call_site
 from paceline.data.loader import Place
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError
+from paceline.mesh import Mesh
 from paceline.pulse import PULSE
 from paceline.team.exits import Exits, exception_told
 from paceline.team.operations import Operations, settling
@@ -56,11 +57,16 @@ class Team:
     def size(self) -> int:
         return self.group.size
 
-    def place(self) -> Place:
-        """How the micro-batches are dealt at present, and to which of the workers this one belongs."""
+    def place(self, mesh: Mesh, together: int = 1) -> Place:
+        """How the micro-batches of a trainer with such a mesh are dealt at present, and to which of its units this
+        worker belongs.
+        """
         members, shares = self.operations.members, self.world.shares
         weights = tuple(shares[m] if shares is not None and m < len(shares) else 1.0 for m in members)
-        return Place(self.rank, weights if sum(weights) else (1.0,) * len(members), self.operations.number)
+        weights = weights if sum(weights) else (1.0,) * len(members)
+        units = tuple(sum(weights[first : first + mesh.unit]) for first in range(0, len(weights), mesh.unit))
+        speaks = mesh.speaks(self.rank)
+        return Place(mesh.unit_of(self.rank), units, self.operations.number, together=together, speaks=speaks)
 
     def _together(self, compute: Callable[[], T]) -> T:
         found: T = self.operations.run(settling(compute))

@@ -1,0 +1,359 @@
+"""Layers that are cut among the workers of a unit: what the contract does not say of them. Checkpoints from and to
+other plans, losses, what scripts do with models that are cut, and what is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+from agents import journal
+from checkpoints import find_checkpoint
+from launching import exported, train_basics
+from once import once
+from oracle import apart
+from safetensors.torch import load_file
+from test_team import LONG, STEPS, Ended, fired, train
+
+PLANS = {
+    "alone": (1, ""),
+    "data=3": (3, ""),
+    "shard=2 zero=1": (2, "shard=2 zero=1"),
+    "shard=3": (3, "shard=3"),
+    "tensor=2": (2, "tensor=2"),
+    "tensor=4": (4, "tensor=4"),
+    "data=2 tensor=2": (4, "data=2 tensor=2"),
+    "shard=2 zero=1 tensor=2": (4, "shard=2 zero=1 tensor=2"),
+}
+CUT = [name for name in PLANS if "tensor" in name]
+PAIRS = [("alone", name) for name in CUT] + [(name, "alone") for name in CUT]
+OTHERS = [pair for pair in itertools.permutations(PLANS, 2) if pair not in PAIRS and {*pair} & {*CUT}]
+DRAWN = random.Random(23).sample(OTHERS, 10)
+QUICK = {("alone", "shard=2 zero=1 tensor=2"), ("data=2 tensor=2", "alone")}
+RESUMED = """
+from cases import groups, wide_mlp
+t = paceline.Trainer(wide_mlp, cross_entropy, groups, global_batch=24, clip_norm=0.05)
+for report in t.steps(data, count=10):
+    pass
+t.export("out.safetensors")
+"""
+
+
+def run(folder: Path, name: str, *options: str) -> None:
+    workers, plan = PLANS[name]
+    shares = {3: ["--shares", "3,0,2"], 4: ["--shares", "1,1,2,2"]}.get(workers, [])
+    train_basics(folder, RESUMED, workers, "--max-restarts", "0", *shares, "--plan", f"micro=3 {plan}", *options)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in (*PAIRS, *DRAWN)],
+)
+def test_what_one_plan_saved_another_resumes(
+    first: str, then: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    one = once(tmp_path_factory, "undisturbed by cuts", lambda folder: run(folder, "alone"))
+    run(tmp_path, first, "--steps", "5")
+    assert find_checkpoint(tmp_path / "out", print).step == 5
+    run(tmp_path, then)
+    assert apart(load_file(tmp_path / "out.safetensors"), load_file(one / "out.safetensors")) <= 1e-12
+
+
+# ---- what scripts do
+
+ATTENDING = "from attending import *\n"
+SCRIPTS = {
+    "a fused weight, with dropout where all have all": ATTENDING
+    + "t = paceline.Trainer(Net, loss, lambda ps: torch.optim.SGD(ps, lr=0.3), global_batch=20, tensor=CUT)\n"
+    "for r in t.steps(data, epochs=3): pass\n",
+    "a parameter that is whole and meets parts": ATTENDING + "class Scaled(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.up, self.down = nn.Linear(10, 16), nn.Linear(16, 2)\n"
+    "        self.by = nn.Parameter(torch.tensor(1.5))\n"
+    "    def forward(self, x): return self.down(torch.tanh(self.up(x) * self.by))\n"
+    "t = make(model=lambda: Scaled().double(), tensor={'up': 'column', 'down': 'row'})\n"
+    "from basics import data\n"
+    "for r in t.steps(data, epochs=3): pass\n",
+    "a gradient of a gradient": "def penalised(model, batch):\n"
+    "    some = batch[0].requires_grad_()\n"
+    "    output = model(some)\n"
+    "    (slope,) = torch.autograd.grad(output.sum(), some, create_graph=True)\n"
+    "    return output + slope.square().sum()\n"
+    "net = lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),\n"
+    "                            nn.Linear(16, 2), nn.Tanh(), nn.Linear(2, 2)).double()\n"
+    "t = make(model=net, forward=penalised, plan='micro=6')\n"
+    "for r in t.steps(data, epochs=3): pass\n",
+    "blocks computed again": "net = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(10, 16), nn.GELU(), "
+    "nn.Linear(16, 10)) for _ in range(3)), nn.Linear(10, 2)).double()\n"
+    "t = make(model=net, plan='recompute=blocks')\n"
+    "for r in t.steps(data, epochs=3): pass\n",
+    "a layer of torch's that evaluates in its own way": "net = lambda: nn.Sequential(\n"
+    "    nn.TransformerEncoderLayer(10, 2, 16, 0.0, batch_first=True), nn.Flatten(), nn.Linear(10, 2)).double()\n"
+    "t = make(model=net, forward=lambda model, batch: model(batch[0][:, None]), tensor={'0.linear1': 'column', "
+    "'0.linear2': 'row'})\n"
+    "for r in t.steps(data, count=4):\n"
+    "    found = t.evaluate(data, lambda output, batch: {'sum': (output.square().sum(), len(output))})\n"
+    "    t.state['found'] = t.state.get('found', 0) + found['sum']\n"
+    "if t.main: __import__('pathlib').Path('found').write_text(repr(t.state['found']))\n",
+    "two that train each other": "gen = paceline.Trainer(\n"
+    "    lambda: nn.Sequential(nn.Linear(10, 16), nn.GELU(), nn.Linear(16, 10)).double(),\n"
+    "    lambda output, batch: -critic.model(output).mean(),\n"
+    "    lambda ps: torch.optim.SGD(ps, lr=0.1), global_batch=24)\n"
+    "critic = make(model=lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)).double(),\n"
+    "    loss=lambda output, batch: output.mean() - critic.model(gen.model(batch[0])).mean())\n"
+    "for one, two in zip(critic.steps(data, count=6), gen.steps(data, count=6)): pass\n"
+    "critic.export('critic.safetensors')\n"
+    "t = gen\n",
+    "one's own rows": "team = paceline.join()\n"
+    "t = make(global_batch=None, plan='micro=5')\n"
+    "for step in range(6):\n"
+    "    mine = slice(20 * team.rank // team.size, 20 * (team.rank + 1) // team.size)\n"
+    "    some = slice(20 * step % 80, 20 * step % 80 + 20)\n"
+    "    t.step([tensor[some][mine] for tensor in data.tensors])\n",
+    "acting with what is trained": "t = make(global_batch=None, plan='micro=5')\n"
+    "team = paceline.join()\n"
+    "for step in range(6):\n"
+    "    mine = x[:20].chunk(team.size)[team.rank]\n"
+    "    seen = torch.cat(team.gather(mine))\n"
+    "    with torch.no_grad(): does = t.model(seen).argmax(1).chunk(team.size)[team.rank]\n"
+    "    t.step([mine, does])\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(name, plan, marks=[] if plan == "tensor=2" else pytest.mark.slow)
+        for name in SCRIPTS
+        for plan in ("tensor=2", "data=2 tensor=2")
+    ],
+)
+def test_scripts_give_what_one_worker_gives(name: str, plan: str, tmp_path: Path) -> None:
+    body, workers = SCRIPTS[name] + "t.export('out.safetensors')\n", 2 * plan.count("=")
+    one = exported(tmp_path / "one", body, 1, "")
+    several = exported(tmp_path / "several", body, workers, plan)
+    assert apart(load_file(several), load_file(one)) <= 1e-12
+    if (found := one.with_name("found")).exists():
+        assert float(several.with_name("found").read_text()) == pytest.approx(float(found.read_text()), rel=1e-12)
+    if (critic := one.with_name("critic.safetensors")).exists():
+        assert apart(load_file(several.with_name(critic.name)), load_file(critic)) <= 1e-12
+
+
+def test_outputs_come_once_and_in_order(tmp_path: Path) -> None:
+    body = (
+        "t = make()\nfor r in t.steps(data, count=3): pass\nt.predict(data, path='found.npy')\n"
+        "t.export('out.safetensors')\n"
+    )
+    import numpy
+
+    outputs = [numpy.load(exported(tmp_path / str(n), body, n, "tensor=2" if n > 1 else "").with_name("found.npy"))
+               for n in (1, 4)]  # fmt: skip
+    assert outputs[0].shape == (96, 2)
+    assert abs(outputs[0] - outputs[1]).max() <= 1e-12
+
+
+# ---- losses
+
+MOMENTS = ("loading", "forward", "backward", "summed", "reduced", "applied", "saving", "writing")
+LOST_QUICK = {("backward", 1), ("applied", 2)}
+PLAN = "micro=4 tensor=2"
+
+
+class Calm:
+    """What one worker gives, by the number of steps; all in float64."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+
+    def meets(self, ended: Ended, steps: int) -> None:
+        """The same weights, to rounding, and what the script counted."""
+        folder = once(self._factory, f"calm for {steps} steps", lambda folder: train(folder, 1, steps, plan="micro=4"))
+        told = json.loads((folder / "out.json").read_text())
+        mine, theirs = (load_file(where / "out.safetensors") for where in (ended.folder.parent, folder))
+        mine.pop("ballast", None)
+        assert apart(mine, theirs) <= 1e-12
+        assert ended.told["seen"] == told["seen"]
+        for mine, theirs in zip(ended.told["losses"], told["losses"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-12)
+
+
+@pytest.fixture
+def calm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Calm:
+    monkeypatch.setenv("DTYPE", "float64")
+    return Calm(tmp_path_factory)
+
+
+@pytest.mark.parametrize(
+    ("moment", "worker"),
+    [
+        pytest.param(moment, worker, marks=[] if (moment, worker) in LOST_QUICK else pytest.mark.slow)
+        for moment in MOMENTS
+        for worker in range(4)
+    ],
+)
+def test_a_lost_worker_takes_its_unit_and_nothing_else(moment: str, worker: int, calm: Calm, tmp_path: Path) -> None:
+    at, ballast = (9 if moment in ("saving", "writing") else 11), (4 if moment == "writing" else 0)
+    fault = f"kill:{worker}@{at}.{moment}"
+    ended = train(tmp_path, 4, STEPS, fault, ballast=ballast, plan=PLAN)
+    assert fired(ended) == {fault}
+    calm.meets(ended, STEPS)
+    mate = worker ^ 1
+    said = f"worker {worker} was killed by SIGKILL, and worker {mate} of the same replica starts anew: 2 workers go on"
+    assert f"\n{said}\n" in ended.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stop", "raise", "exit"])
+def test_other_losses(kind: str, calm: Calm, tmp_path: Path) -> None:
+    fault = f"{kind}:3@11.backward"
+    ended = train(tmp_path, 4, STEPS, fault, plan=PLAN)
+    assert fired(ended) == {fault}
+    calm.meets(ended, STEPS)
+
+
+@pytest.mark.slow
+def test_two_are_lost_one_after_the_other_and_come_back(calm: Calm, tmp_path: Path) -> None:
+    faults = {"kill:0@5.forward", "kill:3@30.backward"}
+    ended = train(tmp_path, 4, LONG, ",".join(faults), 'journal.jsonl "formed" 4', plan=PLAN)
+    assert fired(ended) == faults
+    calm.meets(ended, LONG)
+    assert [event["workers"] for event in ended.events("formed")] == [[2, 3], [2, 3, 0, 1], [0, 1], [0, 1, 2, 3]]
+
+
+@pytest.mark.slow
+def test_lost_in_the_generation_that_a_loss_makes(calm: Calm, tmp_path: Path) -> None:
+    faults = {"kill:5@11.loading", "kill:0@11.forming"}
+    ended = train(tmp_path, 6, STEPS, ",".join(faults), plan=PLAN)
+    assert fired(ended) == faults
+    calm.meets(ended, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [[0], [4], [5], [1, 4]])
+def test_lost_while_a_state_is_handed_over(workers: list[int], calm: Calm, tmp_path: Path) -> None:
+    """From the unit of workers 0 and 1 to that of 4 and 5."""
+    faults = {f"kill:{worker}@{0 if worker > 3 else 6}.hand-over" for worker in workers}
+    wait = f"chaos.jsonl fault {1 + len(faults)}"
+    ended = train(tmp_path, 6, LONG, ",".join({"kill:5@5.forward"} | faults), wait, plan=PLAN)
+    assert fired(ended) == {"kill:5@5.forward"} | faults, "a fault did not fire"
+    calm.meets(ended, LONG)
+
+
+@pytest.mark.slow
+def test_the_last_unit_goes_on_from_its_checkpoint(calm: Calm, tmp_path: Path) -> None:
+    """Nobody is left who holds a whole model."""
+    fault = "kill:1@15.backward"
+    ended = train(tmp_path, 2, STEPS, fault, plan=PLAN)
+    assert fired(ended) == {fault}
+    calm.meets(ended, STEPS)
+
+
+@pytest.mark.slow
+def test_what_is_held_twice_stays_equal(calm: Calm, tmp_path: Path) -> None:
+    """Compared in some of 500 steps, at the checkpoints and at the end: else the run ends with what differs."""
+    ended = train(tmp_path, 4, 500, plan=PLAN)
+    (told,) = ended.events("agreement")
+    assert told["checks"] >= 10
+    assert told["distance"] is None
+    calm.meets(ended, 500)
+
+
+# ---- what cannot be
+
+HELD = "tensor={'attention.qkv': 'column:3', 'attention.out': 'row'}"
+ATTEND = ATTENDING + (
+    "def train(model, tensor, loss=loss):\n"
+    "    t = paceline.Trainer(model, loss, lambda ps: torch.optim.SGD(ps, lr=0.1), global_batch=20, tensor=tensor)\n"
+    "    for r in t.steps(data, count=1): pass\n"
+)
+SIZES = "write -1 for its size or the number of heads, as in view(*x.shape[:2], -1, head_size)"
+SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
+REFUSED = {
+    "nothing to cut": (
+        "make(model=lambda: nn.Linear(10, 2).double())\n",
+        "UsageError: nothing of Linear can be cut: looked for its own plan (_tp_plan), and Linear, activation, Linear "
+        f"in a Sequential; {SAY}",
+    ),
+    "an odd size": (
+        "make(model=lambda: nn.Sequential(nn.Linear(10, 15), nn.ReLU(), nn.Linear(15, 2)).double())\n",
+        'UsageError: tensor=2 does not divide the 15 outputs of 0; say "whole" of it in tensor=',
+    ),
+    "odd heads": (
+        "from cases import llama, logits\nmake(model=lambda: llama(1, False), forward=logits)\n",
+        "UsageError: tensor=2 does not divide the 1 key-value heads of LlamaForCausalLM; leave tensor= out",
+    ),
+    "no such module": (
+        "make(tensor={'3': 'column'})\n",
+        "UsageError: tensor= names '3', and the model has no such module; write its path",
+    ),
+    "no such placement": (
+        "make(tensor={'0': 'rows'})\n",
+        "UsageError: tensor= says 'rows' of '0'; say one of column, column:N, gathered, row, vocabulary, whole",
+    ),
+    "no such layer": (
+        "make(tensor={'1': 'column'})\n",
+        "UsageError: 1 is ReLU, which has no column cut; leave it out of tensor=, or name a Linear",
+    ),
+    "draws for a part": (
+        ATTEND + "train(lambda: Net(dropout=0.1), CUT)\n",
+        "UsageError: attention draws random numbers (scaled_dot_product_attention) for a part of a layer, others on "
+        "each worker; set its dropout to 0, or leave tensor= out",
+    ),
+    "a part leaves the model": (
+        "t = make(tensor={'2': 'column'})\nfor r in t.steps(data, count=1): pass\n",
+        f'UsageError: a part of what the model gives leaves it, cut by tensor=; {SAY}; "gathered" makes it whole',
+    ),
+    "a weight of several": (
+        ATTEND + "train(Net, CUT | {'attention.qkv': 'column'})\n",
+        f"when Net is cut by tensor=; {SIZES}; a weight of several, as query, key and value, is column:3",
+    ),
+    "heads that are counted": (
+        ATTEND + "train(lambda: Net(heads=4), CUT)\n",
+        f"tensor=2 gives each worker a part of a layer's outputs: {SIZES}",
+    ),
+    "a parameter for both": (
+        "class Scaled(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.up, self.down, self.by = nn.Linear(10, 16), nn.Linear(16, 2), nn.Parameter(torch.tensor(1.5))\n"
+        "    def forward(self, x): return self.down(torch.tanh(self.up(x) * self.by)) * self.by\n"
+        "t = make(model=lambda: Scaled().double(), tensor={'up': 'column', 'down': 'row'})\n"
+        "for r in t.steps(data, count=1): pass\n",
+        "UsageError: by is used with a part of a layer's outputs and besides, and its gradient is of both; use a "
+        "parameter for each, or leave that layer out of tensor=",
+    ),
+    "a copy": (
+        "import copy\nt = make()\ncopy.deepcopy(t.model)\n",
+        "UsageError: Sequential is cut by tensor=, and a copy would be of this worker's parts; export() writes it "
+        "whole; leave tensor= out to keep a copy, as an average is",
+    ),
+    "acting on one's own": (
+        "t = make()\nt.model(x[paceline.join().rank:][:2])\n",
+        "UsageError: worker 1 calls Sequential with another input than worker 0, and tensor= cuts its layers; they "
+        "compute it together: give all of them the same, as torch.cat(paceline.join().gather(x)) is",
+    ),
+    "exact": ("", "paceline: exact and tensor=2 are not built together yet; leave exact or tensor out"),
+    "zero=3": ("", "paceline: zero=3 and tensor=2 are not built together yet; say zero=1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_said(case: str, tmp_path: Path) -> None:
+    body, said = REFUSED[case]
+    words = {"exact": "exact tensor=2", "zero=3": "shard=1 tensor=2"}.get(case, "tensor=2")
+    done = train_basics(tmp_path, body or "make()\n", 2, "--max-restarts", "0", "--plan", words, code=None)
+    assert done.returncode in (1, 2)
+    assert said in " ".join(done.stderr.split()), done.stderr
+
+
+def test_layers_that_are_cut_are_told(tmp_path: Path) -> None:
+    done = train_basics(tmp_path, "make()\n", 2, "--plan", "tensor=2")
+    told = "2 layers are cut among 2 workers (1 column, 1 row)"
+    assert told in done.stdout + done.stderr
+    assert [event["why"] for event in journal(tmp_path / "out", "decision") if event["what"] == told] == [
+        "they are Linear, activation, Linear in a Sequential"
+    ]
