@@ -4,6 +4,7 @@ none.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import train_basics
+from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from paceline.data.loader import Feed, Place, Slot, Source, share_of
+from paceline.data.loader import Feed, Place, Slot, Source, _Rows, share_of
+from paceline.data.order import sample_index
 from paceline.observe.journal import read_journal
 from paceline.phases import grid_text, idle_text
 from paceline.step import Grid, deal
@@ -162,3 +166,85 @@ def test_a_worker_without_micro_batches_says_so_and_keeps_nobody_waiting(tmp_pat
     why = "the plan micro=12 has one for each of the 2 workers, which changes the mathematics"
     assert done.stdout.count(f"{what}: {why}\n") + done.stderr.count(f"{what}: {why}\n") == 1
     assert [entry["why"] for entry in read_journal(tmp_path / "out") if entry.get("what") == what] == [why]
+
+
+# -- rows at once -----------------------------------------------------------------------------------------------
+
+LAYOUTS = st.sampled_from(["as it is", "transposed", "channels last", "every second row", "one column", "broadcast"])
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "transposed":
+        return tensor.flip(0).transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "channels last" and tensor.dim() == 4:
+        return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    if layout == "every second row":
+        return torch.cat([tensor, tensor])[::2]
+    if layout == "one column" and tensor.dim() > 1:
+        return torch.stack([tensor, tensor], 1)[:, 0]
+    return tensor[:1].expand_as(tensor) if layout == "broadcast" else tensor
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=4), LAYOUTS), min_size=1, max_size=3),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]),
+    st.lists(st.integers(0, 4), min_size=1, max_size=6),
+)
+def test_rows_at_once_are_what_the_default_collate_makes_of_them(
+    shapes: list[tuple[list[int], str]], dtype: torch.dtype, indices: list[int]
+) -> None:
+    """Values, dtypes and strides; or they are not loaded so."""
+    made = [laid_out(torch.arange(5 * math.prod(shape)).view(5, *shape).to(dtype), how) for shape, how in shapes]
+    data = TensorDataset(*made)
+    expected = default_collate([data[index] for index in indices])
+    found = _Rows(Source.of(data, 0, None, None, {})).at_once(indices)
+    if found is None:
+        assert any(not tensor.numel() or tensor.stride() != torch.empty(tensor.shape).stride() for tensor in made)
+    else:
+        assert type(found) is type(expected)
+        for mine, its in zip(found, expected, strict=True):
+            assert torch.equal(mine, its)
+            assert (mine.dtype, mine.shape, mine.stride()) == (its.dtype, its.shape, its.stride())
+
+
+class Doubled(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+
+class Named(torch.Tensor):
+    pass
+
+
+def test_what_is_not_plainly_tensors_is_loaded_row_by_row() -> None:
+    rows = torch.arange(6.0)
+    same = _Rows(Source.of(TensorDataset(rows), 0, None, None, {}))
+    assert same.at_once([1, 2]) is not None
+    for data in (Doubled(rows), TensorDataset(rows.as_subclass(Named)), TensorDataset(rows.clone().requires_grad_())):
+        assert _Rows(Source.of(data, 0, None, None, {})).at_once([1, 2]) is None
+    assert _Rows(Source.of(TensorDataset(rows), 0, list, None, {})).at_once([1, 2]) is None
+    assert same.at_once([-1]) is None  # is row 5
+    assert same.at_once([6]) is None  # fails as the dataset does
+    place = Place(0, (1.0,))
+    for data, expected in ((TensorDataset(rows), [0, 1]), (Doubled(rows), [0, 2])):
+        source = Source.of(data, 0, None, lambda position, *_: position, {})
+        feed = Feed(source, Grid(4, 2), (0, 1, 1), lambda: place, lambda *_, **__: None)
+        assert feed.at(0)[2][0].batch[0].tolist() == expected
+
+
+def test_a_collate_of_tensors_that_the_script_has_registered_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source.of(TensorDataset(torch.arange(6.0)), 0, None, None, {})
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map=None: len(batch))
+    assert _Rows(source).at_once([1, 2]) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 0}, {"timeout": 0}, {"num_workers": 1}])
+def test_with_any_loader_the_rows_are_the_same_and_the_own_streams_stay(options: dict[str, Any]) -> None:
+    data = TensorDataset(torch.arange(24.0), torch.arange(24))
+    source = Source.of(data, 3, None, None, options)
+    feed = Feed(source, Grid(8, 4), (0, 3, 1), lambda: Place(0, (1.0,)), lambda *_, **__: None)
+    before = torch.get_rng_state()
+    found = [row for _, _, share in feed for taken in share for row in taken.batch[0].tolist()]
+    assert sorted(found) == list(range(24))
+    assert found == [sample_index(position, 24, 3, 0) for position in range(24)]
+    assert torch.equal(torch.get_rng_state(), before)

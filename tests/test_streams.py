@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.step import Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
+from paceline.strategies import streams as streams_of
 from paceline.strategies.streams import Streams
 from paceline.world import parse_shares
 
@@ -226,16 +227,28 @@ DRAWS = {
     "python, one normal of a pair": lambda: [random.gauss(0, 1)],
     "numpy, one normal of a pair": lambda: [np.random.normal()],
     "torch, one normal of a pair": lambda: [torch.randn(()).item()],
+    "torch, a mask": lambda: torch.nn.functional.dropout(torch.ones(40)).tolist(),
+    "torch, an order": lambda: torch.randperm(40).tolist(),
+    "python, an order": lambda: random.sample(range(40), 40),
+    "python, bits": lambda: [random.getrandbits(32)],
+    "numpy, a raw word": lambda: [np.random.mtrand._rand._bit_generator.random_raw()],
+    "numpy, an order": lambda: np.random.permutation(40).tolist(),
+    "numpy, small integers": lambda: np.random.randint(0, 256, 4, dtype=np.uint8).tolist(),
 }
+SEEDS = {"torch": torch.manual_seed, "python": random.seed, "numpy": np.random.seed}
 
 
 def draw_all() -> list[list[float]]:
     return [draw() for draw in DRAWS.values()]
 
 
-@pytest.fixture
-def streams():
+@pytest.fixture(params=["numpy's memory", "numpy's functions"])
+def streams(request, monkeypatch):
     streams = Streams(torch.device("cpu"))
+    streams.mark()
+    assert streams_of._NUMPY._words is not None
+    if request.param == "numpy's functions":  # its memory is not what we know
+        monkeypatch.setattr(streams_of._NUMPY, "_words", None)
     with streams.lent():
         streams.seed(99)
         yield streams
@@ -258,6 +271,82 @@ def test_the_second_normal_of_a_pair_is_noticed_too(streams):
         mark = streams.mark()
         draw()
         assert streams.moved(mark)
+
+
+@pytest.mark.parametrize("generator", SEEDS)
+def test_a_seed_set_anew_is_noticed_also_after_draws(streams, generator):
+    for before in (lambda: None, draw_all):
+        streams.seed(99)
+        before()
+        mark = streams.mark()
+        SEEDS[generator](12345)
+        assert streams.moved(mark)
+        streams.restore(mark)
+        assert not streams.moved(mark)
+
+
+def numpys() -> tuple[bytes, object]:
+    _, words, *rest = np.random.get_state(legacy=True)
+    return words.tobytes(), rest
+
+
+@given(st.integers(0, 2**32 - 1), st.lists(st.sampled_from([1, 2, 3, 623, 624, 625]), max_size=4), st.integers(0, 3))
+@example(0, [], 1)
+@example(0, [], 2)
+@example(3, [624], 0)
+def test_a_mark_of_numpys_leaves_it_where_it_is_and_brings_back_all_of_it(seed, words, normals):
+    """Wherever it stands among its words, and with or without a normal left of a pair."""
+    streams = Streams(torch.device("cpu"))
+    with streams.lent():
+        np.random.seed(seed)
+        for count in words:
+            np.random.bytes(4 * count)
+        for _ in range(normals):
+            np.random.normal()
+        before = numpys()
+        mark = streams.mark()
+        assert numpys() == before
+        assert not streams.moved(mark)
+        assert numpys() == before
+        follows = [np.random.normal() for _ in range(3)]
+        assert streams.moved(mark)
+        streams.restore(mark)
+        assert numpys() == before
+        assert [np.random.normal() for _ in range(3)] == follows
+
+
+def test_words_that_come_again_with_a_normal_left_are_another_state(streams):
+    """One normal and two after the same seed leave the same words."""
+    np.random.seed(7)
+    first, second = np.random.normal(), np.random.normal()
+    streams.mark()
+    np.random.seed(7)
+    assert np.random.normal() == first
+    with streams.lent():
+        streams.seed(1)
+    assert np.random.normal() == second
+
+
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox, np.random.SFC64, np.random.MT19937])
+def test_another_generator_of_numpys_is_looked_after_too(kind):
+    streams = Streams(torch.device("cpu"))
+    usual = np.random.get_bit_generator()
+    state = np.random.get_state()
+    try:
+        np.random.set_bit_generator(kind(5))
+        np.random.normal()
+        with streams.lent():
+            mark = streams.mark()
+            assert not streams.moved(mark)
+            follows = np.random.normal(size=3).tolist()
+            assert streams.moved(mark)
+            streams.seed(3)
+            assert streams.moved(mark)
+        assert not streams.moved(mark)
+        assert np.random.normal(size=3).tolist() == follows
+    finally:
+        np.random.set_bit_generator(usual)
+        np.random.set_state(state)
 
 
 def test_a_seed_starts_every_generator_afresh(streams):

@@ -11,8 +11,10 @@ import os
 import signal
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, islice
 from multiprocessing import parent_process
@@ -20,7 +22,8 @@ from typing import Any
 
 import torch
 from torch.multiprocessing import active_children
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from paceline.data.collating import Collated
 from paceline.data.order import sample_index
@@ -108,6 +111,14 @@ class Source:
         many = getattr(self.dataset, "__getitems__", None)
         return list(many(list(indices))) if many else [self.dataset[index] for index in indices]
 
+    def columns(self) -> Sequence[torch.Tensor]:
+        """Of a TensorDataset whose rows default_collate stacks: its tensors, from which many rows may be taken in one
+        go, without a draw. None of all else.
+        """
+        data, known = self.dataset, default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
+        usual = type(data) is TensorDataset and self.collate is default_collate and known
+        return data.tensors if usual and all(map(_plain, data.tensors)) else ()
+
     def loaded(self, one: Any, tell: Callable[..., None]) -> Any:
         """The item of a dataset that has one, made as rows are: where the user has processes for it, in such a one."""
         options, more = self.options or {}, dict[str, Any]()
@@ -133,7 +144,15 @@ class Source:
                     found = [int(self.order(position, self.rows, self.seed, epoch)) for position in positions]
                 indices = iter(found)
                 for slot in some:
-                    yield replace(slot, rows=tuple(islice(indices, slot.stop - slot.start)))
+                    mine = tuple(islice(indices, slot.stop - slot.start))
+                    yield Slot(slot.index, slot.epoch, slot.start, slot.stop, mine, slot.part, slot.blank)
+
+
+def _plain(tensor: Any) -> bool:
+    """Whether its rows stacked have the strides of as many taken at once: other strides may go into a stack."""
+    usual = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    usual = usual and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad) and tensor.numel() > 0
+    return usual and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
 def _about(slots: Iterator[Slot], rows: int) -> Iterator[Slot]:
@@ -143,7 +162,7 @@ def _about(slots: Iterator[Slot], rows: int) -> Iterator[Slot]:
         yield slot
 
 
-class _Rows:
+class _Rows(Dataset[tuple[Slot, Any]]):
     """A map dataset of micro-batches: item `slot` is that micro-batch, collated."""
 
     def __init__(self, source: Source) -> None:
@@ -151,13 +170,27 @@ class _Rows:
         self.streams = Streams(torch.device("cpu"))
         self.draws = False
         self.still: tuple[Any, ...] = ()  # the streams' state after seed(0)
+        self._tensors: Any = None  # the dataset's, as they were seen last, and
+        self._columns: Sequence[torch.Tensor] = ()  # what rows are taken of at once
 
-    def __getitems__(self, slots: list[Slot]) -> list[tuple[Slot, Any]]:
-        return [(slot, self._micro_batch(slot)) for slot in slots]
+    @property
+    def quiet(self) -> bool:
+        """Whether rows are taken of tensors at once, in an order of ours: nothing is drawn."""
+        if (tensors := getattr(self.source.dataset, "tensors", None)) is not self._tensors:
+            self._tensors, self._columns = tensors, self.source.columns()
+        return bool(self._columns) and self.source.order is sample_index
 
-    def _micro_batch(self, slot: Slot) -> Any:
-        source = self.source
-        indices = slot.rows
+    def at_once(self, indices: Sequence[int]) -> list[torch.Tensor] | None:
+        """What default_collate makes of rows of a TensorDataset; None of all else."""
+        if not (self.quiet or self._columns) or min(indices) < 0 or max(indices) >= len(self._columns[0]):
+            return None
+        wanted = torch.frombuffer(array("q", indices), dtype=torch.int64)  # in a quarter of torch.tensor's time
+        return [tensor.index_select(0, wanted) for tensor in self._columns]
+
+    def __getitem__(self, slot: Slot) -> tuple[Slot, Any]:
+        source, indices = self.source, slot.rows
+        if (found := self.at_once(indices)) is not None:
+            return slot, found
         if not self.draws:
             # One seed for all rows serves as long as rows draw nothing; the first draw is noticed and undone.
             self.streams.seed(0)
@@ -171,11 +204,7 @@ class _Rows:
                 samples.append(source.dataset[index])
         if source.collate is not default_collate:  # which draws nothing
             self.streams.seed(stream_seed(source.seed, _COLLATE + slot.epoch, slot.start))
-        return source.collate(samples)
-
-
-def _first(items: list[Any]) -> Any:
-    return items[0]
+        return slot, source.collate(samples)
 
 
 def _die_with_parent(_: int) -> None:
@@ -265,6 +294,7 @@ class Feed:
         self._next = self.start
         self.collated = Collated(source.collate, grid.micro) if source.collate is not default_collate else None
         self._iterator: Any = None  # begun when there is something to load
+        self._rows: _Rows | None = None  # where they are loaded in this process
         self._stream = _Stream(self) if source.rows is None else None
 
     def grid_of(self, step: int) -> tuple[int, int, list[range]]:
@@ -317,7 +347,8 @@ class Feed:
             share = len(share_of(place, self.grid, count))
             if share and self._iterator is None:
                 self._iterator = self._loader(step)
-            with Streams(torch.device("cpu")).lent():
+            quiet = self._rows is not None and self._rows.quiet
+            with nullcontext() if quiet else Streams(torch.device("cpu")).lent():
                 taken = [self._taken(step, number) for number in range(share)]
             self._next = step + 1
             batch = epoch, count, taken
@@ -363,15 +394,18 @@ class Feed:
     def _loader(self, start: int) -> Iterator[Any]:
         assert self._dealt is not None
         options = {"num_workers": 0, **self.options}
+        slots, rows = self.source.filled(self.slots(start, self._dealt)), _Rows(self.source)
+        if options == {"num_workers": 0}:  # a DataLoader would do the same, and take longer than small rows do
+            self._rows = rows
+            return map(rows.__getitem__, slots)
+        self._rows = None
         if options["num_workers"]:
             options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
             share = max(1, len(share_of(self._dealt, self.grid, self.grid.global_batch)))
             options.setdefault("prefetch_factor", max(2, -(-2 * share // options["num_workers"])))
         # DataLoader draws a seed: not from the user's stream.
         options.setdefault("generator", torch.Generator())
-        sampler = ([slot] for slot in self.source.filled(self.slots(start, self._dealt)))
-        rows: Any = _Rows(self.source)
-        return self.begun(DataLoader(rows, batch_sampler=sampler, collate_fn=_first, **options))
+        return self.begun(DataLoader(rows, None, sampler=slots, collate_fn=_same, **options))
 
     def begun(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """The loader's iterator. The agent hears of its processes, after which it tidies up if they are killed."""

@@ -40,14 +40,13 @@ class Hooks:
 
     def look(self) -> None:
         """Before a step: those on parameters and modules, where more have come since the last one."""
-        owners = [(n, (p._backward_hooks, p._post_accumulate_grad_hooks)) for n, p in self._params.items()]
-        params = [(name, hooks) for name, both in owners for hooks in both if hooks]
-        count = sum(len(hooks) for _, hooks in (*params, *self._modules))
+        params = [hooks for p in self._params.values() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+        count = sum([len(hooks) for hooks in params if hooks]) + sum([len(hooks) for _, hooks in self._modules])
         if count == self._known:
             return
         self._known = count
-        for name, hooks in params:
-            if not all(map(_ours, hooks.values())):
+        for name, hooks in zip([name for name in self._params for _ in range(2)], params, strict=True):
+            if hooks and not all(map(_ours, hooks.values())):
                 if self._gathered:
                     raise UsageError(f"{name} of the model has a hook, which would not be called", "say zero=1")
                 self._found(f"a gradient hook on {name}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -9,6 +11,54 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+_Words = ctypes.c_uint32 * 625  # of a Mersenne Twister, the last one says how many are used up
+
+
+class _Numpy:
+    """The state of numpy's global generator. Its own functions make a number of each word; here they are copied from
+    the memory that it names, if they are there. A normal that is left of a pair is not: a draw takes it, or moves them.
+    """
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._words: Any = None
+
+    def _in_place(self, rand: Any) -> bool:
+        if rand._bit_generator is not self._generator:  # the first time, or the script has set another one
+            self._generator, self._words = rand._bit_generator, None
+            if (state := self._generator.state)["bit_generator"] == "MT19937":
+                words = _Words.from_address(self._generator.ctypes.state_address)
+                self._words = words if words[:] == [*state["state"]["key"], state["state"]["pos"]] else None
+        return self._words is not None
+
+    def mark(self, rand: Any) -> Any:
+        if not self._in_place(rand):
+            return json.dumps(rand.get_state(legacy=False), default=lambda array: array.tolist())
+        words = bytes(self._words)
+        left = rand.standard_normal()
+        mark = words, left if bytes(self._words) == words else None
+        self.restore(rand, mark)
+        return mark
+
+    def moved(self, rand: Any, mark: Any) -> bool:
+        """Where nothing was left of a pair every draw takes words."""
+        if isinstance(mark, str) or mark[1] is not None or not self._in_place(rand):
+            return bool(self.mark(rand) != mark)
+        return bool(bytes(self._words) != mark[0])
+
+    def restore(self, rand: Any, mark: Any) -> None:
+        if isinstance(mark, str):
+            rand.set_state(json.loads(mark))
+        elif mark[1] is None and self._in_place(rand):
+            rand.seed(0)  # nothing is left of a pair
+            ctypes.memmove(self._words, mark[0], len(mark[0]))
+        else:
+            *key, used = _Words.from_buffer_copy(mark[0])
+            rand.set_state(("MT19937", key, used, int(mark[1] is not None), mark[1] or 0.0))
+
+
+_NUMPY = _Numpy()
 
 
 class Streams:
@@ -40,13 +90,17 @@ class Streams:
         marks: list[Any] = [generator.get_state() for generator in self._generators]
         marks.append(random.getstate())
         if "numpy" in sys.modules:
-            marks.append(sys.modules["numpy"].random.get_state(legacy=True))
+            marks.append(_NUMPY.mark(sys.modules["numpy"].random.mtrand._rand))
         return tuple(marks)
 
     def moved(self, mark: tuple[Any, ...]) -> bool:
         """Whether anything was drawn since `mark`, as far as can be told: numpy may have come in between."""
-        now = self.mark()
-        return len(now) != len(mark) or any(_differ(before, after) for before, after in zip(mark, now, strict=True))
+        count = len(self._generators)
+        if any(not torch.equal(g.get_state(), s) for g, s in zip(self._generators, mark, strict=False)):
+            return True
+        if random.getstate() != mark[count] or (len(mark) > count + 1) != ("numpy" in sys.modules):
+            return True
+        return len(mark) > count + 1 and _NUMPY.moved(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 
     def restore(self, mark: tuple[Any, ...]) -> None:
         count = len(self._generators)
@@ -54,7 +108,7 @@ class Streams:
             generator.set_state(state)
         random.setstate(mark[count])
         if len(mark) > count + 1:
-            sys.modules["numpy"].random.set_state(mark[count + 1])
+            _NUMPY.restore(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -64,11 +118,3 @@ class Streams:
             yield
         finally:
             self.restore(mark)
-
-
-def _differ(before: Any, after: Any) -> bool:
-    if isinstance(before, torch.Tensor):
-        return not torch.equal(before, after)
-    if isinstance(before, tuple) and len(before) == 5:  # numpy: name, keys, position, has_gauss, cached
-        return bool(before[2:] != after[2:] or (before[1] != after[1]).any())
-    return bool(before != after)
