@@ -16,9 +16,10 @@ from agents import until
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.checkpoint.tree import pack, unpack
 from paceline.step import spread
 from paceline.team import ahead
-from paceline.team.ahead import Ahead, Taker, digests, pack, unpack
+from paceline.team.ahead import Ahead, Taker, digests
 
 STATE = {"weights": torch.arange(10.0), "bias": torch.zeros(0), "steps": 3, "name": "ä"}
 

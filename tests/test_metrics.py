@@ -14,8 +14,8 @@ from cases import rows
 from launching import train_basics
 from safetensors.torch import load_file
 
+from paceline.checkpoint.tree import pack, unpack
 from paceline.errors import MetricError
-from paceline.team.ahead import pack, unpack
 
 SCRIPT = """
 import json, os, signal

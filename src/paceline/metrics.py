@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.group import Group
 from paceline.errors import MetricError
-from paceline.team.ahead import pack, unpack
 
 _LARGE = 1024  # values of a state whose sums are not kept for each micro-batch
 _WORDS = ("sum", "mean", "max", "min", "cat")

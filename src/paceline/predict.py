@@ -21,12 +21,12 @@ import torch
 from paceline.checkpoint.files import Whole, write_cure
 from paceline.checkpoint.storage import write_file
 from paceline.checkpoint.tensorfile import DTYPES, head, ordered
+from paceline.checkpoint.tree import raw
 from paceline.data.loader import Feed
 from paceline.errors import CheckpointError, UsageError, a
 from paceline.evaluate import Sweep
 from paceline.metrics import to_main
 from paceline.run import Run
-from paceline.team.ahead import raw
 from paceline.team.operations import settling
 
 _WINDOW = 4  # micro-batches of a worker

@@ -38,12 +38,11 @@ from paceline.checkpoint.files import (
 )
 from paceline.checkpoint.saver import Background, Part
 from paceline.checkpoint.storage import Folder, Storage
-from paceline.checkpoint.tree import flatten_pieces
+from paceline.checkpoint.tree import flatten_pieces, pack, unpack
 from paceline.errors import CheckpointError
 from paceline.pieces import Held
 from paceline.pulse import PULSE
 from paceline.step import Agreed
-from paceline.team.ahead import pack, unpack
 from paceline.team.operations import settling
 from paceline.team.team import Team
 from paceline.world import parse_save_every

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paceline.agreement import Weights
+from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.group import Group
 from paceline.data.balance import Balance
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
@@ -29,7 +30,7 @@ from paceline.strategies.merging import Merging
 from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
-from paceline.team.ahead import Ahead, pack, unpack
+from paceline.team.ahead import Ahead
 from paceline.team.operations import Attempt, Operations
 
 

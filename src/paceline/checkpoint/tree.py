@@ -9,6 +9,7 @@ are not all text), ``$int`` (beyond 64 bits), ``$float`` (NaN and infinities: th
 from __future__ import annotations
 
 import collections
+import json
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ import numpy
 import torch
 
 from paceline.checkpoint.tensorfile import DTYPES
+from paceline.comm.shared import raw_bytes
 from paceline.errors import CheckpointError, UsageError, a
 from paceline.pieces import Held
 
@@ -190,3 +192,39 @@ def _fetch(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
         return tensor
     dtype: torch.dtype = getattr(torch, node["dtype"])
     return torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
+
+
+def pack(tree: Any) -> torch.Tensor:
+    """A tree of plain values and tensors as flat bytes: the skeleton as JSON, then the tensors, none of it pickled."""
+    return packed(*flatten(tree, ""))
+
+
+def packed(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> torch.Tensor:
+    """The same of what a tree was flattened to."""
+    shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    head = json.dumps([skeleton, shapes]).encode()
+    head += b" " * (-len(head) % 8)
+    parts = [torch.frombuffer(bytearray(struct.pack("<q", len(head)) + head), dtype=torch.uint8)]
+    for tensor in tensors.values():
+        flat = raw(tensor)
+        parts += [flat, torch.zeros(-len(flat) % 8, dtype=torch.uint8)]
+    return torch.cat(parts)
+
+
+def unpack(data: torch.Tensor, copy: bool = True) -> Any:
+    """What was packed; without a `copy`, tensors are a part of the bytes."""
+    (length,) = struct.unpack("<q", bytes(data[:8].tolist()))
+    skeleton, shapes = json.loads(bytes(data[8 : 8 + length].tolist()))
+    tensors, at = {}, 8 + length
+    for name, (dtype, shape) in shapes.items():
+        kind: torch.dtype = getattr(torch, dtype)
+        size = torch.Size(shape).numel() * kind.itemsize
+        part = data[at : at + size].view(kind).view(shape)
+        tensors[name] = part.clone() if copy else part
+        at += size + (-size % 8)
+    return unflatten(skeleton, tensors)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, flat, on the CPU."""
+    return raw_bytes(tensor.detach().cpu().contiguous())

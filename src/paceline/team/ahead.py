@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import secrets
 import select
 import socket
@@ -26,8 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.checkpoint.tree import flatten, unflatten
-from paceline.comm.shared import raw_bytes
+from paceline.checkpoint.tree import flatten, pack, packed, raw, unpack
 from paceline.observe.memory import whole_memory
 from paceline.team.orders import At
 
@@ -36,41 +34,6 @@ HELLO, CALLS = 2.0, 16  # seconds for a connection to say who it is; how many ma
 SLICE = 1 << 20
 SEEN = 0.5  # seconds of sending after which it is known how fast that is
 SPARE = 0.85  # part of the connection's speed that a step's sums may take
-
-
-def pack(tree: Any) -> torch.Tensor:
-    """A tree of plain values and tensors as flat bytes: the skeleton as JSON, then the tensors, none of it pickled."""
-    return _packed(*flatten(tree, ""))
-
-
-def _packed(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> torch.Tensor:
-    shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-    head = json.dumps([skeleton, shapes]).encode()
-    head += b" " * (-len(head) % 8)
-    parts = [torch.frombuffer(bytearray(struct.pack("<q", len(head)) + head), dtype=torch.uint8)]
-    for tensor in tensors.values():
-        flat = raw(tensor)
-        parts += [flat, torch.zeros(-len(flat) % 8, dtype=torch.uint8)]
-    return torch.cat(parts)
-
-
-def unpack(data: torch.Tensor, copy: bool = True) -> Any:
-    """What was packed; without a `copy`, tensors are a part of the bytes."""
-    (length,) = struct.unpack("<q", bytes(data[:8].tolist()))
-    skeleton, shapes = json.loads(bytes(data[8 : 8 + length].tolist()))
-    tensors, at = {}, 8 + length
-    for name, (dtype, shape) in shapes.items():
-        kind: torch.dtype = getattr(torch, dtype)
-        size = torch.Size(shape).numel() * kind.itemsize
-        part = data[at : at + size].view(kind).view(shape)
-        tensors[name] = part.clone() if copy else part
-        at += size + (-size % 8)
-    return unflatten(skeleton, tensors)
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, flat, on the CPU."""
-    return raw_bytes(tensor.detach().cpu().contiguous())
 
 
 def digests(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, str]:
@@ -172,7 +135,7 @@ class Giver:
                 frame = self._frames.popleft() if self._frames else None
                 self._behind -= 0 if frame is None else len(frame)
                 return frame
-        frame = _packed(*state)
+        frame = packed(*state)
         with self._news:
             self._state = None
             self._news.notify()

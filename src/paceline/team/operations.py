@@ -18,13 +18,13 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.checkpoint.tree import flatten, unflatten
+from paceline.checkpoint.tree import flatten, pack, raw, unflatten, unpack
 from paceline.comm.group import Group
 from paceline.errors import PeerLostError, UsageError
 from paceline.observe.account import Account
 from paceline.pulse import PULSE
 from paceline.step import Moment, StateLostError, Status, Transaction, resolve, spread
-from paceline.team.ahead import Ahead, Learner, Taker, digests, pack, raw, unpack
+from paceline.team.ahead import Ahead, Learner, Taker, digests
 from paceline.team.chaos import Chaos, parse_faults
 from paceline.team.orders import Coming, Generation, Orders
 from paceline.world import World
