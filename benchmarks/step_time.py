@@ -9,6 +9,7 @@ seconds to the others' in the same round: the median over the rounds, with its 9
 plain   DDP over gloo as people write it, under torch's own environment
 tuned   DDP with gradient_as_bucket_view and a fused optimizer, glibc keeping freed memory, each worker on its cores
 bound   the same loop without any communication, in what `paceline run` surrounds its workers with: the limit
+barrier the same with a barrier after each backward: the limit of what waits for the slower worker in each step
 trainer `paceline run`
 exact   `paceline run --plan exact`
 
@@ -42,16 +43,18 @@ from torch.utils.data import DataLoader, DistributedSampler
 from turns import WARM_UP, WORKERS, Processes, compare, give, launch, medians, record, take
 
 import paceline
+from paceline.comm.autoload import register
 from paceline.launch.surroundings import KEEP, surround
 
-SIDES = ("plain", "tuned", "bound", "trainer", "exact")
+SIDES = ("plain", "tuned", "bound", "barrier", "trainer", "exact")
+ALONE = ("bound", "barrier")  # they send nothing
 
 
 def by_hand(job: Job, side: str, rank: int, steps: int) -> Iterator[float]:
     """The loop as people write it."""
     torch.manual_seed(0)
     model: Any = job.model()
-    if side != "bound":
+    if side not in ALONE:
         model = DistributedDataParallel(model, gradient_as_bucket_view=side == "tuned")
     update = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if side == "plain" else True)
     data = job.data(steps * job.global_batch)
@@ -63,12 +66,14 @@ def by_hand(job: Job, side: str, rank: int, steps: int) -> Iterator[float]:
         update.zero_grad()
         for number in range(accumulate):
             batch = next(batches)
-            if side != "bound" and number < accumulate - 1:
+            if side not in ALONE and number < accumulate - 1:
                 with model.no_sync():
                     (job.loss(model(batch[0]), batch) / accumulate).backward()
             else:
                 loss = job.loss(model(batch[0]), batch) / accumulate
                 loss.backward()
+        if side == "barrier":
+            dist.barrier()
         update.step()
         yield loss.item()
 
@@ -97,7 +102,8 @@ def worker(side: str, address: str, model: str, steps: int, folder: str) -> None
         stepping = PEERS[side](job, steps)
     else:
         if side != "bound":
-            dist.init_process_group("gloo")
+            register()
+            dist.init_process_group("paceline" if side == "barrier" else "gloo")
         stepping = by_hand(job, side, rank, steps)
     take(address, side, rank, stepping)
     if side not in ("trainer", "exact") and dist.is_initialized():
@@ -115,10 +121,10 @@ def start(side: str, address: str, model: str, steps: int, folder: Path) -> Proc
         command = ["-m", "paceline.cli", "run", "--quiet", "--workers", str(WORKERS), "--run-dir", str(folder / side)]
         return [subprocess.Popen([sys.executable, *command, "--save-every", "1000000", *script], env=environment)]
     pins: list[list[int]] = []
-    if side in ("tuned", "bound"):
+    if side in ("tuned", *ALONE):
         variables, pins, _ = surround(WORKERS, environment, sorted(os.sched_getaffinity(0)))
         keep = {"MALLOC_MMAP_THRESHOLD_": KEEP, "MALLOC_TRIM_THRESHOLD_": KEEP}
-        environment |= variables if side == "bound" else keep
+        environment |= variables if side in ALONE else keep
     return launch(script, environment, pins)
 
 
