@@ -285,6 +285,7 @@ def test_one_ctrl_c_leaves_a_hung_worker_behind_and_saves(tmp_path: Path) -> Non
     end = said[said.index("\nstopped after step ") + 1 :].splitlines()
     (stopped,) = journal(tmp_path / "out", "stopped")
     assert stopped["step"] in (6, 7)
+    assert [event["life"] for event in journal(tmp_path / "out", "worker") if event["what"] == "started"] == [0, 0]
     assert end == [
         f"stopped after step {stopped['step']}; saved out/checkpoints/step-{stopped['step']:012d}",
         "continue with: paceline run --workers 2 --run-dir out --plan 'exact micro=3' --save-every 2 train.py",

@@ -271,18 +271,27 @@ def test_drawn_losses_are_those_of_their_seed():
     assert parse_faults(",".join(map(str, draw(4, 100, 6, seed=3)))) == draw(4, 100, 6, seed=3)
 
 
-def test_a_changed_script_is_not_started_in_the_place_of_a_lost_worker(tmp_path):
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (
+            "open('train.py', 'a').write('# changed')",
+            "has changed since the run began: start the same command again to use it",
+        ),
+        ("os.remove('train.py')", "is gone since the run began: start the same command again once it is there"),
+    ],
+)
+def test_a_changed_script_is_not_started_in_the_place_of_a_lost_worker(does, said, tmp_path):
     body = (
         "import os\n"
         "t = make()\n"
         "for report in t.steps(data, count=12):\n"
         "    if report.step == 4 and paceline.join().rank == 1:\n"
-        "        open('train.py', 'a').write('# changed')\n"
+        f"        {does}\n"
         "        os.kill(os.getpid(), 9)\n"
     )
     done = train_basics(tmp_path, body, 3)
-    cure = "train.py has changed since the run began: start the same command again to use it"
-    assert f"\nworker 1 is not started again: {cure}\n" in done.stderr
+    assert f"\nworker 1 is not started again: train.py {said}\n" in done.stderr
     told = paceline("explain", "out", cwd=tmp_path).stdout
     assert re.search(r"^  lost         worker 1 was killed by SIGKILL, after step \d$", told, re.M)
     assert re.search(r"^  teams        1 time formed anew, in \d+.*; 2 workers at last$", told, re.M)

@@ -274,10 +274,11 @@ class Agent:
     def _start_again(self, lives: Mapping[int, int], start: Callable[[], None]) -> None:
         """Starts lost workers in their next lives, or tells why not."""
         error = None
-        if self._leaving:  # the coordinator had not heard of it yet
+        if self._leaving or self._stop is not None:  # the coordinator had not heard of it yet
             error = ""
-        elif self._script.changed():
-            how = f"{self._options.script} has changed since the run began: start the same command again to use it"
+        elif what := self._script.changed():
+            cure = "start the same command again" + (" to use it" if what != "is gone" else " once it is there")
+            how = f"{self._options.script} {what} since the run began: {cure}"
             error = f"{ranks(sorted(lives))} {'is' if len(lives) == 1 else 'are'} not started again: {how}"
         else:
             try:
@@ -430,5 +431,8 @@ class _Script:
         self._path = path
         self._text = path.read_bytes()
 
-    def changed(self) -> bool:
-        return not self._path.exists() or self._path.read_bytes() != self._text
+    def changed(self) -> str:
+        """What has happened to it, if anything."""
+        if not self._path.exists():
+            return "is gone"
+        return "has changed" if self._path.read_bytes() != self._text else ""
