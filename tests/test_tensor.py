@@ -351,7 +351,11 @@ def test_what_cannot_be_is_said(case: str, tmp_path: Path) -> None:
 
 
 def test_layers_that_are_cut_are_told(tmp_path: Path) -> None:
-    done = train_basics(tmp_path, "make()\n", 2, "--plan", "tensor=2")
+    """And who has how much, by units."""
+    done = train_basics(tmp_path, "for r in make().steps(data, count=1): pass\n", 4, "--plan", "tensor=2 micro=24")
+    assert "= 1 micro-batch of 24 rows, dealt to the units of 2 workers as 1, 0; one" in done.stderr
+    idle = "workers 2-3 have nothing to do while the 1 micro-batch stays whole"
+    assert f"{idle}: the plan micro=12 has one for each of the 2 units of 2 workers, which" in done.stderr
     told = "2 layers are cut among 2 workers (1 column, 1 row)"
     assert told in done.stdout + done.stderr
     assert [event["why"] for event in journal(tmp_path / "out", "decision") if event["what"] == told] == [

@@ -183,27 +183,29 @@ def _stamp(value: Any) -> Any:
     return skeleton, {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
 
 
-def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None) -> str:
+def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None, whose: str = "workers") -> str:
     """``global batch 256 = 8 micro-batches of 32 rows, 4 on each of 2 workers; one epoch = 391 steps; 782 steps``."""
     count = len(grid.cut(grid.global_batch))
     text = f"global batch {grid.global_batch} = {count} micro-batch{'es' if count > 1 else ''} of {grid.micro} rows"
     if len(shares) > 1:
         each = " to ".join(map(str, sorted({min(shares), max(shares)})))
         even = len(set(shares)) == 1 or len(shares) > LISTED
-        one_by_one = "dealt to the workers as " + ", ".join(map(str, shares))
-        text += ", " + (f"{each} on each of {len(shares)} workers" if even else one_by_one)
+        one_by_one = f"dealt to the {whose} as " + ", ".join(map(str, shares))
+        text += ", " + (f"{each} on each of {len(shares)} {whose}" if even else one_by_one)
     if rows is not None:
         text += f"; one epoch = {grid.batches(rows)} steps"
     return text + (f"; {total} steps in all" if total is not None else "")
 
 
 def grid_told(
-    grid: Grid, shares: list[int], rows: int | None, total: int | None, number: int, models: Sequence[Any]
+    grid: Grid, shares: list[int], rows: int | None, total: int | None, unit: int, number: int, models: Sequence[Any]
 ) -> dict[str, Any]:
-    """What the journal keeps of it. Of several trainers, who train `models`, it is that of this number."""
+    """What the journal keeps of it. Shares are of units of so many workers. Of several trainers, who train `models`, it
+    is that of this number.
+    """
     kinds = {other: type(model).__name__ for other, model in enumerate(models)}
     sizes = {"global_batch": grid.global_batch, "micro": grid.micro, "micro_batches": len(grid.cut(grid.global_batch))}
-    text = grid_text(grid, shares, rows, total)
+    text = grid_text(grid, shares, rows, total, _whose(unit))
     if len(kinds) > 1:  # steps are counted over all of them
         text = f"{trainer_names(kinds)[number]}: {text.replace(' steps in all', ' steps of its own')}"
     return {**sizes, "trainer": number, "model": kinds[number], "rows": rows, "shares": shares, "text": text}
@@ -221,8 +223,12 @@ def resumed_grid(recorded: Grid, now: Grid, micro: int | None, done: int, say: C
     return said
 
 
-def idle_text(grid: Grid, weights: Sequence[float]) -> tuple[str, str] | None:
-    """For people, where workers that are to have a share get none: who they are, and which `micro` would serve."""
+def _whose(unit: int) -> str:
+    return "workers" if unit == 1 else f"units of {unit} workers"
+
+
+def idle_text(grid: Grid, weights: Sequence[float], unit: int = 1) -> tuple[str, str] | None:
+    """For people, where units that are to have a share get none: whose they are, and which `micro` would serve."""
     count, wanted = len(grid.cut(grid.global_batch)), sum(weight > 0 for weight in weights)
     idle = _idle(count, weights)
     if not idle:
@@ -230,9 +236,10 @@ def idle_text(grid: Grid, weights: Sequence[float]) -> tuple[str, str] | None:
     micro = min(grid.micro, -(-grid.global_batch // wanted))
     while micro and _idle(-(-grid.global_batch // micro), weights):
         micro = micro // 2 if micro > 8 else micro - 1
-    some = f"the plan micro={micro} has one for each of the {wanted} workers" if micro else ""
-    none = f"for {wanted} workers the global batch would need more rows than {grid.global_batch}"
+    some = f"the plan micro={micro} has one for each of the {wanted} {_whose(unit)}" if micro else ""
+    none = f"for {wanted} {_whose(unit)} the global batch would need more rows than {grid.global_batch}"
     stay = "1 micro-batch stays" if count == 1 else f"{count} micro-batches stay"
+    idle = [number * unit + mate for number in idle for mate in range(unit)]
     have = "has" if len(idle) == 1 else "have"
     return (
         f"{ranks(idle)} {have} nothing to do while the {stay} whole",

@@ -243,10 +243,11 @@ class Trainer:
         if not phase.complete:
             place = self._place()
             share = deal(len(grid.cut(grid.global_batch)), place.weights)
-            told = grid_told(grid, [len(part) for part in share], rows, total, self._number, self._run.models)
+            dealt, unit = [len(part) for part in share], self._mesh.unit
+            told = grid_told(grid, dealt, rows, total, unit, self._number, self._run.models)
             told |= {"phase": number, "epochs": epochs, "done": [one.steps_done for one in self._run.members]}
             self._run.show("grid", **told, steps=None if total is None else self.steps_done - phase.done + total)
-            idle = None if place.fine else idle_text(grid, place.weights)
+            idle = None if place.fine else idle_text(grid, place.weights, unit)
             if idle is not None:
                 self._run.decide(self._number, *idle)
                 self._run.say(": ".join(idle), once=True)
