@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass, replace
+from functools import cached_property
 from itertools import product
 
 AXES = ("data", "shard", "pipeline", "context", "tensor")  # outer to inner: neighbours along the last have it closest
@@ -29,12 +30,12 @@ class Mesh:
     context: int = 1
     tensor: int = 1
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """The workers of a unit."""
         return self.pipeline * self.context * self.tensor
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """The workers of a replica."""
         return self.shard * self.unit

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from paceline.errors import PlanError
@@ -116,7 +117,7 @@ class Plan:
             raise PlanError(f"{' '.join(unbuilt)} {verb} not built yet", f"use only what is: {known}")
         return replace(whole, data=data)
 
-    @property
+    @cached_property
     def one_by_one(self) -> bool:
         """Whether micro-batches are executed whole and one after another: together they would round other than apart,
         which `exact` forbids and makes other sums overflow in fp16; or workers run a model that is in pieces together.
@@ -128,7 +129,7 @@ class Plan:
         axes = {axis: getattr(self, axis) or 1 for axis in AXES if axis != "data"}
         return Mesh(**axes).over(workers)
 
-    @property
+    @cached_property
     def together(self) -> int:
         """How many workers gather a model's parameters from one another, and therefore run it equally often."""
         return self.mesh(1).replica if self.zero in (2, 3) else 1

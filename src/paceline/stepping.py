@@ -31,7 +31,7 @@ from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
 from paceline.team.ahead import Ahead
-from paceline.team.operations import Attempt, Operations
+from paceline.team.operations import Attempt
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,9 @@ class Stepper:
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # observed here, by kind: what, and why
     told: set[str] = field(default_factory=set)  # kinds that people have been told of
     waiting_since: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.operations = self.run.team.operations
 
     def step(self, deal: Callable[[], Portion], name: str) -> Step:
         """Makes the next one, applied whole or not at all; `deal` gives this worker's rows, in the present team."""
@@ -364,10 +367,6 @@ class Stepper:
         self.weights.kinds, self.weights.due = [kind for _, kind in said], True
         self.replica.rehouse()
         self.layout, self.housed, self.updated = None, operations.number, 0.0
-
-    @property
-    def operations(self) -> Operations:
-        return self.run.team.operations
 
     def _weigh(self, balance: Balance, step: Step) -> None:
         """What a step tells of the workers' speeds."""

@@ -326,7 +326,7 @@ class Trainer:
             self._run.say(told, once=True)
         epoch, rows, micro_batches = feed.at(phase.done)
         full = rows == feed.grid.global_batch
-        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, self._place().fine)
+        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine)
 
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""

@@ -286,6 +286,7 @@ class Feed:
         self.source, self.grid, self.place, self._tell = source, grid, place, tell
         self.start, self.batches, self.epochs = span
         self.decided: str | None = None
+        self.fine = False  # whether the last global batch was dealt in parts of micro-batches
         self.options = dict(source.options or {})
         self._open = "num_workers" not in self.options and source.rows is not None
         self._tries: list[float] = []
@@ -337,6 +338,7 @@ class Feed:
         """This worker's part of a global batch, in the present team: of the next one, or of the last one again."""
         began = time.perf_counter()
         place = self.place()
+        self.fine = place.fine
         if self._stream is not None:
             batch = self._stream.deal(step, place)
         else:
