@@ -8,11 +8,10 @@ is seen.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from backend_contract import BRIEF, MOVES, OPS, REDUCTIONS
 from launching import SCRIPTS
 from networks import Network
 from networks import hosts as hosts
+from warm import Process, environment
 
 Table = dict[str, dict[str, dict[str, list[str | None]]]]
 WHOLE = {"bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"}
@@ -77,13 +77,10 @@ def refusal(collective: str, op: str, dtype: str) -> str:
 
 def contract(folder: Path, *groups: str) -> list[dict[str, Any]]:
     """What each worker found."""
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "backend_contract.py", folder, *groups],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = [sys.executable, SCRIPTS / "backend_contract.py", folder, *groups]
+    with Process(command, environment(CUDA_VISIBLE_DEVICES=""), stderr=PIPE) as process:
+        stderr = process.communicate()[1]
+    assert process.returncode == 0, stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
