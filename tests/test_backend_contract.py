@@ -8,11 +8,10 @@ is seen.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -21,6 +20,8 @@ from backend_contract import BRIEF, MOVES, OPS, REDUCTIONS
 from launching import SCRIPTS
 from networks import Network
 from networks import hosts as hosts
+from once import once
+from warm import Process, environment
 
 Table = dict[str, dict[str, dict[str, list[str | None]]]]
 WHOLE = {"bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"}
@@ -76,14 +77,15 @@ def refusal(collective: str, op: str, dtype: str) -> str:
 
 
 def contract(folder: Path, *groups: str) -> list[dict[str, Any]]:
-    """What each worker found."""
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "backend_contract.py", folder, *groups],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    """Three workers try everything: what each found."""
+    command = [sys.executable, SCRIPTS / "backend_contract.py", folder, *groups]
+    with Process(command, environment(CUDA_VISIBLE_DEVICES=""), stderr=PIPE) as process:
+        stderr = process.communicate()[1]
+    assert process.returncode == 0, stderr[-3000:]
+    return found_in(folder)
+
+
+def found_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
@@ -105,7 +107,8 @@ def check(table: Table, dtypes: set[str]) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     groups = ["0,1,2:gloo", "0,1:brief", "1,2:brief", "0:brief", "1:brief", "2:brief"]
-    return contract(tmp_path_factory.mktemp("contract"), *groups)
+    folder = once(tmp_path_factory, "contract of the backend", lambda folder: contract(folder, *groups))
+    return found_in(folder)
 
 
 def test_no_dtype_of_torch_is_left_out() -> None:

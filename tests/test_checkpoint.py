@@ -21,6 +21,7 @@ import torch
 from checkpoints import find_checkpoint, list_checkpoints, weights_of, write_checkpoint
 from safetensors.torch import load_file
 from test_checkpoint_tree import refusal, same
+from warm import Process
 
 from paceline.checkpoint.export import write_model
 from paceline.checkpoint.tensorfile import size_text, write_tensors
@@ -429,10 +430,12 @@ for size in sorted(random.Random(7).sample(range(total - 20), sizes)):
 @pytest.mark.parametrize("scenario", ["next", "replace"])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, scenario: str, sizes: int) -> None:
     """SIGKILL before every operation on the file system, and after so many seeded numbers of bytes."""
-    command = [sys.executable, "-c", KILLER, str(Path(__file__).parent), str(tmp_path), scenario, str(sizes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    trials = [json.loads(line) for line in done.stdout.splitlines()]
+    (tmp_path / "killer.py").write_text(KILLER)
+    command = [sys.executable, tmp_path / "killer.py", Path(__file__).parent, tmp_path, scenario, str(sizes)]
+    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    trials = [json.loads(line) for line in stdout.splitlines()]
     killed = [trial for trial in trials if trial["killed"]]
     assert len(killed) == len(trials) - 1 >= 8 + sizes
     for trial in trials:

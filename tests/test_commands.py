@@ -340,7 +340,9 @@ def test_a_signal_that_is_ignored_stays_so(here: Path, gate: Callable[..., None]
     assert process.communicate(timeout=60)[1] == "paceline: stopped by SIGTERM; the same command starts again\n"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)]
+)
 def test_a_rehearsal_that_is_stopped_is_no_failed_one(number: int, code: int, here: Path) -> None:
     Path("train.py").write_text("import time\nopen('here', 'w')\ntime.sleep(600)\n")
     process = begin(here, "check", "train.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,10 +83,13 @@ class Play:
                 self.join(agent)
 
     def settle(self, seconds: float = 1.0) -> None:
-        """Time goes on: agents report, and do what they are told."""
+        """Time goes on: agents report, and do what they are told. Once nothing changes any more, nothing will before
+        the coordinator's next moment, which comes at once.
+        """
         end = self.now + seconds
         while self.now < end:
             self.now += 0.05
+            before = self.coordinator.version, {agent: {**workers} for agent, workers in self.workers.items()}
             for agent in self.workers:
                 if agent not in self.silent:
                     self.coordinator.report(agent, self.workers[agent], 1, self.now)
@@ -93,6 +97,8 @@ class Play:
             for agent in self.workers:
                 if agent not in self.silent:
                     self.obey(agent)
+            if (self.coordinator.version, self.workers) == before and self.coordinator.recovering == math.inf:
+                self.now = max(self.now, min(end, self.coordinator.due) - 0.05)
 
     def obey(self, agent: str) -> None:
         orders = self.coordinator.orders(agent)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 from agents import alive
@@ -73,17 +74,19 @@ STANDS_STILL = 5.0  # seconds that an agent is stopped, until somebody outside l
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], bytes]:
     """By plan: what one worker gives."""
-    found = {}
-    for plan in set(PLANS.values()):
+
+    @cache
+    def of(plan: str) -> bytes:
         folder = tmp_path_factory.mktemp("undisturbed")
         for name, text in (("other.py", SCRIPT), ("gate", "")):
             (folder / name).write_text(text)
         command = ("run", "--plan", plan, "--run-dir", "run", "other.py", "out", str(STEPS))
         paceline(*command, cwd=folder, PYTHONPATH=str(SCRIPTS))
-        found[plan] = (folder / "out.safetensors").read_bytes()
-    return found
+        return (folder / "out.safetensors").read_bytes()
+
+    return of
 
 
 @dataclass
@@ -198,11 +201,11 @@ class Row:
             first.process = first.again()
         self.here.until(lambda: not alive(pid))
 
-    def end(self, undisturbed: dict[str, bytes]) -> None:
+    def end(self, undisturbed: Callable[[str], bytes]) -> None:
         here = self.here
         gone = self.team == "two hosts" and self.victim == "agent" and self.dies
         here.end(0, *([-signal.SIGKILL if gone else 0] * (len(here.agents) - 1)))
-        assert (here.folder / "out.safetensors").read_bytes() == undisturbed[PLANS[self.team]]
+        assert (here.folder / "out.safetensors").read_bytes() == undisturbed(PLANS[self.team])
         assert sum(event["steps"] for event in effective_steps(read_journal(here.agents[0].folder))) == STEPS
         assert [one.info for one in processes() if one.info["cwd"] == str(here.folder)] == []
 
@@ -220,7 +223,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("team", "victim", "fault"), ROWS)
 def test_it_goes_on_or_ends_with_a_word(
-    cluster: Callable[[int], Cluster], undisturbed: dict[str, bytes], team: str, victim: str, fault: str
+    cluster: Callable[[int], Cluster], undisturbed: Callable[[str], bytes], team: str, victim: str, fault: str
 ) -> None:
     row = Row(cluster(len(TEAMS[team])), team, victim, fault)
     row.here.steps = STEPS
@@ -237,7 +240,7 @@ def test_it_goes_on_or_ends_with_a_word(
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_agent_of_the_coordinators_host(
-    cluster: Callable[[int], Cluster], undisturbed: dict[str, bytes], moment: str, fault: str
+    cluster: Callable[[int], Cluster], undisturbed: Callable[[str], bytes], moment: str, fault: str
 ) -> None:
     """Where it is killed, the coordinator and the workers of its host go with it: somebody says `--take-over`, or,
     before the first step, starts the same command again, to which the other host comes. Where it is stopped, the other
@@ -279,5 +282,5 @@ def test_the_agent_of_the_coordinators_host(
         here.until(lambda: re.search(r"^workers? 0.* (is|are) lost \(the agent.*$", first.text, re.M))
         here.members(4)
     here.end(-signal.SIGKILL if row.dies and not before else 0, 0)
-    assert (here.folder / "out.safetensors").read_bytes() == undisturbed[PLANS["two hosts"]]
+    assert (here.folder / "out.safetensors").read_bytes() == undisturbed(PLANS["two hosts"])
     assert [one.info for one in processes() if one.info["cwd"] == str(here.folder)] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 from importlib import import_module
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import paceline, train_basics, without_an_agent
+from once import once
 
 from paceline.errors import LossError
 
@@ -188,16 +190,20 @@ def test_workers_with_different_scripts(tmp_path):
         )
 
 
-def interrupted_run(tmp_path: Path) -> Path:
-    """A run of the basics that ended after step 8 of 12 with checkpoints of steps 4 and 8."""
-    train_basics(tmp_path, "t = make()\nlist(t.steps(data, epochs=3))\n", 2, "--save-every", "4", "--steps", "8")
+@pytest.fixture
+def interrupted_run(tmp_path_factory, tmp_path):
+    """In the test's folder a run of the basics that ended after step 8 of 12: its checkpoints, of steps 4 and 8."""
+    body = "t = make()\nlist(t.steps(data, epochs=3))\n"
+    options = ("--save-every", "4", "--steps", "8")
+    made = once(tmp_path_factory, "interrupted", lambda folder: train_basics(folder, body, 2, *options))
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     saved = sorted((tmp_path / "out/checkpoints").glob("step-*"))
     assert [path.name[-2:] for path in saved] == ["04", "08"]
-    return saved[-1]
+    return saved
 
 
+@pytest.mark.usefixtures("interrupted_run")
 def test_a_dataset_that_shrank_since_the_checkpoint(tmp_path):
-    interrupted_run(tmp_path)
     block = fails("t = make()\nlist(t.steps(TensorDataset(x[:90], x[:90, 0].long()), epochs=3))", tmp_path)
     assert (
         "DatasetError: the dataset had 96 rows when the checkpoint was written and has 90 now; "
@@ -205,8 +211,8 @@ def test_a_dataset_that_shrank_since_the_checkpoint(tmp_path):
     )
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path):
-    newest = interrupted_run(tmp_path)
+def test_a_damaged_checkpoint_is_passed_over(interrupted_run, tmp_path):
+    newest = interrupted_run[-1]
     (weights,) = newest.glob("*.safetensors")
     damaged = bytearray(weights.read_bytes())
     damaged[-5] ^= 4
@@ -217,10 +223,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["damaged", "of a later format"])
-def test_only_checkpoints_that_cannot_be_read_stop_the_run(how, tmp_path):
-    interrupted_run(tmp_path)
-    places = [tmp_path / "out/checkpoints" / f"step-{step:012d}" for step in (4, 8)]
-    for place in places:
+def test_only_checkpoints_that_cannot_be_read_stop_the_run(how, interrupted_run, tmp_path):
+    for place in interrupted_run:
         manifest = json.loads((place / "manifest.json").read_text())
         (place / "manifest.json").write_text(json.dumps({**manifest, "format": 3 if how != "damaged" else 2}))
     block = fails(None, tmp_path, 2)
@@ -295,7 +299,7 @@ def test_no_disk_space_keeps_training_and_fails_at_the_end(small_disk, tmp_path)
     assert "step 4/4" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
 def test_a_worker_killed_by_a_signal(number, tmp_path):
     body = (
         "import os\n"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from subprocess import PIPE
 
 import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import SCRIPTS, free_port
+from warm import Process
 
 from paceline.mesh import AXES, Mesh, run_of
 from paceline.plan import Plan
@@ -77,14 +78,10 @@ def test_groups_along_axes_go_on_through_generations() -> None:
     """Workers 2 and 3 are lost, 4 and 5 come, who connect what the others have had long since."""
     port = free_port()
     workers = [
-        subprocess.Popen(
-            [sys.executable, SCRIPTS / "along.py", str(worker), str(port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        Process([sys.executable, SCRIPTS / "along.py", str(worker), str(port)], stdin=PIPE, stdout=PIPE)
         for worker in range(6)
     ]
-    found = [json.loads(worker.communicate()[0].decode().splitlines()[-1]) for worker in workers[:2] + workers[4:]]
+    found = [json.loads(worker.communicate()[0].splitlines()[-1]) for worker in workers[:2] + workers[4:]]
     assert [worker.communicate() and worker.returncode for worker in workers[2:4]] == [0, 0]
     first, second, third = (found[0][number] for number in "012")
     assert first == {

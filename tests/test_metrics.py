@@ -85,15 +85,14 @@ def measures(folder: Path, workers: int, shares: str, lost: int | str) -> None:
         assert torch.allclose(torch.tensor(value).double(), expected[name].double(), rtol=1e-5, atol=1e-6), name
 
 
-@pytest.mark.parametrize(("workers", "shares", "lost"), [(3, "3,1,2", 1), (1, "", "")])
-def test_the_result_is_that_of_one_process(workers: int, shares: str, lost: Any, tmp_path: Path) -> None:
-    measures(tmp_path, workers, shares, lost)
+def test_the_result_is_that_of_one_process(tmp_path: Path) -> None:
+    measures(tmp_path, 3, "3,1,2", 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "shares", "lost"),
-    [(2, "", 0), (2, "3,1", 1), (3, "", 0), (5, "1,2,2,3,1", 3), (5, "", ""), (5, "", 0)],
+    [(1, "", ""), (2, "", 0), (2, "3,1", 1), (3, "", 0), (5, "1,2,2,3,1", 3), (5, "", ""), (5, "", 0)],
 )
 def test_the_result_is_that_of_one_process_on_any_workers(workers: int, shares: str, lost: Any, tmp_path: Path) -> None:
     measures(tmp_path, workers, shares, lost)

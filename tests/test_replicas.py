@@ -15,7 +15,7 @@ from test_team import LONG, STEPS, WORKERS, Ended, fired, same, train, undisturb
 from paceline.team.chaos import GO, read_log
 
 MOMENTS = ("loading", "forward", "backward", "summed", "reduced", "applied", "saving", "writing")
-QUICK = {("reduced", 0, 1), ("backward", 3, 3), ("applied", 1, 1)}
+QUICK = {("reduced", 0, 1), ("backward", 3, 3)}  # and below, "applied" and "summed"
 
 
 def plan(zero: int) -> str:
@@ -58,9 +58,9 @@ def test_lost_between_the_sums_of_the_two_places(zero, undisturbed, tmp_path):  
     run, waited = tmp_path / "run", threading.Event()
 
     def let_go() -> None:
-        """Worker 3 waits in its backward until worker 0 is lost."""
+        """Worker 3 waits in its backward until worker 0 is lost, whichever comes first."""
         try:
-            until(lambda: faults == [entry["fault"] for entry in read_log(run)])
+            until(lambda: {*faults} == {entry["fault"] for entry in read_log(run)})
             waited.set()
         finally:
             (run / GO).touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import dcgan
 import pytest
@@ -10,6 +11,7 @@ import torch
 from by_hand import Plain, built, grid
 from cases import rows
 from launching import SCRIPTS, paceline
+from once import once
 from oracle import apart
 from public import judge, noise, real_and_fake, sgd
 from safetensors.torch import load_file
@@ -29,9 +31,9 @@ TEAMS = {
 def gan(request, tmp_path_factory):
     """(weights, figures, decisions, number of workers)"""
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("dcgan")
-    script = SCRIPTS / "dcgan.py"
-    paceline("run", *TEAMS[request.param], "--run-dir", "run", script, "out", cwd=folder, CUDA_VISIBLE_DEVICES="")
+    command = ("run", *TEAMS[request.param], "--run-dir", "run", SCRIPTS / "dcgan.py", "out")
+    train = partial(paceline, *command, CUDA_VISIBLE_DEVICES="")
+    folder = once(tmp_path_factory, f"dcgan on {request.param}", lambda folder: train(cwd=folder))
     said = [event for event in read_journal(folder / "run") if event["event"] == "decision"]
     figures = json.loads((folder / "out.json").read_text())
     return load_file(folder / "out.safetensors"), figures, said, int(TEAMS[request.param][1])

@@ -96,7 +96,8 @@ def same(ended: Ended, undisturbed: Ended) -> None:
 KINDS = ("kill", "stop", "raise", "exit")
 MOMENTS = ("loading", "forward", "backward", "summed", "reduced", "applied", "saving", "writing", "forming")
 WHO = {"worker 0": [0], "its neighbour": [1], "another": [3], "two at once": [1, 4]}
-QUICK = {("kill", "reduced", "worker 0"), ("stop", "backward", "another"), ("exit", "saving", "its neighbour")}
+# An exit is in the rehearsal below, a loss while saving in test_best.py.
+QUICK = {("kill", "reduced", "worker 0"), ("stop", "backward", "another")}
 QUICK |= {("kill", "forming", "two at once"), ("kill", "writing", "another")}
 # A state is handed over by one worker to one other: nobody else takes part.
 HANDING = {"the giver": [0], "the taker": [5], "both": [0, 5]}

@@ -99,7 +99,7 @@ def test_the_parts_train_one_model(trained, size: int) -> None:
         ("1", "import paceline, torch"),
         pytest.param("1", "import torch, paceline", marks=pytest.mark.slow),  # it is known before the second one
         ("0", "import torch, paceline"),
-        ("0", "import paceline, torch"),
+        pytest.param("0", "import paceline, torch", marks=pytest.mark.slow),  # what the one below says
         pytest.param("0", "import torch", marks=pytest.mark.slow),  # nothing of ours takes part
     ],
 )

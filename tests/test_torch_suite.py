@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import STDOUT
 from typing import Any
 
 import pytest
 from launching import SCRIPTS
+from warm import Process, environment
 
 WORKERS = 3
 
@@ -64,13 +64,9 @@ def outcomes(backend: str, folder: Path, *names: str) -> dict[str, dict[str, Any
     """What each test came to."""
     out, log = folder / f"{backend}.jsonl", folder / f"{backend}.log"
     with log.open("w") as file:
-        done = subprocess.run(
-            [sys.executable, SCRIPTS / "torch_suite.py", backend, str(WORKERS), out, *names],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    assert done.returncode == 0, log.read_text()[-3000:]
+        command = [sys.executable, SCRIPTS / "torch_suite.py", backend, str(WORKERS), out, *names]
+        code = Process(command, environment(CUDA_VISIBLE_DEVICES=""), stdout=file, stderr=STDOUT).wait()
+    assert code == 0, log.read_text()[-3000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     return {row["test"]: row for row in rows}
 

@@ -77,7 +77,7 @@ def warmed(script: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
     return Process([sys.executable, script, *arguments], given, cwd=script.parent, stdout=PIPE, stderr=PIPE)
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY"])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", pytest.param("ATEN_CPU_CAPABILITY", marks=pytest.mark.slow)])
 def test_a_variable_that_is_set_before_torch_is_imported_counts(tmp_path, name):
     """The worker begins anew in its place, and one line says why."""
     (tmp_path / "train.py").write_text(

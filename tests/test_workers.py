@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from by_hand import Plain, built, grid, in_order
 from cases import Cramped, cross_entropy, mlp, rows
 from launching import SCRIPTS, paceline
+from once import once
 from oracle import apart
 from public import BOUNDS, Counting, Discriminator, Generator, Late, Normalised, Rarely, Shaky, Stream, noise
 from safetensors.torch import load_file
@@ -69,11 +70,9 @@ def launched(tmp_path_factory):
             pytest.fail(failed[team], pytrace=False)
         failed[team] = "the script failed, see the first test of this team"
         torch.set_num_threads(1)
-        folder = tmp_path_factory.mktemp("public")
-        paceline(
-            "run", *TEAMS[team], "--run-dir", folder / "run", SCRIPTS / "public.py", folder / "out", cwd=folder,
-            CUDA_VISIBLE_DEVICES="",
-        )  # fmt: skip
+        command = ("run", *TEAMS[team], "--run-dir", "run", SCRIPTS / "public.py", "out")
+        train = partial(paceline, *command, CUDA_VISIBLE_DEVICES="")
+        folder = once(tmp_path_factory, f"public on {team}", lambda folder: train(cwd=folder))
         return [Worker(folder / "out", rank) for rank in range(int(TEAMS[team][1]))]
 
     return launch

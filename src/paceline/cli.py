@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from paceline.world import parse_whole
 
 if sys.platform.startswith("linux"):
     from paceline.launch import keeper
-    from paceline.launch.chaos import chaos
-    from paceline.launch.check import check
     from paceline.launch.local import launch
 
 HANGS = "ends a worker that does nothing for so long (default 1800, or 0, which is never, at a terminal)"
@@ -75,10 +72,14 @@ def _run(take_over: Path | None, **options: Any) -> int | str:
 
 
 def _check(steps: int, **options: Any) -> int:
+    from paceline.launch.check import check  # not with every run
+
     return check(_launched(**options), steps)
 
 
 def _chaos(steps: int, losses: int, seed: int, faults: str, **options: Any) -> int:
+    from paceline.launch.chaos import chaos
+
     return chaos(_launched(**options), steps, losses, seed, faults)
 
 
@@ -235,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains one PyTorch model on whatever machines there are.",
         epilog="`paceline COMMAND --help` shows options and examples. A script also runs alone: python train.py",
     )
-    parser.add_argument("--version", action="version", version=f"paceline {version('paceline')}")
+    parser.add_argument("--version", action="version", version=f"paceline {sys.modules['paceline'].__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, command: Callable[..., int | str], does: str, epilog: str, more: str | None = None) -> Any:

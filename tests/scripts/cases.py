@@ -21,7 +21,7 @@ class Case:
     loss: Callable[[Any, Any], Any]
     optimizer: Callable[[Any], Any]
     global_batch: int
-    steps: int = 20
+    steps: int = 12  # of which the first epoch ends in each case
     clip_norm: float | None = None
     schedule: Callable[[int], float] | None = None
     micro: int | None = None

@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 import weakref
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -211,6 +210,8 @@ def _in_the_way(agent: socket.socket, descriptors: Sequence[int]) -> str | None:
 
 def _of_the_script(given: Mapping[str, Any], began: Began) -> str | None:
     """Why a script cannot start in a copy of this process as it does in one of its own, if it can't."""
+    import zipfile  # the agent imports this file, too, and does without
+
     script = Path(given["folder"], given["program"][0])
     if zipfile.is_zipfile(script):
         return f"{script} is an archive"

@@ -12,7 +12,6 @@ import json
 import re
 import threading
 import time
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -122,11 +121,13 @@ class Lease:
 
     def _ask(self, what: str, said: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of the first that gives one. OSError: there is none."""
+        from urllib.request import Request, urlopen  # takes its time, and few runs have a store
+
         failed = OSError("no address")
         for host in self._hosts:
-            request = urllib.request.Request(f"http://{host}/v3/{what}", json.dumps(said).encode())
+            request = Request(f"http://{host}/v3/{what}", json.dumps(said).encode())
             try:
-                with urllib.request.urlopen(request, timeout=ANSWER) as answer:
+                with urlopen(request, timeout=ANSWER) as answer:
                     found: dict[str, Any] = json.load(answer)
                     return found
             except OSError as error:
