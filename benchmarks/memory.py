@@ -38,7 +38,7 @@ from torch.utils.data import TensorDataset
 from turns import record
 
 import paceline
-from paceline.given import peak_memory
+from paceline.arguments import peak_memory
 from paceline.strategies.state import held
 
 LAYERS, WIDTH, STEPS = 16, 2000, 2

@@ -35,7 +35,7 @@ from turns import WARM_UP, WORKERS, Processes, compare, give, launch, medians, r
 
 import paceline
 from paceline.comm.autoload import register
-from paceline.launch.surroundings import surround
+from paceline.launch.tuning import surround
 
 AGREE = 1e-4
 BLOCKS = (nn.Linear, nn.TransformerEncoderLayer)

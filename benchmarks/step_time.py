@@ -44,7 +44,7 @@ from turns import WARM_UP, WORKERS, Processes, compare, give, launch, medians, r
 
 import paceline
 from paceline.comm.autoload import register
-from paceline.launch.surroundings import KEEP, surround
+from paceline.launch.tuning import KEEP, surround
 
 SIDES = ("plain", "tuned", "bound", "barrier", "trainer", "exact")
 ALONE = ("bound", "barrier")  # they send nothing

@@ -34,7 +34,7 @@ from turns import WARM_UP, WORKERS, Processes, compare, give, launch, medians, r
 
 import paceline
 from paceline.comm.autoload import register
-from paceline.launch.surroundings import surround
+from paceline.launch.tuning import surround
 
 AGREE, ROWS, LENGTH, STEPS = 1e-4, 8, 64, 10  # rows of a step, their length, steps of a round
 CUT = {"blocks.*.up": "column", "blocks.*.down": "row"}

@@ -34,7 +34,7 @@ ROWS = [
     {"strategies"},
     {"data", "checkpoint", "team", "observe"},
     {
-        *{"run", "saving", "stepping", "phases", "given", "hints", "agreement", "script"},
+        *{"run", "saving", "stepping", "loops", "arguments", "hints", "agreement", "script"},
         *{"evaluate", "predict", "metrics", "best", "schedules"},
     },
     {"trainer"},
@@ -365,7 +365,7 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
     ),
     (
         layouts_that_import_layouts,
-        LAYOUTS | {SHARD: "from paceline.strategies.watch import Watch\nclass Shard(Layout): ..."},
+        LAYOUTS | {SHARD: "from paceline.strategies.side_effects import Watch\nclass Shard(Layout): ..."},
         [],
     ),
     (unpickling, "import pickle, json, marshal", ["plan:1: pickle, marshal"]),

@@ -18,8 +18,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from paceline.data.loader import Feed, Place, Slot, Source, _Rows, share_of
 from paceline.data.order import sample_index
+from paceline.loops import grid_text, idle_text
 from paceline.observe.journal import read_journal
-from paceline.phases import grid_text, idle_text
 from paceline.step import Grid, deal
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from paceline.comm import side as sides
-from paceline.comm.side import Side, asker
+from paceline.comm import status as sides
+from paceline.comm.status import Side, asker
 from paceline.errors import PeerLostError
 from paceline.saving import some
 

@@ -29,7 +29,7 @@ from warm import Process
 import paceline as package
 from paceline.cli import main
 from paceline.errors import UsageError
-from paceline.launch.surroundings import HUGE, surround
+from paceline.launch.tuning import HUGE, surround
 from paceline.plan import Plan
 from paceline.run import Member
 from paceline.world import began, inherited_warm, pulse_descriptor, read_world, standstill, starts_cold

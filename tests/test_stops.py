@@ -23,7 +23,7 @@ from once import once
 from replay import STORE, Replay
 from warm import Process, environment
 
-from paceline.launch import keeper
+from paceline.launch import coordinator_process
 from paceline.observe.journal import effective_steps, read_journal
 from paceline.team.coordinator import RETURN, Coordinator
 from paceline.team.roster import Roster
@@ -358,10 +358,12 @@ def test_a_coordinator_that_does_not_start_is_given_more_time_each_time(
     (tmp_path / "journal.jsonl").touch()
     (tmp_path / "sitecustomize.py").write_text(STARTS_NOT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(keeper, "LONGEST", 0.25)
+    monkeypatch.setattr(coordinator_process, "LONGEST", 0.25)
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, selectors.DefaultSelector() as selector:
-        kept = keeper.Keeper(listener, tmp_path, {"again": False, "epoch": 1}, selector, said.append)
+        kept = coordinator_process.CoordinatorProcess(
+            listener, tmp_path, {"again": False, "epoch": 1}, selector, said.append
+        )
         seen = {0.25}
         try:
             while max(seen) < 2.0:

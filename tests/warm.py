@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.surroundings import surround
+from paceline.launch.tuning import surround
 from paceline.launch.warm import Wanted, Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"

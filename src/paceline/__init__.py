@@ -78,7 +78,7 @@ def _last() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(team.exit_code())
-    sys.modules["paceline.comm.side"].spare_late_threads()
+    sys.modules["paceline.comm.status"].spare_late_threads()
 
 
 atexit.register(_last)

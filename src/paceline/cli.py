@@ -21,7 +21,7 @@ from paceline.plan import describe
 from paceline.world import parse_whole
 
 if sys.platform.startswith("linux"):
-    from paceline.launch import keeper
+    from paceline.launch.coordinator_process import take_over as taken_over
     from paceline.launch.local import launch
 
 HANGS = "ends a worker that does nothing for so long (default 1800, or 0, which is never, at a terminal)"
@@ -68,7 +68,7 @@ def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions
 
 
 def _run(take_over: Path | None, **options: Any) -> int | str:
-    return launch(_launched(**options)) if take_over is None else keeper.take_over(take_over)
+    return launch(_launched(**options)) if take_over is None else taken_over(take_over)
 
 
 def _check(steps: int, **options: Any) -> int:

@@ -20,6 +20,7 @@ from torch.backends.cpu import get_cpu_capability
 from torch.utils._pytree import tree_map_only
 
 from paceline.agreement import Agreement
+from paceline.arguments import private_memory, refused_exports
 from paceline.best import Best, best_now, keep_best
 from paceline.checkpoint.export import write_together
 from paceline.checkpoint.files import FOLDER, folder_of
@@ -27,22 +28,21 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
-from paceline.given import private_memory, refused_exports
+from paceline.loops import Phase, State
 from paceline.observe.account import process_began
 from paceline.observe.figures import duration, plural, size_of
 from paceline.observe.journal import Journal, plain
 from paceline.observe.memory import advice, whole_memory
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
-from paceline.phases import Phase, State
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
 from paceline.script import module_name, script_text, versions
 from paceline.step import Agreed
 from paceline.strategies.job import Job
 from paceline.strategies.state import held, in_pieces
+from paceline.team.commands import Generation
 from paceline.team.coordinator import STOPPED
 from paceline.team.operations import Attempt, LeftError
-from paceline.team.orders import Generation
 from paceline.team.team import Team, join
 
 

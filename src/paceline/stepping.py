@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from paceline.agreement import Weights
+from paceline.arguments import refuse_twins
 from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.group import Group
 from paceline.data.balance import Balance
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
-from paceline.given import refuse_twins
 from paceline.mesh import run_of
 from paceline.plan import Plan
 from paceline.pulse import PULSE
@@ -30,7 +30,7 @@ from paceline.strategies.merging import Merging
 from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
-from paceline.team.ahead import Ahead
+from paceline.team.migration import Migration
 from paceline.team.operations import Attempt
 
 
@@ -122,7 +122,7 @@ class Step:
     scale: float = 1.0
     generation: int = -1  # that it was computed in last
     digest: float | None = None  # of the weights before it, where they are compared
-    ahead: Ahead.Step | None = None  # what newcomers hear of it
+    ahead: Migration.Step | None = None  # what newcomers hear of it
     whole: Portion = field(default_factory=lambda: Portion([], 0, 0))
     indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
     options: Options = field(default_factory=lambda: Options(0, 1.0, 0))
@@ -241,7 +241,7 @@ class Stepper:
         group, options = self.run.team.group, step.options
         group.enter(name, check=False, kind="gradients")
         while True:
-            step.ahead = self.operations.ahead.step(self.trainer, whole=bool(self.plan.exact or self.scaling))
+            step.ahead = self.operations.migration.step(self.trainer, whole=bool(self.plan.exact or self.scaling))
             sums = step.sums = self.replica.run(step.whole.micro_batches, options, step.ahead.sum)
             computed = time.perf_counter()
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
@@ -301,7 +301,7 @@ class Stepper:
         sums, agreed = step.sums, step.agreed
         assert sums is not None
         step.norm = norm
-        if step.ahead is not None and self.operations.ahead.giving:
+        if step.ahead is not None and self.operations.migration.giving:
             step.ahead.end(self.replica.sums, dict(vars(agreed)), norm, step.options.expected, sums.records)
         self.run.saving.copied()
         self.replica.update(sums, agreed, step.options, norm)

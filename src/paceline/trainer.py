@@ -16,15 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from paceline.agreement import Weights
-from paceline.best import Best
-from paceline.checkpoint.adopt import adopted, refuse_another_model
-from paceline.checkpoint.export import refuse_other_suffix, write_together
-from paceline.data.balance import Balance
-from paceline.data.fingerprint import Fingerprint
-from paceline.data.loader import Feed, Place, Source
-from paceline.errors import UsageError
-from paceline.evaluate import Sweep, evaluate
-from paceline.given import (
+from paceline.arguments import (
     Fixed,
     Said,
     Schedule,
@@ -44,9 +36,17 @@ from paceline.given import (
     settle_arithmetic,
     whole_number,
 )
+from paceline.best import Best
+from paceline.checkpoint.adopt import adopted, refuse_another_model
+from paceline.checkpoint.export import refuse_other_suffix, write_together
+from paceline.data.balance import Balance
+from paceline.data.fingerprint import Fingerprint
+from paceline.data.loader import Feed, Place, Source
+from paceline.errors import UsageError
+from paceline.evaluate import Sweep, evaluate
 from paceline.hints import Hinting
+from paceline.loops import Phase, State, grid_told, idle_text, resumed_grid
 from paceline.observe.ledger import Ledger
-from paceline.phases import Phase, State, grid_told, idle_text, resumed_grid
 from paceline.plan import Plan
 from paceline.predict import predicted
 from paceline.run import Run

@@ -19,7 +19,7 @@ from paceline.comm.engine import ENGINE, Operation, Steps
 from paceline.comm.hosts import Hosts, LinkError, address_towards
 from paceline.comm.messages import Mailbox
 from paceline.comm.shared import Arena, MismatchError
-from paceline.comm.side import PATIENCE, Side, call_site, unless
+from paceline.comm.status import PATIENCE, Side, call_site, unless
 from paceline.errors import PeerLostError
 from paceline.world import gloo_interface
 

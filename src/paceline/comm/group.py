@@ -23,7 +23,7 @@ from paceline.comm.channel import Channel
 from paceline.comm.engine import Operation
 from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
-from paceline.comm.side import call_site, unless
+from paceline.comm.status import call_site, unless
 from paceline.errors import LaunchError, PeerLostError, UsageError
 from paceline.mesh import AXES, Mesh
 from paceline.pulse import PULSE

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from paceline.comm import collectives
 from paceline.comm.engine import Steps
 from paceline.comm.shared import Arena, MismatchError, Shared, host_key, map_together, raw_bytes
-from paceline.comm.side import Ask, asker
+from paceline.comm.status import Ask, asker
 from paceline.comm.tensors import Reduction
 from paceline.errors import PeerLostError, UsageError, first_line
 from paceline.world import gloo_interface

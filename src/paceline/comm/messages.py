@@ -16,7 +16,7 @@ import torch
 from paceline.comm.engine import Steps
 from paceline.comm.hosts import Hosts, LinkError
 from paceline.comm.shared import LANE, Condition, Lane
-from paceline.comm.side import beside
+from paceline.comm.status import beside
 
 
 @dataclass

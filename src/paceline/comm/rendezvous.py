@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.side import LATE, PAUSE, beside, workers
+from paceline.comm.status import LATE, PAUSE, beside, workers
 from paceline.errors import LaunchError, PeerLostError, first_line
 from paceline.world import World
 

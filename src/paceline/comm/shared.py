@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.side import Ask, workers
+from paceline.comm.status import Ask, workers
 from paceline.errors import UsageError
 
 Condition = Callable[[], bool]

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess
 from paceline.launch.ending import Ending
 from paceline.launch.hangs import Hangs
-from paceline.launch.keeper import TAKE_OVER, Keeper
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import end_sessions
@@ -58,7 +58,7 @@ class Agent:
     ) -> None:
         self._options, self._folder, self._journal, self._progress = options, folder, journal, progress
         self._link, self._standby = link, standby
-        self._keeper: Keeper | None = None
+        self._coordinator: CoordinatorProcess | None = None
         store, own = link.run.get("store"), standby.getsockname()[:2]
         self._lease = Lease(store, own) if store else None
         self._held_back = False  # without the lease: our workers wait
@@ -148,7 +148,7 @@ class Agent:
             return False
         if any(worker.alive and not worker.out for worker in self._workers.all):
             return False  # they wait to be admitted
-        if self._keeper is not None and not self._failing and self._link.newest.get("agents", 1) > 1:
+        if self._coordinator is not None and not self._failing and self._link.newest.get("agents", 1) > 1:
             return False  # others train on, and our coordinator with them
         return self._link.settled(self._report) or self._link.away > GIVEN_UP
 
@@ -310,9 +310,9 @@ class Agent:
         return EXIT if worker.alive else CAUSE if lost else OTHERS
 
     def _look_at_the_link(self) -> None:
-        if self._keeper is not None:
-            self._keeper.tend(self._link.answered)
-        away = self._link.away > AWAY and (self._keeper is None or self._away)  # our own is replaced
+        if self._coordinator is not None:
+            self._coordinator.tend(self._link.answered)
+        away = self._link.away > AWAY and (self._coordinator is None or self._away)  # our own is replaced
         if away and not self._away:
             host, port = self._link.home
             then = f"if its host is lost, `paceline run --take-over {short(self._folder)}` goes on without it"
@@ -324,7 +324,7 @@ class Agent:
         asked = self._folder / TAKE_OVER
         if asked.exists():
             asked.unlink()
-            if away and self._keeper is None and self._lease is None:
+            if away and self._coordinator is None and self._lease is None:
                 self._keep(self._link.epoch + 1, self._link.home)
                 self.say("this host takes over the coordinator")
         if self._lease is not None:
@@ -332,15 +332,15 @@ class Agent:
 
     def _look_at_the_lease(self, lease: Lease, away: bool) -> None:
         """Where an etcd decides: keeps the coordinator if the lease is ours, and only then."""
-        if self._keeper is not None and not lease.held:
+        if self._coordinator is not None and not lease.held:
             self._hold_back(True)
             self.say("etcd does not answer, or has given the run to another host: this host's workers wait")
-            self._keeper.close()
-            self._keeper = None
+            self._coordinator.close()
+            self._coordinator = None
         if self._held_back and self._link.home != self._own:  # the link found the one that has it
             self._taken_over(self._link.home)
-        lease.wanted = self._keeper is None and (away or self._held_back)
-        if self._keeper is not None or not lease.wanted:
+        lease.wanted = self._coordinator is None and (away or self._held_back)
+        if self._coordinator is not None or not lease.wanted:
             return
         if lease.held and lease.epoch is not None:
             self._keep(lease.epoch, None if self._held_back else self._link.home, again=True)
@@ -364,7 +364,7 @@ class Agent:
         again |= before is not None
         given = {"run": run, "generation": generation, "epoch": epoch, "before": before, "again": again}
         self._standby.listen(256)
-        self._keeper = Keeper(self._standby, self._folder, given, self._workers.selector, self.say)
+        self._coordinator = CoordinatorProcess(self._standby, self._folder, given, self._workers.selector, self.say)
         if again:
             self._link.move(self._own)
 
@@ -372,12 +372,12 @@ class Agent:
         """Another host has taken over: our workers come to it as new ones."""
         if address == self._own:
             return
-        if self._keeper is not None or self._held_back:
+        if self._coordinator is not None or self._held_back:
             self._taken_over(address)
         self._link.move(address)
-        if self._keeper is not None:
-            self._keeper.close()
-            self._keeper = None
+        if self._coordinator is not None:
+            self._coordinator.close()
+            self._coordinator = None
 
     def _taken_over(self, address: tuple[str, int]) -> None:
         host, port = address
@@ -395,11 +395,11 @@ class Agent:
         """Ends all processes and takes the last of what they wrote."""
         self._workers.kill()
         left = end_sessions({worker.process.pid for worker in self._workers.all})
-        if self._keeper is not None:
+        if self._coordinator is not None:
             self._see_off()
         self._link.close({**self._report, "bye": True})
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
         if self._lease is not None:
             self._lease.close()
         self._standby.close()
@@ -419,9 +419,9 @@ class Agent:
             self._link.put(self._report)
         end = time.monotonic() + (FAREWELL if cut_short else PATIENCE)
         with suppress(LaunchError):
-            while self._keeper is not None and self._link.take().get("agents", 1) > 1 and time.monotonic() < end:
+            while self._coordinator is not None and self._link.take().get("agents", 1) > 1 and time.monotonic() < end:
                 time.sleep(0.02)
-                self._keeper.tend(self._link.answered)
+                self._coordinator.tend(self._link.answered)
 
 
 class _Script:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.keeper import ADDRESS
+from paceline.launch.coordinator_process import ADDRESS
 from paceline.launch.options import LaunchOptions
 from paceline.observe.traces import short
 from paceline.team.link import Link, RefusedError

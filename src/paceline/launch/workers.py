@@ -23,7 +23,7 @@ from paceline.launch.failure import SIGNALS, USAGE, WEIGHTS
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, reap_strangers
-from paceline.launch.surroundings import pin, surround
+from paceline.launch.tuning import pin, surround
 from paceline.launch.warm import ColdError, Wanted, Warm
 from paceline.observe.journal import Journal
 from paceline.observe.stacks import Hung

@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.errors import ChangingBufferError, UsageError, a
 from paceline.strategies.chunks import Chunk
-from paceline.strategies.watch import OTHERS, BatchStatistics
+from paceline.strategies.side_effects import OTHERS, BatchStatistics
 
 if TYPE_CHECKING:
     from paceline.strategies.job import Options

@@ -20,8 +20,8 @@ from paceline.strategies.chunks import Chunk, MicroBatch, merged
 from paceline.strategies.hooks import weighed
 from paceline.strategies.job import LOSS_FORMS, Job, Options, Sums
 from paceline.strategies.observing import HOOKED, USERS_OWN, Observer
+from paceline.strategies.side_effects import OTHERS, BufferWatch
 from paceline.strategies.streams import Streams
-from paceline.strategies.watch import OTHERS, BufferWatch
 
 Ready = Callable[[Bucket], None]
 _MERGED = "say how it is merged with paceline.buffer"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.observe.figures import plural, ranks
-from paceline.team.orders import Coming
+from paceline.team.commands import Coming
 from paceline.team.roster import Announcement, Roster
 from paceline.team.seats import UNKNOWN, Said, Seat
 from paceline.team.stops import OVER, Stops

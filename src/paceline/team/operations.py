@@ -24,9 +24,9 @@ from paceline.errors import PeerLostError, UsageError
 from paceline.observe.account import Account
 from paceline.pulse import PULSE
 from paceline.step import Moment, StateLostError, Status, Transaction, resolve, spread
-from paceline.team.ahead import Ahead, Learner, Taker, digests
 from paceline.team.chaos import Chaos, parse_faults
-from paceline.team.orders import Coming, Generation, Orders
+from paceline.team.commands import Coming, Generation, Orders
+from paceline.team.migration import Learner, Migration, Taker, digests
 from paceline.world import World
 
 LARGE = 1 << 16  # bytes of a tensor that is handed over by itself
@@ -112,7 +112,7 @@ class Operations:
         faults = parse_faults(world.chaos)
         self._chaos = Chaos(faults, world.rank, Path(world.run_dir or ".")) if faults else None
         self._entering = threading.Lock()
-        self.ahead = Ahead(self.worker)
+        self.migration = Migration(self.worker)
         self._followed = False  # much of the state came ahead
         self._orders = Orders(world.orders_fd, self._heard, self._comes)
 
@@ -144,13 +144,13 @@ class Operations:
 
     def _comes(self, coming: Coming) -> None:
         if self._group.rank == 0 and not self.waiting:
-            self.ahead.meet(coming)
+            self.migration.meet(coming)
 
     def turn(self) -> None:
         """Between two steps: the state goes ahead to newcomers on other hosts; and where we are to wait, we do."""
         self._comes(self._orders.coming)
         if self.holder is not None:
-            self.ahead.turn(self.holder.hand_over, self.holder.changing)
+            self.migration.turn(self.holder.hand_over, self.holder.changing)
         with self.account.of("paused"), PULSE.waiting():
             while self._orders.wait_here and not self._orders.newer(self.number):
                 time.sleep(PAUSE)
@@ -279,7 +279,7 @@ class Operations:
             if self.worker not in order.members:
                 self._refused(slept)
                 continue
-            self.ahead.enter(order.members)
+            self.migration.enter(order.members)
             try:
                 self._group.form(order.world(self.world, self.worker), lambda: self._orders.newer(self.number, True))
                 self._resolve(attempt if self._tx.done == done else None)
@@ -346,7 +346,7 @@ class Operations:
             elif group.rank == taker:
                 newcomer = self.waiting
                 tx.empty()
-                self.ahead.drop()
+                self.migration.drop()
                 tree = self._take(holder, source)
                 done, applied_in, state = tree
                 holder.take_over(state, newcomer)
@@ -361,7 +361,7 @@ class Operations:
         changed = {name: t for name, t in tensors.items() if name not in same or same[name] != has[name]}
         large = {name: t for name, t in changed.items() if t.nbytes >= LARGE}
         shapes = {name: [t.dtype, list(t.shape)] for name, t in large.items()}
-        number, giver = self._group.names[taker], self.ahead.givers.get(self._group.names[taker])
+        number, giver = self._group.names[taker], self.migration.givers.get(self._group.names[taker])
         size, whole = (sum(tensor.nbytes for tensor in some.values()) for some in (changed, tensors))
         if self.holder is not None:
             self.holder.gives(number, size, whole, size / giver.speed if giver and giver.speed else None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.team.orders import At
+from paceline.team.commands import At
 
 WIDEST = 300  # characters of a line that is told of a loss
 UNKNOWN = -1  # the life of a worker that was started before the coordinator was

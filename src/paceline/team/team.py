@@ -16,7 +16,7 @@ from torch.backends.cpu import get_cpu_capability
 
 import paceline.world as worlds
 from paceline.comm.group import Group
-from paceline.comm.side import call_site
+from paceline.comm.status import call_site
 from paceline.data.loader import Place
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError
 from paceline.mesh import Mesh

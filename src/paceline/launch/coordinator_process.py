@@ -53,7 +53,7 @@ def _epoch(folder: Path) -> int:
     return int(json.loads(path.read_text())["epoch"]) if path.exists() else 0
 
 
-class Keeper:
+class CoordinatorProcess:
     """Starts a coordinator of an `epoch` on a listening socket. `given` is what it is told: of the `run`, the last
     `generation` that is known here, the address of the coordinator `before`, if one is taken over from, and whether
     there was one (`again`). `say` prints a line.

@@ -11,7 +11,7 @@ import sys
 import pytest
 from launching import paceline
 
-from paceline.launch.surroundings import surround
+from paceline.launch.tuning import surround
 
 
 def test_cores_are_shared_out_and_each_worker_keeps_its_own():

@@ -27,7 +27,7 @@ import torch
 
 from paceline.checkpoint.tree import flatten, pack, packed, raw, unpack
 from paceline.observe.memory import whole_memory
-from paceline.team.orders import At
+from paceline.team.commands import At
 
 MEET, LOOK = 10.0, 0.1  # seconds for a connection to come, between two looks at the orders
 HELLO, CALLS = 2.0, 16  # seconds for a connection to say who it is; how many may be there that have not yet
@@ -161,7 +161,7 @@ class Giver:
         self._spent += time.monotonic() - began
 
 
-class Ahead:
+class Migration:
     """The newcomers that this worker sends to, as the first of the team."""
 
     def __init__(self, worker: int) -> None:
@@ -197,14 +197,14 @@ class Ahead:
         for giver in self.givers.values():
             giver.copied()
 
-    def step(self, trainer: int, whole: bool) -> Ahead.Step:
+    def step(self, trainer: int, whole: bool) -> Migration.Step:
         """What they hear of a trainer's step that begins; sums have their last form when it ends, if it is `whole`."""
-        return Ahead.Step(self, trainer, self.giving and not whole)
+        return Migration.Step(self, trainer, self.giving and not whole)
 
     class Step:
         """Sums by their number, as they arrive; then what of them has not gone yet, and what it takes to apply them."""
 
-        def __init__(self, ahead: Ahead, trainer: int, early: bool) -> None:
+        def __init__(self, ahead: Migration, trainer: int, early: bool) -> None:
             self._ahead, self._trainer, self._early, self._gone = ahead, trainer, early, 0
 
         def sum(self, number: int, flat: torch.Tensor) -> None:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from paceline.checkpoint.tree import pack, unpack
 from paceline.step import spread
-from paceline.team import ahead
-from paceline.team.ahead import Ahead, Taker, digests
+from paceline.team import migration
+from paceline.team.migration import Migration, Taker, digests
 
 STATE = {"weights": torch.arange(10.0), "bias": torch.zeros(0), "steps": 3, "name": "ä"}
 
@@ -56,7 +56,7 @@ class Newcomer:
         self.current += 1
 
 
-def begun(first: Ahead, newcomer: Newcomer, changing: int = 0) -> None:
+def begun(first: Migration, newcomer: Newcomer, changing: int = 0) -> None:
     first.meet({6: newcomer.taker.at})
     first.turn(lambda: STATE, lambda: changing)  # how long a step takes is not known yet
     assert not first.giving
@@ -65,7 +65,7 @@ def begun(first: Ahead, newcomer: Newcomer, changing: int = 0) -> None:
 
 
 def test_the_state_goes_ahead_and_the_steps_follow() -> None:
-    first, newcomer = Ahead(0), Newcomer()
+    first, newcomer = Migration(0), Newcomer()
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
     assert torch.equal(newcomer.learner.states[0]["weights"], STATE["weights"])
@@ -83,7 +83,7 @@ def test_the_state_goes_ahead_and_the_steps_follow() -> None:
 
 
 def test_a_newcomer_is_current_though_the_next_step_is_always_near() -> None:
-    first, newcomer = Ahead(0), Newcomer()
+    first, newcomer = Migration(0), Newcomer()
     begun(first, newcomer)
 
     def step() -> bool:
@@ -96,7 +96,7 @@ def test_a_newcomer_is_current_though_the_next_step_is_always_near() -> None:
 
 
 def test_who_does_not_know_the_secret_is_not_heard() -> None:
-    first, newcomer = Ahead(0), Newcomer()
+    first, newcomer = Migration(0), Newcomer()
     host, port, _ = newcomer.taker.at
     with socket.create_connection((host, port)) as stranger:
         stranger.sendall(b"0" * 40)
@@ -107,8 +107,8 @@ def test_who_does_not_know_the_secret_is_not_heard() -> None:
 
 
 def test_who_calls_and_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "MEET", 3600.0)
-    first, newcomer = Ahead(0), Newcomer()
+    monkeypatch.setattr(migration, "MEET", 3600.0)
+    first, newcomer = Migration(0), Newcomer()
     with ExitStack() as calls:
         for said in (b"", b"0" * 39, newcomer.taker.at[2].encode()):
             calls.enter_context(socket.create_connection(newcomer.taker.at[:2])).sendall(said)
@@ -132,8 +132,8 @@ def test_the_length_of_a_frame_is_not_believed(length: int, monkeypatch: pytest.
 
 
 def test_one_who_sends_too_slowly_gives_up_and_says_how_fast_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "SEEN", 0.0)
-    first, newcomer = Ahead(0), Newcomer()
+    monkeypatch.setattr(migration, "SEEN", 0.0)
+    first, newcomer = Migration(0), Newcomer()
     begun(first, newcomer, changing=1 << 60)
     newcomer.thread.join(20)
     assert newcomer.followed is False
@@ -145,7 +145,7 @@ def test_one_who_sends_too_slowly_gives_up_and_says_how_fast_it_was(monkeypatch:
 def test_who_falls_too_far_behind_is_given_up() -> None:
     newcomer = Newcomer()
     newcomer.taker.at = (*newcomer.taker.at[:2], "another")  # nobody takes what is sent
-    first = Ahead(0)
+    first = Migration(0)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         first.meet({6: ("127.0.0.1", deaf.getsockname()[1], "secret")})
         for _ in range(2):
@@ -158,7 +158,7 @@ def test_who_falls_too_far_behind_is_given_up() -> None:
 
 
 def test_another_takes_the_place_of_one_that_is_lost() -> None:
-    lost, first, newcomer = Ahead(0), Ahead(1), Newcomer()
+    lost, first, newcomer = Migration(0), Migration(1), Newcomer()
     begun(lost, newcomer)
     until(lambda: newcomer.current == 1)  # its host is cut off: nothing closes the connection
     begun(first, newcomer)
@@ -170,7 +170,7 @@ def test_another_takes_the_place_of_one_that_is_lost() -> None:
 
 
 def test_the_end_of_the_one_who_sends_leaves_the_newcomer_waiting_for_admission() -> None:
-    first, newcomer = Ahead(0), Newcomer()
+    first, newcomer = Migration(0), Newcomer()
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
     first.drop()
@@ -179,13 +179,13 @@ def test_the_end_of_the_one_who_sends_leaves_the_newcomer_waiting_for_admission(
 
 
 def test_an_admission_by_others_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, newcomer = Ahead(0), Newcomer()
+    first, newcomer = Migration(0), Newcomer()
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
     newcomer.admitted = 3  # the first is lost, and its host silent
     newcomer.thread.join(20)
     assert not newcomer.thread.is_alive()
-    monkeypatch.setattr(ahead, "MEET", 0.3)
+    monkeypatch.setattr(migration, "MEET", 0.3)
     nobody = Newcomer()
     nobody.thread.join(20)
     assert (nobody.followed, nobody.current) == (False, 1)
@@ -193,7 +193,7 @@ def test_an_admission_by_others_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_end_is_heard_though_a_child_has_the_connection_open() -> None:
     """As a loader's process has that was forked meanwhile: the newcomer waited for ever, and the team for it."""
-    newcomer, first = Newcomer(), Ahead(7)
+    newcomer, first = Newcomer(), Migration(7)
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
     child = os.fork()

@@ -13,7 +13,7 @@ from replay import Replay
 
 from paceline.comm.group import Group
 from paceline.errors import PeerLostError
-from paceline.team.orders import Generation, Orders
+from paceline.team.commands import Generation, Orders
 from paceline.world import World
 
 
