@@ -160,7 +160,7 @@ def test_what_several_hold_counts_once_in_a_norm(exact: bool) -> None:
         model = nn.Linear(4, 6, dtype=torch.float64)
         cuts = {"cuts": LAYERS, "place": place}
         job = Job(model, default_forward, lambda *_: None, torch.device("cpu"), 0, exact=exact, named=own, **cuts)
-        replica = Replica(job, Layout(job, zeros if exact else None), group := Group(World()), group)
+        replica = Replica(job, Layout(job, zeros if exact else None), group := Group(World()), group, Mesh())
         if exact:
             replica.home.largest = [float(grads[name].abs().max()) for name in own]
         for param in own.values():

@@ -55,7 +55,7 @@ def cut_in_rows(
 
 
 def own_of(
-    named: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], shards: Shards, unit: int
+    named: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], shards: Shards, unit: int = 1
 ) -> tuple[dict[str, nn.Parameter], dict[str, Cut]]:
     """The own rows of parameters, which are themselves where all are; and how what is here of each is cut then."""
     if shards.count == 1:
