@@ -202,6 +202,12 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
             "server=1 staleness=inf exact",
             "exact and staleness=inf contradict each other; leave exact or staleness=inf out",
         ),
+        ("tensor=2 exact", "exact and tensor=2 are not built together yet; leave exact or tensor out"),
+        ("shard=2 tensor=2", "zero=3 and tensor=2 are not built together yet; say zero=1"),
+        (
+            "tensor=2 precision=fp16",
+            "precision=fp16 and tensor=2 are not built together yet; leave precision=fp16 or tensor out",
+        ),
         ("shard=2 auto", "auto and shard=2 both decide the layout; leave auto or shard=2 out"),
         ("server=2 auto", "auto and server=2 both decide the layout; leave auto or server=2 out"),
     ],
