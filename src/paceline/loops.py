@@ -208,7 +208,8 @@ def grid_told(
     text = grid_text(grid, shares, rows, total, _whose(unit))
     if len(kinds) > 1:  # steps are counted over all of them
         text = f"{trainer_names(kinds)[number]}: {text.replace(' steps in all', ' steps of its own')}"
-    return {**sizes, "trainer": number, "model": kinds[number], "rows": rows, "shares": shares, "text": text}
+    about = {"trainer": number, "model": kinds[number], "rows": rows}
+    return {**sizes, **about, "shares": shares, "unit": unit, "text": text}
 
 
 def resumed_grid(recorded: Grid, now: Grid, micro: int | None, done: int, say: Callable[[str], None]) -> Grid:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.observe.account import COSTS, USEFUL
-from paceline.observe.figures import duration, number, plural, shares_of, size_of, total, totals, trainer_names
+from paceline.observe.figures import duration, number, plural, ranks, shares_of, size_of, total, totals, trainer_names
 from paceline.observe.journal import NAME, Event, effective_steps, read_journal
 
 Rows = list[tuple[str, str]]
@@ -248,8 +248,10 @@ def _teams(formed: list[Event]) -> str:
 def _shares(s: Summary) -> str:
     """The parts of the global batch that workers had at last, or the micro-batches where nothing was measured."""
     if not s.shares:
-        dealt = (s.grids[-1].get("shares") or []) if s.grids else []
-        return ", ".join(f"worker {place}: {share}" for place, share in enumerate(dealt))
+        grid = s.grids[-1] if s.grids else {}
+        unit = int(grid.get("unit") or 1)
+        whose = (ranks([*range(place * unit, (place + 1) * unit)]) for place in range(len(grid.get("shares") or [])))
+        return ", ".join(f"{who}: {share}" for who, share in zip(whose, grid.get("shares") or [], strict=True))
     last = zip(s.shares[-1].get("workers") or [], s.shares[-1].get("parts") or [], strict=False)
     parts = ", ".join(f"worker {worker}: {part:.0%}" for worker, part in last)
     return f"{parts}; measured, changed {plural(len(s.shares), 'time')}"
