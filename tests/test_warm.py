@@ -217,12 +217,13 @@ def test_a_worker_can_be_found(launcher: Launcher) -> None:
 def test_what_happens_to_a_worker_is_in_the_journal(launcher: Launcher) -> None:
     agent = launcher.start(WAITS)
     launcher.wait_for("up-")
-    pid = next(event["pid"] for event in journal(launcher.folder / "run", "worker") if event["worker"] == 1)
 
     def told() -> list[object]:
         events = journal(launcher.folder / "run", "worker")
         return [event["what"] for event in events if event["worker"] == 1]
 
+    until(lambda: "started" in told())  # the worker may be up before the agent has written it
+    pid = next(event["pid"] for event in journal(launcher.folder / "run", "worker") if event["worker"] == 1)
     for number, what in ((signal.SIGSTOP, "stopped"), (signal.SIGCONT, "continued")):
         os.kill(pid, number)
         until(lambda what=what: what in told())
