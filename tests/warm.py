@@ -19,11 +19,16 @@ from paceline.launch.tuning import surround
 from paceline.launch.warm import Wanted, Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
+# Variables that torch's compiler sets in the process of the tests itself, where one of them compiles: with one that the
+# warm process did not begin with, each later worker would start cold.
+COMPILER = ("TORCHINDUCTOR_", "TRITON_")
+BEGAN = {name for name in os.environ if name.startswith(COMPILER)}
 
 
 def environment(**more: str | None) -> dict[str, str]:
     """What the tests' processes find; None unsets."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS), **more}
+    began = {name: value for name, value in os.environ.items() if name in BEGAN or not name.startswith(COMPILER)}
+    variables = {**began, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS), **more}
     variables.setdefault("PYTHONFAULTHANDLER", "1")
     return {name: value for name, value in variables.items() if value is not None}
 
