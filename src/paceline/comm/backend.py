@@ -8,22 +8,20 @@ tensors, and what to copy where at the end. What cannot be done is refused befor
 
 from __future__ import annotations
 
-import functools
 import inspect
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.channel import Channel
+from paceline.comm.channel import Channel, Manner
 from paceline.comm.collectives import UnevenError
 from paceline.comm.engine import Operation, Steps
-from paceline.comm.hosts import interface_of
-from paceline.comm.shared import Arena
 from paceline.comm.tensors import (
     Asked,
     Back,
@@ -39,8 +37,7 @@ from paceline.comm.tensors import (
     reducing,
     write,
 )
-from paceline.errors import PeerLostError, UnsupportedError
-from paceline.world import offer_nccl_interface
+from paceline.errors import UnsupportedError
 
 Ready = Callable[[], dist.Work]  # begins a collective that can be done
 _BYTE = torch.uint8
@@ -52,12 +49,12 @@ def _collective(options: Any) -> Callable[[Callable[..., Ready]], Callable[..., 
     def wrap(method: Callable[..., Ready]) -> Callable[..., dist.Work]:
         arguments = method.__code__.co_argcount - 2
 
-        @functools.wraps(method)
+        @wraps(method)
         def call(self: ProcessGroup, *given: Any, opts: Any = None) -> dist.Work:
             tensors = given[:arguments]
             opts = opts or (given[arguments] if len(given) > arguments else options())
             if any(_are_cuda(tensor) for tensor in tensors):
-                return getattr(self.nccl(), method.__name__)(*tensors, opts)  # type: ignore[no-any-return]
+                return getattr(self.channel.nccl.group, method.__name__)(*tensors, opts)  # type: ignore[no-any-return]
             with outside_inference():
                 return method(self, *tensors, opts)()
 
@@ -87,18 +84,7 @@ class ProcessGroup(dist.ProcessGroup):
     def meet(self, store: dist.Store, channel: Channel) -> None:
         """From now on, and after `abort`, the same workers are connected through this."""
         self.channel, self._store = channel, store
-        self._nccl: Any = None
         self._barriers = 0
-
-    def _ready(
-        self, what: Asked, numel: int, detail: int, steps: Callable[[int], Steps], opts: Any, outcome: Any
-    ) -> Ready:
-        def start() -> dist.Work:
-            operation = self.channel.start(what.kind, numel, what.dtype, detail, steps, opts.asyncOp)
-            operation.outcome = outcome
-            return operation
-
-        return start
 
     # -- reductions ---------------------------------------------------------------------------------------------
 
@@ -125,7 +111,7 @@ class ProcessGroup(dist.ProcessGroup):
         target = numbers(tensors[0])
         whole = target.reshape(-1).clone()
         back = [(target, whole.view(target.shape))] if self._rank == opts.rootRank else []
-        return self._all_reduce(what, reduction, whole, back, opts, list(tensors), opts.rootRank + 1)
+        return self._all_reduce(what, reduction, whole, back, opts, list(tensors), opts.rootRank)
 
     def _all_reduce(
         self,
@@ -135,16 +121,10 @@ class ProcessGroup(dist.ProcessGroup):
         back: Back,
         opts: Any,
         outcome: Any,
-        root: int = 0,
+        root: int = -1,
     ) -> Ready:
-        arena = self.channel.in_arena(whole)
-
-        def steps(fp: int) -> Steps:
-            yield from self.channel.hosts.all_reduce(whole, reduction, fp, arena)
-            self._finish(reduction, whole, back)
-
-        detail = int(reduction.op) * (self._size + 1) + root
-        return self._ready(what, len(whole), detail, steps, opts, outcome)
+        then = partial(self._finish, reduction, whole, back)
+        return lambda: self.channel.all_reduce(whole, reduction, what, Manner(then, opts.asyncOp, outcome), root)
 
     def _finish(self, reduction: Reduction, whole: torch.Tensor, back: Back) -> None:
         if reduction.op == Op.AVG:
@@ -171,7 +151,7 @@ class ProcessGroup(dist.ProcessGroup):
             with torch.no_grad():
                 tensor.copy_(torch.sparse_coo_tensor(gathered[0].t(), gathered[1], mine.shape).coalesce())
 
-        return self._ready(what, mine.numel(), 0, steps, opts, [tensor])
+        return lambda: self.channel.start(what, mine.numel(), 0, steps, Manner(None, opts.asyncOp, [tensor]))
 
     @_collective(c10d.ReduceScatterOptions)
     def reduce_scatter(self, outs: Tensors, tensors: Sequence[list[torch.Tensor]], opts: Any) -> Ready:
@@ -195,8 +175,7 @@ class ProcessGroup(dist.ProcessGroup):
         whole, _ = flat(numbers(tensor))
         parts = what.rows(whole, own, self._size)
         here = parts[self._rank].data_ptr() == own.data_ptr()
-        arena = self.channel.in_arena(whole) if here else None
-        return self._reduce_scatter(what, reduction, own, parts, back, opts, [out], arena)
+        return self._reduce_scatter(what, reduction, own, parts, back, opts, [out], whole if here else None)
 
     def _reduce_scatter(
         self,
@@ -207,22 +186,23 @@ class ProcessGroup(dist.ProcessGroup):
         back: Back,
         opts: Any,
         outcome: Any,
-        arena: Arena | None = None,
+        whole: torch.Tensor | None = None,
     ) -> Ready:
         lengths = [len(part) for part in parts]
         what.fits(len(out), lengths[self._rank])
-        uneven = torch.cat(list(parts)) if len(set(lengths)) > 1 else None
+        then = partial(self._finish, reduction, out, back)
+        if len(set(lengths)) == 1:
+            return lambda: self.channel.reduce_scatter(
+                out, parts, reduction, what, Manner(then, opts.asyncOp, outcome), whole
+            )
+        uneven = torch.cat(list(parts))
 
         def steps(fp: int) -> Steps:
-            if uneven is None:
-                yield from self.channel.hosts.reduce_scatter(out, parts, reduction, fp, arena)
-            else:
-                yield from self.channel.hosts.all_reduce(uneven, reduction, fp)
-                out.copy_(uneven.split(lengths)[self._rank])
-            self._finish(reduction, out, back)
+            yield from self.channel.hosts.all_reduce(uneven, reduction, fp)
+            out.copy_(uneven.split(lengths)[self._rank])
 
-        numel = len(out) if uneven is None else len(uneven)
-        return self._ready(what, numel, int(reduction.op), steps, opts, outcome)
+        manner = Manner(then, opts.asyncOp, outcome)
+        return lambda: self.channel.start(what, len(uneven), int(reduction.op), steps, manner)
 
     # -- what only moves ----------------------------------------------------------------------------------------
 
@@ -230,13 +210,8 @@ class ProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any) -> Ready:
         what = asked("broadcast", tensors, into=tensors)
         data, back = flat(bits(tensors[0]))
-        root = opts.rootRank
-
-        def steps(fp: int) -> Steps:
-            yield from self.channel.hosts.broadcast(data, root, fp)
-            write(back)
-
-        return self._ready(what, len(data), root, steps, opts, list(tensors))
+        manner = Manner(partial(write, back), opts.asyncOp, list(tensors))
+        return lambda: self.channel.broadcast(data, opts.rootRank, what, manner)
 
     @_collective(c10d.AllgatherOptions)
     def allgather(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> Ready:
@@ -296,12 +271,8 @@ class ProcessGroup(dist.ProcessGroup):
         if len({len(out) for out in outs}) > 1:
             numel = sum(map(len, outs))
             return self._exchange(what, numel, root, outs, [data] * self._size, back, opts, outcome)
-
-        def steps(fp: int) -> Steps:
-            yield from self.channel.hosts.all_gather(outs, data, fp)
-            write(back)
-
-        return self._ready(what, len(data), root, steps, opts, outcome)
+        manner = Manner(partial(write, back), opts.asyncOp, outcome)
+        return lambda: self.channel.all_gather(outs, data, what, manner, root)
 
     @_collective(c10d.ScatterOptions)
     def scatter(self, outs: Tensors, tensors: Sequence[list[torch.Tensor]], opts: Any) -> Ready:
@@ -349,9 +320,9 @@ class ProcessGroup(dist.ProcessGroup):
                 width = what.dtype.itemsize
                 why = f"{source} gives {error.given // width} elements to {target}, which takes {error.taken // width}"
                 raise what.refuse(why, "give and take as many") from None
-            write(back)
 
-        return self._ready(what, numel, detail, steps, opts, outcome)
+        manner = Manner(partial(write, back), opts.asyncOp, outcome)
+        return lambda: self.channel.start(what, numel, detail, steps, manner)
 
     def _each(self, kind: str, make: Callable[..., Ready], outs: Sequence[Any], tensors: Tensors, opts: Any) -> Ready:
         """Several collectives as one: they go in order, so the last one's end is the end of all."""
@@ -374,9 +345,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         opts = opts or c10d.BarrierOptions()
-        if self._nccl is not None and opts.device is not None and opts.device.type == "cuda":
-            return self._nccl.barrier(opts)  # type: ignore[no-any-return]
-        return self._ready(Asked("barrier", _BYTE), 0, 0, self.channel.hosts.barrier, opts, [])()
+        nccl = self.channel.nccl
+        if nccl.made and opts.device is not None and opts.device.type == "cuda":
+            return nccl.group.barrier(opts)  # type: ignore[no-any-return]
+        return self.channel.barrier(Manner(None, opts.asyncOp, []))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks which do not come within `timeout`."""
@@ -396,59 +368,37 @@ class ProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
         if tensors[0].is_cuda:
-            return self.nccl().send(tensors, rank, tag)  # type: ignore[no-any-return]
+            return self.channel.nccl.group.send(tensors, rank, tag)  # type: ignore[no-any-return]
         asked("send", tensors)
         with outside_inference():
             data = flat(bits(tensors[0]))[0].view(_BYTE)
-        steps = self.channel.mailbox.send(data, rank, tag)
-        operation = self.channel.message(f"send to worker {rank}", ("send", rank), steps, len(data))
+        operation = self.channel.send(data, rank, tag)
         operation.outcome = list(tensors)
         return operation
 
     def recv(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
         if tensors[0].is_cuda:
-            return self.nccl().recv(tensors, rank, tag)  # type: ignore[no-any-return]
-        return self._receive(f"recv from worker {rank}", ("recv", rank, tag), tensors, [rank], tag)
+            return self.channel.nccl.group.recv(tensors, rank, tag)  # type: ignore[no-any-return]
+        return self._receive(tensors, rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        return self._receive("recv from any worker", ("recv", -1, tag), tensors, others, tag)
+        return self._receive(tensors, None, tag)
 
-    def _receive(self, name: str, queue: tuple[Any, ...], tensors: Tensors, sources: list[int], tag: int) -> dist.Work:
+    def _receive(self, tensors: Tensors, rank: int | None, tag: int) -> dist.Work:
         asked("recv", tensors, into=tensors)
         with outside_inference():
             room, back = flat(bits(tensors[0]))
-            data = room.view(_BYTE)
-        source: list[int] = []
-
-        def steps() -> Steps:
-            source.append((yield from self.channel.mailbox.receive(data, sources, tag)))
-            write(back)
-
-        operation = self.channel.message(name, queue, steps(), len(data))
-        operation.outcome, operation.source = list(tensors), source
+            operation = self.channel.receive(room.view(_BYTE), rank, tag, partial(write, back))
+        operation.outcome = list(tensors)
         return operation
 
     # -- the group ----------------------------------------------------------------------------------------------
 
-    def nccl(self) -> Any:
-        """NCCL's group of the same workers, made with the first CUDA tensor."""
-        if self._nccl is None:
-            offer_nccl_interface(interface_of(self.channel.hosts.address))
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(days=7)
-            self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self._rank, self._size, options)
-        return self._nccl
-
     def abort(self) -> None:
-        self.channel.interrupt(PeerLostError("the group was aborted", "make a new one"))
-        if self._nccl is not None:
-            self._nccl.abort()
-        self.shutdown()
+        self.channel.abort()
 
     def shutdown(self) -> None:
         self.channel.close()
-        self._nccl = None
 
     def rank(self) -> int:
         return self._rank

@@ -1,16 +1,17 @@
-"""What connects the workers of one group: its hosts, its messages, and the account of what each collective cost.
+"""What moves flat tensors among the workers of one group: over its hosts' memory and network, as messages, over NCCL.
 
-Torch reaches it through backend.py, Paceline's own steps through group.py. A collective that a peer enters
-differently, or never because it died, ends with an error that says so; `interrupt` ends them all.
+Paceline's own steps call it through group.py; torch's calls come through backend.py, which translates them. A
+collective that a peer enters differently, or never because it died, ends with an error that says so; `interrupt` ends
+them all.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,10 @@ import torch.distributed as dist
 from paceline.comm.engine import ENGINE, Operation, Steps
 from paceline.comm.hosts import Hosts, LinkError, address_towards
 from paceline.comm.messages import Mailbox
+from paceline.comm.nccl import Nccl
 from paceline.comm.shared import Arena, MismatchError
 from paceline.comm.status import PATIENCE, Side, call_site, unless
+from paceline.comm.tensors import Asked, Reduction
 from paceline.errors import PeerLostError
 from paceline.world import gloo_interface
 
@@ -27,6 +30,19 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 _NUMBERS = {_DTYPES[name]: number for number, name in enumerate(sorted(_DTYPES))}
 _channels: list[Channel] = []
 _KEPT, _SMALL = 64, 64  # the last collectives to keep, of so many elements at most
+
+
+class Manner(NamedTuple):
+    """How a collective is begun and ended: what it does in the end, whether the caller goes on meanwhile, and what its
+    future holds.
+    """
+
+    then: Callable[[], None] | None = None
+    asynchronous: bool = True
+    outcome: Any = ()
+
+
+PLAIN = Manner()
 
 
 class Channel:
@@ -52,35 +68,121 @@ class Channel:
         self.side = Side(store, rank, size)
         self.hosts = Hosts(store, rank, size, _own_address(store), lambda: self.broken is not None or given_up())
         self.mailbox = Mailbox(self.hosts)
+        self.nccl = Nccl(dist.PrefixStore("nccl", store), rank, size, self.hosts.address)
         shared = self.hosts.shared
         self.crowded = shared is None or shared.crowded
         _channels.append(self)
 
-    # -- starting -----------------------------------------------------------------------------------------------
+    # -- collectives: tensors are flat, contiguous and on the CPU; `what` is how they are told apart and named -----
+
+    def barrier(self, manner: Manner = PLAIN) -> Operation:
+        return self.start(Asked("barrier", torch.uint8), 0, 0, self.hosts.barrier, manner)
+
+    def all_reduce(
+        self,
+        flat: torch.Tensor,
+        reduction: Reduction,
+        what: Asked | None = None,
+        manner: Manner = PLAIN,
+        root: int = -1,
+    ) -> Operation:
+        """Reduces `flat` in place on all workers. `root`: who alone needs it, of all the same."""
+        arena = self.in_arena(flat)
+        detail = int(reduction.op) * (self.size + 1) + root + 1
+        return self.start(
+            what or Asked("all_reduce", flat.dtype),
+            len(flat),
+            detail,
+            lambda fp: self.hosts.all_reduce(flat, reduction, fp, arena),
+            manner,
+        )
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        reduction: Reduction,
+        what: Asked | None = None,
+        manner: Manner = PLAIN,
+        whole: torch.Tensor | None = None,
+    ) -> Operation:
+        """`out` becomes the reduction of everybody's part for this worker; `parts` has one like it for each. `whole`:
+        what they are stretches of, `out` the own one.
+        """
+        arena = None if whole is None else self.in_arena(whole)
+        return self.start(
+            what or Asked("reduce_scatter", out.dtype),
+            len(out),
+            int(reduction.op),
+            lambda fp: self.hosts.reduce_scatter(out, parts, reduction, fp, arena),
+            manner,
+        )
+
+    def broadcast(self, flat: torch.Tensor, root: int, what: Asked | None = None, manner: Manner = PLAIN) -> Operation:
+        """Overwrites `flat` on all workers with that of `root`."""
+        what = what or Asked("broadcast", flat.dtype)
+        return self.start(what, len(flat), root, lambda fp: self.hosts.broadcast(flat, root, fp), manner)
+
+    def all_gather(
+        self,
+        outs: Sequence[torch.Tensor],
+        flat: torch.Tensor,
+        what: Asked | None = None,
+        manner: Manner = PLAIN,
+        root: int = -1,
+    ) -> Operation:
+        """`outs` has a tensor like `flat` for each worker, or none where only `root` takes."""
+        what = what or Asked("all_gather", flat.dtype)
+        return self.start(what, len(flat), root, lambda fp: self.hosts.all_gather(outs, flat, fp), manner)
 
     def start(
-        self, kind: str, numel: int, dtype: torch.dtype, detail: int, make: Callable[[int], Steps], asynchronous: bool
+        self, what: Asked, numel: int, detail: int, make: Callable[[int], Steps], manner: Manner = PLAIN
     ) -> Operation:
-        """Begins a collective of `numel` elements; waits for its end unless it is `asynchronous`.
+        """Begins a collective of `numel` elements; waits for its end unless it is asynchronous.
 
         `make` makes its steps from the fingerprint, which tells apart kind, size, dtype, `detail` (root, reduction)
         and what was declared.
         """
         self.sequence += 1
-        what = zlib.crc32(kind.encode())
+        kind, dtype = what.kind, what.dtype
+        said, told = 0, zlib.crc32(kind.encode())
         if self.declared is not None:
             name, site, kind = self.declared
             said = zlib.crc32(name.encode())
         else:
-            name, site, said = f"{kind} of {numel} {str(dtype).removeprefix('torch.')}", call_site(), 0
-        fp = hash((what, numel, _NUMBERS[dtype], detail, said)) & 0x3FFFFFFF
-        operation = Operation(self, make(fp), kind, name, site, self.sequence)
-        if asynchronous and numel <= _SMALL:
+            name, site = f"{kind} of {numel} {str(dtype).removeprefix('torch.')}", call_site()
+        fp = hash((told, numel, _NUMBERS[dtype], detail, said)) & 0x3FFFFFFF
+        steps = make(fp) if manner.then is None else _followed(make(fp), manner.then)
+        operation = Operation(self, steps, kind, name, site, self.sequence)
+        operation.outcome = manner.outcome
+        if manner.asynchronous and numel <= _SMALL:
             self._kept.append(operation)
-        self._begin(operation, (id(self), "collectives"), numel * dtype.itemsize, asynchronous)
+        self._begin(operation, (id(self), "collectives"), numel * dtype.itemsize, manner.asynchronous)
         return operation
 
-    def message(self, name: str, queue: tuple[Any, ...], steps: Steps, size: int) -> Operation:
+    # -- messages: flat bytes ---------------------------------------------------------------------------------------
+
+    def send(self, data: torch.Tensor, rank: int, tag: int = 0) -> Operation:
+        return self._message(f"send to worker {rank}", ("send", rank), self.mailbox.send(data, rank, tag), len(data))
+
+    def receive(
+        self, data: torch.Tensor, rank: int | None, tag: int = 0, then: Callable[[], None] | None = None
+    ) -> Operation:
+        """From worker `rank`, or from any other; the operation's `source` is from whom."""
+        others = [other for other in range(self.size) if other != self.rank] if rank is None else [rank]
+        name, queue = ("recv from any worker", -1) if rank is None else (f"recv from worker {rank}", rank)
+        source: list[int] = []
+
+        def steps() -> Steps:
+            source.append((yield from self.mailbox.receive(data, others, tag)))
+            if then is not None:
+                then()
+
+        operation = self._message(name, ("recv", queue, tag), steps(), len(data))
+        operation.source = source
+        return operation
+
+    def _message(self, name: str, queue: tuple[Any, ...], steps: Steps, size: int) -> Operation:
         """Begins a message of `size` bytes. Those of one `queue` go in order."""
         operation = Operation(self, steps, "message", name, call_site(), 0)
         self._begin(operation, (id(self), *queue), size, True)
@@ -167,7 +269,14 @@ class Channel:
         """Ends every collective of this group, now and later, with `error`. From any thread."""
         self.broken = self.broken or error
 
+    def abort(self) -> None:
+        """Ends it for good, whatever is under way."""
+        self.interrupt(PeerLostError("the group was aborted", "make a new one"))
+        self.nccl.abort()
+        self.close()
+
     def close(self) -> None:
+        self.nccl.forget()
         if self in _channels:
             _channels.remove(self)
             ENGINE.forget(self, PeerLostError("the group was destroyed", "make a new one"))
@@ -179,6 +288,11 @@ def interrupt(error: Exception) -> None:
     """Ends every collective of every group of this process with `error`. From any thread."""
     for channel in list(_channels):
         channel.interrupt(error)
+
+
+def _followed(steps: Steps, then: Callable[[], None]) -> Steps:
+    yield from steps
+    then()
 
 
 def _own_address(store: dist.Store) -> str:

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.autoload import lend
 from paceline.comm.backend import ProcessGroup
 from paceline.comm.channel import Channel
 from paceline.comm.engine import Operation
+from paceline.comm.nccl import Nccl
 from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
 from paceline.comm.status import call_site, unless
+from paceline.comm.tensors import Op, outside_inference, plain, reduction
 from paceline.errors import LaunchError, PeerLostError, UsageError
 from paceline.mesh import AXES, Mesh
 from paceline.pulse import PULSE
@@ -31,6 +32,7 @@ from paceline.world import World
 
 # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
 FOR_EVER = timedelta(days=7)
+Moves = Callable[[Channel | Nccl, torch.Tensor], dist.Work]  # begins a collective of a flat tensor
 NAME = 80  # characters of a collective's name that are shown
 
 
@@ -49,7 +51,7 @@ class Group:
         self._declared = ("the start", "", "the start")
         self._rendezvous = Rendezvous()
         self._store: dist.Store | None = None
-        self._group: Any = None
+        self.channel: Any = None  # while there are others
         self._lent: Any = None  # torch's default group
         self._lends = False  # it is connected in this generation
         self.wanted = False  # a trainer needs it from the beginning of a generation on, where a loss can be met
@@ -60,25 +62,24 @@ class Group:
             with PULSE.waiting():
                 self._take(world, *self._connect(world, never))
 
-    def _connect(self, world: World, given_up: Callable[[], bool]) -> tuple[dist.Store, ProcessGroup]:
+    def _connect(self, world: World, given_up: Callable[[], bool]) -> tuple[dist.Store, Channel]:
         store = self._rendezvous.open(world, given_up)
-        channel = Channel(store, world.rank, world.size, FOR_EVER, given_up)
-        return store, ProcessGroup(store, world.rank, world.size, FOR_EVER, channel)
+        return store, Channel(store, world.rank, world.size, FOR_EVER, given_up)
 
-    def _take(self, world: World, store: dist.Store | None, group: ProcessGroup | None) -> None:
+    def _take(self, world: World, store: dist.Store | None, channel: Channel | None) -> None:
         self.rank, self.size = world.rank, world.size
         self.names, self.mesh = world.members or range(world.size), self.mesh.over(world.size)
         self._lends = False
-        self._use(store, group)
+        self._use(store, channel)
         for (mesh, axes), part in self._parts.items():
             self._aim(part, mesh, axes)
 
-    def _use(self, store: dist.Store | None, group: ProcessGroup | None) -> None:
-        self._store, self._group = store, group
-        if group is not None:
-            self.channel, self._side = group.channel, group.channel.side
+    def _use(self, store: dist.Store | None, channel: Channel | None) -> None:
+        self._store, self.channel = store, channel
+        if channel is not None:
+            self._side = channel.side
             self._side.names = self.names
-            self.channel.ledger = self.ledger
+            channel.ledger = self.ledger
 
     def form(self, world: World, given_up: Callable[[], bool]) -> None:
         """Leaves the workers of before and connects with those of `world`. Collective among the latter.
@@ -103,9 +104,9 @@ class Group:
     def _abort(self) -> None:
         for part in self._parts.values():
             part._abort()
-        for group in (self._group, self._lent):
-            if group is not None:
-                group.abort()
+        for over in (self.channel, self._lent):
+            if over is not None:
+                over.abort()
 
     def along(self, *axes: str, mesh: Mesh | None = None) -> Group:
         """The group of the workers that differ from this one along these axes alone, of the present mesh unless one is
@@ -139,7 +140,7 @@ class Group:
         whole, name = self._whole
         assert whole._store is not None
         store = dist.PrefixStore(name, whole._store)
-        self._use(store, ProcessGroup(store, self.rank, self.size, FOR_EVER, self._channel(store)))
+        self._use(store, self._channel(store))
         if whole.channel.broken is not None:  # we were not there to hear that
             self.interrupt(whole.channel.broken)
 
@@ -183,9 +184,9 @@ class Group:
 
     def interrupt(self, error: Exception) -> None:
         """Ends every collective with `error`, until the next team has formed. From any thread."""
-        for group in (self._group, self._lent):
-            if group is not None:
-                group.channel.interrupt(error)
+        for channel in (self.channel, self._lent and self._lent.channel):
+            if channel is not None:
+                channel.interrupt(error)
         for part in [*self._parts.values()]:
             part.interrupt(error)
 
@@ -214,7 +215,7 @@ class Group:
             name = f"{name[: NAME - 13]}~{hashlib.sha256(name.encode()).hexdigest()[:12]}"
         self._declared = (name, call_site(), kind or name)
         if check:
-            self._wait(self._group.barrier)
+            self._declare(self.channel.barrier).wait()
 
     @contextlib.contextmanager
     def lending(self, name: str, kind: str) -> Iterator[dist.ProcessGroup]:
@@ -227,16 +228,31 @@ class Group:
         finally:
             channel.declared = None
 
-    def _start(self, collective: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
-        """Starts a part of the entered collective."""
+    def _declare(self, begin: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
+        """Begins a part of the entered collective."""
         self.channel.declared = self._declared
         try:
-            return collective(*arguments)
+            with outside_inference():
+                return begin(*arguments)
         finally:
             self.channel.declared = None
 
-    def _wait(self, collective: Callable[..., dist.Work], *arguments: Any) -> None:
-        self._start(collective, *arguments).wait()
+    def _start(self, tensor: torch.Tensor, collective: Moves) -> dist.Work:
+        """The same of a tensor, which is flat then: over what moves those of its device."""
+        over = self._over(tensor)
+        return self._declare(lambda: collective(over, plain(tensor).view(-1)))
+
+    def _over(self, tensor: torch.Tensor) -> Channel | Nccl:
+        return self.channel.nccl if tensor.is_cuda else self.channel  # type: ignore[no-any-return]
+
+    def _all_gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
+        """A flat tensor with a stretch for each worker, of which `mine` is ours."""
+
+        def gather(over: Channel | Nccl, flat: torch.Tensor) -> dist.Work:
+            rows = raw_bytes(plain(everyone)).view(self.size, -1).unbind(0)
+            return over.all_gather(rows, raw_bytes(flat))
+
+        self._start(mine, gather).wait()
 
     # -- collectives --------------------------------------------------------------------------------------------
 
@@ -246,7 +262,7 @@ class Group:
             self._join()
             try:
                 with PULSE.waiting():
-                    return self.channel.allocate(numel, dtype)
+                    return self.channel.allocate(numel, dtype)  # type: ignore[no-any-return]
             except dist.DistError as error:  # the store went
                 raise PeerLostError(f"a worker was lost while memory was shared ({error})", "see its log") from error
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -256,7 +272,10 @@ class Group:
 
         It goes on whenever something else is started or waited for.
         """
-        return self._start(self._group.allreduce, [tensor]) if self.size > 1 else None
+        if self.size == 1:
+            return None
+        add = reduction(Op.SUM, tensor.dtype)
+        return self._start(tensor, lambda over, flat: over.all_reduce(flat, add))
 
     def start_scatter(self, flat: torch.Tensor) -> dist.Work | None:
         """Starts summing `flat`, which has a stretch for each worker, over all: each gets the sums of its own, in
@@ -264,8 +283,13 @@ class Group:
         """
         if self.size == 1:
             return None
-        own = flat.view(self.size, -1)[self.rank]
-        return self._start(self._group.reduce_scatter_single, own, flat)
+        add = reduction(Op.SUM, flat.dtype)
+
+        def scatter(over: Channel | Nccl, flat: torch.Tensor) -> dist.Work:
+            parts = flat.view(self.size, -1).unbind(0)
+            return over.reduce_scatter(parts[self.rank], parts, add, whole=flat)
+
+        return self._start(flat, scatter)
 
     def gather_stretches(self, flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Of tensors that have a stretch for each worker, everybody's own ones: for each tensor a list by rank, to be
@@ -275,14 +299,14 @@ class Group:
         parts = [arena.parts for arena in arenas if arena is not None and len(arena.parts) == self.size]
         here = self.size > 1 and len(set(self.hosts)) == 1 and len(parts) == len(flats)
         if here:  # where they lie
-            self._wait(self._group.barrier)
+            self._declare(self.channel.barrier).wait()
             self.ledger[self._declared[2]][1] += sum(flat.nbytes for flat in flats) // self.size
             for tensors in parts:
                 yield [tensor.view(self.size, -1)[rank] for rank, tensor in enumerate(tensors)]
-            self._wait(self._group.barrier)
+            self._declare(self.channel.barrier).wait()
         for flat in () if here else flats:
             if self.size > 1:
-                self._wait(self._group.all_gather_single, flat, flat.view(self.size, -1)[self.rank])
+                self._all_gather(flat, flat.view(self.size, -1)[self.rank])
             yield list(flat.view(self.size, -1))
 
     def finish(self, work: dist.Work | None) -> None:
@@ -313,17 +337,14 @@ class Group:
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest of all workers' elements, in place. Part of the entered collective."""
         if self.size > 1:
-            options = c10d.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-            self._wait(self._group.allreduce, [tensor], options)
+            larger = reduction(Op.MAX, tensor.dtype)
+            self._start(tensor, lambda over, flat: over.all_reduce(flat, larger)).wait()
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrites `tensor` on all workers with that of `source`. Part of the entered collective."""
         if self.size > 1:
-            options = c10d.BroadcastOptions()
-            options.rootRank = source
-            self._wait(self._group.broadcast, [raw_bytes(tensor)], options)
+            self._start(tensor, lambda over, flat: over.broadcast(raw_bytes(flat), source)).wait()
         return tensor
 
     def broadcast_bytes(self, data: torch.Tensor | None, source: int) -> torch.Tensor:
@@ -348,10 +369,12 @@ class Group:
 
     def send(self, flat: torch.Tensor, rank: int) -> None:
         """A flat tensor to one other worker, which calls `receive` with one of the same length and dtype."""
-        self._group.send([flat], rank).wait()
+        with outside_inference():
+            self._over(flat).send(raw_bytes(plain(flat)), rank).wait()
 
     def receive(self, flat: torch.Tensor, rank: int) -> None:
-        self._group.recv([flat], rank).wait()
+        with outside_inference():
+            self._over(flat).receive(raw_bytes(plain(flat)), rank).wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every worker's flat tensor of one dtype, lengths may differ. Part of the entered collective."""
@@ -364,7 +387,7 @@ class Group:
         padded = torch.zeros(longest, dtype=tensor.dtype, device=tensor.device)
         padded[: tensor.numel()] = tensor
         everyone = torch.empty(self.size * longest, dtype=tensor.dtype, device=tensor.device)
-        self._wait(self._group.all_gather_single, raw_bytes(everyone), raw_bytes(padded))
+        self._all_gather(everyone, padded)
         rows = everyone.view(self.size, longest)
         return [row[: int(length)] for row, length in zip(rows, lengths, strict=True)]
 
@@ -446,6 +469,6 @@ class Group:
         if not failed and self._lent is not None:
             dist.destroy_process_group()
             self._lent.shutdown()
-        if not failed and self._group is not None:
-            self._group.shutdown()
-            self._group = None  # ends gloo's threads
+        if not failed and self.channel is not None:
+            self.channel.close()
+            self.channel = None  # ends gloo's threads

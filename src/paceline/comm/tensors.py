@@ -77,6 +77,14 @@ def _reduction(op: Any, dtype: torch.dtype) -> Reduction | tuple[str, str]:
     return Reduction(op, of, dist.ReduceOp(Op.SUM if op == Op.AVG else op) if added else None)
 
 
+def reduction(op: Any, dtype: torch.dtype) -> Reduction:
+    """How numbers are combined that can be. KeyError: they cannot."""
+    found = _reduction(op, dtype)
+    if not isinstance(found, Reduction):
+        raise KeyError(f"{op} of {dtype}: {found[0]}")
+    return found
+
+
 class Asked(NamedTuple):
     """A collective as it is asked for, with a reduction or none: what each of its refusals says."""
 
@@ -171,19 +179,19 @@ def asked_sparse(kind: str, tensor: torch.Tensor, op: Any) -> Asked:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as numbers that can be copied."""
-    return _plain(tensor).view(_CARRIERS[tensor.itemsize])
+    return plain(tensor).view(_CARRIERS[tensor.itemsize])
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as numbers that can be combined."""
-    plain, signed = _plain(tensor), _SIGNED.get(tensor.dtype)
+    memory, signed = plain(tensor), _SIGNED.get(tensor.dtype)
     if signed is not None:
-        return plain.view(signed)
-    return torch.view_as_real(plain) if plain.is_complex() else plain
+        return memory.view(signed)
+    return torch.view_as_real(memory) if memory.is_complex() else memory
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a tensor that any thread may write, whether or not it is in inference mode."""
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a tensor that any thread may write, whether or not it is in inference mode. Outside of it."""
     if not tensor.is_inference():
         return tensor.detach()
     place = tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -1,0 +1,74 @@
+"""What moves CUDA tensors among the workers of one group: torch's own group of the same workers over NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from paceline.comm.hosts import interface_of
+from paceline.comm.tensors import Reduction
+from paceline.world import offer_nccl_interface
+
+FOREVER = timedelta(days=7)  # the launcher ends who waits for the lost
+
+
+class Nccl:
+    """The collectives and messages of a channel that Paceline's own steps use, for tensors on a CUDA device. Its group
+    is made with the first of them, over the interface with this `address`.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str) -> None:
+        self._store, self._rank, self._size, self._address = store, rank, size, address
+        self._made: Any = None
+
+    @property
+    def made(self) -> bool:
+        return self._made is not None
+
+    @property
+    def group(self) -> Any:
+        """Torch's group. The first time it is collective."""
+        if self._made is None:
+            offer_nccl_interface(interface_of(self._address))
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = FOREVER
+            self._made = dist.ProcessGroupNCCL(self._store, self._rank, self._size, options)
+        return self._made
+
+    def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> dist.Work:
+        options = c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(reduction.op)
+        return self.group.allreduce([flat], options)  # type: ignore[no-any-return]
+
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: Reduction, *, whole: torch.Tensor
+    ) -> dist.Work:
+        options = c10d.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp(reduction.op)
+        return self.group._reduce_scatter_base(out, whole, options)  # type: ignore[no-any-return]
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> dist.Work:
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        return self.group.broadcast([flat], options)  # type: ignore[no-any-return]
+
+    def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor) -> dist.Work:
+        return self.group.allgather([[*outs]], [flat])  # type: ignore[no-any-return]
+
+    def send(self, flat: torch.Tensor, rank: int) -> dist.Work:
+        return self.group.send([flat], rank, 0)  # type: ignore[no-any-return]
+
+    def receive(self, flat: torch.Tensor, rank: int) -> dist.Work:
+        return self.group.recv([flat], rank, 0)  # type: ignore[no-any-return]
+
+    def abort(self) -> None:
+        if self._made is not None:
+            self._made.abort()
+
+    def forget(self) -> None:
+        self._made = None
