@@ -35,8 +35,11 @@ def lacking(what: str) -> NoReturn:
 
 
 def pytest_configure() -> None:
-    """What runs in the background of a shell ignores Ctrl-C, and so would all that the tests start."""
+    """What runs in the background of a shell ignores Ctrl-C, and under nohup a hang-up, and so would all that the tests
+    start.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:
