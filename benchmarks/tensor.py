@@ -47,7 +47,7 @@ class Block(nn.Module):
     def __init__(self, width: int, attends: bool) -> None:
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
-        self.attends = attends
+        self.attends, self.size = attends, min(64, width // 4)
         if attends:
             self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
             self.before, self.out = nn.LayerNorm(width), nn.Linear(width, width)
@@ -55,7 +55,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.attends:
             inner = self.before(x)
-            q, k, v = (part(inner).unflatten(-1, (-1, 64)).transpose(1, 2) for part in (self.q, self.k, self.v))
+            q, k, v = (part(inner).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q, self.k, self.v))
             found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(found.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -106,7 +106,6 @@ def ours(model: str, width: int, steps: int) -> Iterator[float]:
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, fused=False),
         global_batch=ROWS,
         plan=f"tensor={WORKERS} micro={ROWS}",
-        tensor=CUT | (ATTENTION if model == "gpt" else {}),
     )
     order = lambda position, size, seed, epoch: position  # noqa: E731 - that of the other sides
     for report in trainer.steps(data(width, steps * ROWS), count=steps, order=order):

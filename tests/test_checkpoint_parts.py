@@ -82,7 +82,7 @@ def test_who_has_rows_writes_them_once(data: st.DataObject) -> None:
 def test_blocks_of_any_cut_are_one_checkpoint(shard: int, tmp_path: Path) -> None:
     """Fused heads, columns, few heads that are held twice, what is whole everywhere: by two replicas."""
     cuts = {
-        "qkv": Cut.split((12, 5), 0, 2, sections=3),
+        "qkv": Cut.split((12, 5), 0, 2, sections=(4, 4, 4)),
         "columns": Cut.split((5, 7), 1, 2),
         "both": Cut.whole((4, 3), 2),
         "keys": Cut.split((3, 4), 0, 1, each=2),

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # along several axes and hold blocks of its tensors; 24,700 until what a script gives of a wrong kind was answered in a
 # sentence; 25,000 until layers could be cut among workers.
 ALLOWED = {"paceline.trainer.__init__": 12}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 25_850, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 27_400, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

@@ -25,12 +25,12 @@ from paceline.world import World
 @st.composite
 def cuts(draw: st.DrawFn) -> Cut:
     """Whole or cut along a dimension, maybe in sections, maybe each part twice; then by rows or not."""
-    sections = draw(st.integers(1, 3))
+    sections = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
     made = Cut.whole(shape, draw(st.integers(1, 3)))
     if shape and draw(st.booleans()):
         dim = draw(st.integers(0, len(shape) - 1))
-        shape[dim] *= sections
+        shape[dim] = sum(sections)
         made = Cut.split(shape, dim, draw(st.integers(1, 4)), sections, draw(st.integers(1, 2)))
     return made.in_rows(draw(st.integers(1, 4)))
 
@@ -125,7 +125,7 @@ def test_a_fused_attention_weight_cut_by_heads_and_by_rows() -> None:
     the outer axis cuts the six rows that one of these has in three and three, and so the keys.
     """
     mesh = Mesh(shard=2, tensor=2)
-    cut = Cut.split((12, 8), 0, mesh.tensor, sections=3).in_rows(mesh.shard)
+    cut = Cut.split((12, 8), 0, mesh.tensor, (4, 4, 4)).in_rows(mesh.shard)
     assert len(cut.pieces) == mesh.replica
     blocks = [[(block.at[0], block.shape[0]) for block in piece.blocks] for piece in cut.pieces]
     rows = [[row for first, length in some for row in range(first, first + length)] for some in blocks]
@@ -147,7 +147,7 @@ def test_a_place_may_hold_nothing(dim: int) -> None:
     assert cut.pieces[-1].of(numbered((3, 3))).shape == cut.pieces[-1].shape
 
 
-LAYERS = {"weight": Cut.split((6, 4), 0, 2, sections=3).in_rows(2), "bias": Cut.whole((6,), 2).in_rows(2)}
+LAYERS = {"weight": Cut.split((6, 4), 0, 2, (2, 2, 2)).in_rows(2), "bias": Cut.whole((6,), 2).in_rows(2)}
 
 
 @pytest.mark.parametrize("exact", [False, True])

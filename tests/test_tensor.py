@@ -15,7 +15,6 @@ import pytest
 import torch
 from agents import journal
 from basics import net
-from cases import llama
 from checkpoints import find_checkpoint
 from launching import exported, train_basics
 from once import once
@@ -46,9 +45,20 @@ QUICK = {("alone", "shard=2 zero=1 tensor=2"), ("data=2 tensor=2", "alone")}
 RESUMED = """
 from cases import groups, wide_mlp
 t = paceline.Trainer(wide_mlp, cross_entropy, groups, global_batch=24, clip_norm=0.05)
+params = list(t.model.named_parameters())
+average = "shard=3" not in str(t.plan)  # whose parameters are torch's own kind of tensors
+t.state["named"] = {name: param.detach().clone() for name, param in params if average}
+t.state["list"] = [param.detach().clone() for _, param in params if average]
 for report in t.steps(data, count=10):
-    pass
+    for (name, param), other in zip(params, t.state["list"]):
+        for kept in (t.state["named"][name], other):
+            assert kept.shape == param.shape
+            kept.mul_(0.9).add_(param.detach(), alpha=0.1)
 t.export("out.safetensors")
+if t.main:
+    from safetensors.torch import save_file
+    named = {f"list.{number}": tensor for number, tensor in enumerate(t.state["list"])} | t.state["named"]
+    save_file(named, "averages.safetensors")
 """
 
 
@@ -69,7 +79,11 @@ def test_what_one_plan_saved_another_resumes(
     run(tmp_path, first, "--steps", "5")
     assert find_checkpoint(tmp_path / "out", print).step == 5
     run(tmp_path, then)
-    assert apart(load_file(tmp_path / "out.safetensors"), load_file(one / "out.safetensors")) <= 1e-12
+    files = ["out.safetensors"]
+    if then in ("alone", "data=3") and first != "shard=3":  # which have it whole
+        files.append("averages.safetensors")
+    for file in files:
+        assert apart(load_file(tmp_path / file), load_file(one / file)) <= 1e-12
 
 
 # ---- what scripts do
@@ -79,14 +93,25 @@ SCRIPTS = {
     "a fused weight, with dropout where all have all": ATTENDING
     + "t = paceline.Trainer(Net, loss, lambda ps: torch.optim.SGD(ps, lr=0.3), global_batch=20, tensor=CUT)\n"
     "for r in t.steps(data, epochs=3): pass\n",
+    "dropout of what all have a part of": ATTENDING
+    + "t = paceline.Trainer(lambda: Net(dropout=0.2), loss, lambda ps: torch.optim.SGD(ps, lr=0.3), global_batch=20)\n"
+    "for r in t.steps(data, epochs=3): pass\n",
+    "heads that are counted, and a weight of three that is said to be one": ATTENDING
+    + "t = paceline.Trainer(lambda: Net(heads=4, dropout=0.2), loss, lambda ps: torch.optim.SGD(ps, lr=0.3),\n"
+    "    global_batch=20, tensor=CUT | {'attention.qkv': 'column'})\n"
+    "for r in t.steps(data, epochs=3): pass\n",
+    "a part that leaves the model": "t = make(tensor={'2': 'column'})\nfor r in t.steps(data, epochs=3): pass\n",
     "a parameter that is whole and meets parts": ATTENDING + "class Scaled(nn.Module):\n"
     "    def __init__(self):\n"
     "        super().__init__()\n"
     "        self.up, self.down = nn.Linear(10, 16), nn.Linear(16, 2)\n"
     "        self.by = nn.Parameter(torch.tensor(1.5))\n"
-    "    def forward(self, x): return self.down(torch.tanh(self.up(x) * self.by))\n"
+    "    def forward(self, x): return self.down(torch.tanh(self.up(x) * self.by)) * self.by\n"
     "t = make(model=lambda: Scaled().double(), tensor={'up': 'column', 'down': 'row'})\n"
     "from basics import data\n"
+    "for r in t.steps(data, epochs=3): pass\n",
+    "an optimizer that looks at whole parameters": "t = paceline.Trainer(net, cross_entropy, lambda ps: "
+    "torch.optim.Adafactor(ps, lr=0.1), global_batch=24)\n"
     "for r in t.steps(data, epochs=3): pass\n",
     "a gradient of a gradient": "def penalised(model, batch):\n"
     "    some = batch[0].requires_grad_()\n"
@@ -280,24 +305,23 @@ def test_what_is_held_twice_stays_equal(calm: Calm, tmp_path: Path) -> None:
 
 # ---- what cannot be
 
-SIZES = "write -1 for its size or the number of heads, as in view(*x.shape[:2], -1, head_size)"
 SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
 UNCUT = {
     "nothing to cut": (
         lambda: nn.Linear(10, 2),
         None,
-        "nothing of Linear can be cut: looked for its own plan (_tp_plan), and Linear, activation, Linear in a "
-        f"Sequential; {SAY}",
+        "nothing of Linear can be cut: looked for its own plan (_tp_plan), and blocks in which one layer "
+        f"takes what others give; {SAY}",
     ),
     "an odd size": (
         lambda: nn.Sequential(nn.Linear(10, 15), nn.ReLU(), nn.Linear(15, 2)),
-        None,
+        {"0": "column", "2": "row"},
         'tensor=2 does not divide the 15 outputs of 0; say "whole" of it in tensor=',
     ),
-    "odd heads": (
-        lambda: llama(1, False),
-        None,
-        "tensor=2 does not divide the 1 key-value heads of LlamaForCausalLM; leave tensor= out",
+    "odd sections": (
+        lambda: nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 2)),
+        {"0": "column:5", "2": "row"},
+        'tensor=2 does not divide the 16 outputs in sections column:5 of 0; say "whole" of it in tensor=',
     ),
     "no such module": (
         net,
@@ -307,7 +331,7 @@ UNCUT = {
     "no such placement": (
         net,
         {"0": "rows"},
-        "tensor= says 'rows' of '0'; say one of column, column:N, gathered, row, vocabulary, whole",
+        "tensor= says 'rows' of '0'; say one of column, column:N, gathered, row, vocabulary, heads, whole",
     ),
     "no such layer": (
         net,
@@ -329,27 +353,31 @@ def test_what_cannot_be_cut_is_said(case: str) -> None:
 
 # Each in a trainer of its own, whose first forward is that of an evaluation.
 REFUSED = {
-    "draws for a part": (
-        "attending(Net(dropout=0.1).train(), CUT)",
-        "UsageError: attention draws random numbers (scaled_dot_product_attention) for a part of a layer, others on "
-        "each worker; set its dropout to 0, or leave tensor= out",
+    "what torch cannot see into": (
+        "evaluated(make(model=lambda: Hidden().double(), tensor={'up': 'column', 'down': 'row'}), basics.data)",
+        "UsageError: down gives something else when Hidden is cut by tensor=; leave its layers out of tensor=, or say "
+        '"column:3" of a weight of three',
     ),
-    "a part leaves the model": (
-        "evaluated(make(tensor={'2': 'column'}), basics.data)",
-        f'UsageError: a part of what the model gives leaves it, cut by tensor=; {SAY}; "gathered" makes it whole',
+    "another gradient": (
+        "trained(make(model=lambda: Hidden(True).double(), tensor={'up': 'column', 'down': 'row'}), basics.data)",
+        "UsageError: the gradient of up.weight is another when Hidden is cut by tensor=; leave its layer out of "
+        'tensor=, or say "whole" of it',
     ),
-    "a weight of several": (
-        "attending(Net(), CUT | {'attention.qkv': 'column'})",
-        f"when Net is cut by tensor=; {SIZES}; a weight of several, as query, key and value, is column:3",
+    "writes into a part": (
+        "evaluated(make(model=lambda: Writing().double(), tensor={'up': 'column', 'down': 'row'}), basics.data)",
+        "UsageError: Writing writes into a part of a layer (__setitem__); let it make another tensor, or say "
+        '"whole" of that layer in tensor=',
     ),
-    "heads that are counted": (
-        "attending(Net(heads=4), CUT)",
-        f"tensor=2 gives each worker a part of a layer's outputs: {SIZES}",
+    "groups by size": (
+        "paceline.Trainer(basics.net, loss, lambda ps: torch.optim.SGD([{'params': [p for _, p in ps if "
+        "(p.numel() > 100) == large]} for large in (False, True)], lr=0.1), global_batch=24)",
+        "UsageError: optimizer puts 0.weight into one group by its shape (16, 10), and into another by the part (8, 10)"
+        " that is here; make the groups by names, or by ndim",
     ),
-    "a parameter for both": (
-        "evaluated(make(model=lambda: Scaled().double(), tensor={'up': 'column', 'down': 'row'}), basics.data)",
-        "UsageError: by is used with a part of a layer's outputs and besides, and its gradient is of both; use a "
-        "parameter for each, or leave that layer out of tensor=",
+    "weights by name": (
+        "make().model.state_dict()",
+        "UsageError: state_dict() of Sequential, which is cut by tensor=, would have parts of weights; export() writes "
+        "it whole, and every checkpoint has it",
     ),
     "a copy": (
         "copy.deepcopy(make().model)",
@@ -365,15 +393,25 @@ REFUSED = {
 TRIES = f"""
 import basics, copy
 from attending import *
-class Scaled(nn.Module):
-    def __init__(self):
+class Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, grad): return grad / grad.shape[-1]
+def unseen(x):
+    with torch._C.DisableTorchFunction(): return x / x.shape[-1]
+class Hidden(nn.Module):
+    def __init__(self, late=False):
         super().__init__()
-        self.up, self.down, self.by = nn.Linear(10, 16), nn.Linear(16, 2), nn.Parameter(torch.tensor(1.5))
-    def forward(self, x): return self.down(torch.tanh(self.up(x) * self.by)) * self.by
+        self.up, self.down, self.late = nn.Linear(10, 16), nn.Linear(16, 2), late
+    def forward(self, x): return self.down((Row.apply if self.late else unseen)(self.up(x)))
+class Writing(Hidden):
+    def forward(self, x):
+        x = self.up(x)
+        x[:, :3] = 0.0
+        return self.down(x)
 def evaluated(t, rows): t.evaluate(rows, lambda output, batch: {{"sum": (output.sum(), 1)}})
-def attending(model, tensor):
-    optimizer = lambda params: torch.optim.SGD(params, lr=0.1)
-    evaluated(paceline.Trainer(model, loss, optimizer, global_batch=20, tensor=tensor), data)
+def trained(t, rows): next(iter(t.steps(rows, count=1)))
 for name, call in {[(name, call) for name, (call, _) in REFUSED.items()]!r}:
     try:
         eval(call)
@@ -398,8 +436,8 @@ def test_layers_that_are_cut_are_told(tmp_path: Path) -> None:
     assert "= 1 micro-batch of 24 rows, dealt to the units of 2 workers as 1, 0; one" in done.stderr
     idle = "workers 2-3 have nothing to do while the 1 micro-batch stays whole"
     assert f"{idle}: the plan micro=12 has one for each of the 2 units of 2 workers, which" in done.stderr
-    told = "2 layers are cut among 2 workers (1 column, 1 row)"
+    told = "2 layers are cut among 2 workers: column 0; row 2"
     assert told in done.stdout + done.stderr
     assert [event["why"] for event in journal(tmp_path / "out", "decision") if event["what"] == told] == [
-        "they are Linear, activation, Linear in a Sequential"
+        "its blocks were run once to see"
     ]

@@ -24,8 +24,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import PlanError, UsageError, WorkersDifferError, a, add_hint, first_line
 from paceline.hints import path_of, unfit
+from paceline.pieces import Cut
 from paceline.plan import Plan
 from paceline.schedules import cosine
+from paceline.strategies.state import THEIRS
 from paceline.strategies.streams import Streams
 
 Schedule = Callable[..., Any]
@@ -298,6 +300,46 @@ def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> lis
             what = f"{type(one).__name__} computes the loss several times a step, by a closure"
             raise UsageError(what, "take an optimizer whose step() needs none, such as AdamW")
     return optimizers
+
+
+def groups_of_whole(
+    optimizer: Any, own: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut]
+) -> dict[str, tuple[int, int]]:
+    """The group into which the user's function puts each parameter if it sees the whole shape, and no numbers; nothing
+    where it wants to see these.
+    """
+    shapes = {name: cuts[name].shape if name in cuts else tuple(param.shape) for name, param in own.items()}
+    whole = {n: nn.Parameter(torch.empty(shape, dtype=own[n].dtype, device="meta")) for n, shape in shapes.items()}
+    try:
+        made = optimizers_of(optimizer, list(whole.items()))
+    except THEIRS:  # it wants to see numbers
+        return {}
+    return _groups(made, {id(param): name for name, param in whole.items()})
+
+
+def refuse_other_groups(
+    optimizers: Sequence[Optimizer],
+    groups: Mapping[str, tuple[int, int]],
+    own: Mapping[str, nn.Parameter],
+    cuts: Mapping[str, Cut],
+) -> None:
+    """UsageError where a parameter is in another group than one of `groups_of_whole`."""
+    for name, place in _groups(optimizers, {id(param): name for name, param in own.items()}).items():
+        if groups.get(name, place) != place:
+            whole, part = cuts[name].shape if name in cuts else tuple(own[name].shape), tuple(own[name].shape)
+            what = f"optimizer puts {name} into one group by its shape {whole}, and into another by the part {part}"
+            raise UsageError(f"{what} that is here", "make the groups by names, or by ndim")
+
+
+def _groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, tuple[int, int]]:
+    """The number of each parameter's optimizer and group; those that are not in `names` are left out."""
+    return {
+        names[id(param)]: (number, place)
+        for number, one in enumerate(optimizers)
+        for place, group in enumerate(one.param_groups)
+        for param in group["params"]
+        if id(param) in names
+    }
 
 
 def left_out(optimizers: Sequence[Optimizer], params: Sequence[tuple[str, nn.Parameter]]) -> str:

@@ -134,22 +134,28 @@ class Cut:
         return cls(shape, (Piece(shape, (Block(first, shape, first),)),) * places)
 
     @classmethod
-    def split(cls, shape: Sequence[int], dim: int, count: int, sections: int = 1, each: int = 1) -> Cut:
-        """Cut `count` times along a dimension, as torch.chunk cuts, and so in each of some equal sections, as the three
-        of a fused attention weight: a place holds its part of every one. `each` part is held by so many places.
+    def split(
+        cls, shape: Sequence[int], dim: int, count: int, sections: Sequence[int] | None = None, each: int = 1
+    ) -> Cut:
+        """Cut `count` times along a dimension, as torch.chunk cuts, and so in each of `sections` of these lengths, as
+        the three of a fused attention weight: a place holds its part of every one. `each` part is held by so many
+        places.
         """
-        whole, length = tuple(shape), shape[dim] // sections
+        whole = tuple(shape)
+        lengths = (whole[dim],) if sections is None else sections
 
         def first(index: int) -> Indices:
             return tuple(index if number == dim else 0 for number in range(len(whole)))
 
         pieces: list[Piece] = []
         for place in range(count):
-            mine = Shards(count).rows(length, place)
-            size = (*whole[:dim], len(mine), *whole[dim + 1 :])
-            starts = [(first(n * length + mine.start), first(n * len(mine))) for n in range(sections if mine else 0)]
-            blocks = tuple(Block(at, size, start) for at, start in starts)
-            pieces += [Piece((*whole[:dim], sections * len(mine), *whole[dim + 1 :]), blocks)] * each
+            blocks, begins, own = [], 0, 0
+            for length in lengths:
+                mine = Shards(count).rows(length, place)
+                size = (*whole[:dim], len(mine), *whole[dim + 1 :])
+                blocks += [Block(first(begins + mine.start), size, first(own))] if mine else []
+                begins, own = begins + length, own + len(mine)
+            pieces += [Piece((*whole[:dim], own, *whole[dim + 1 :]), tuple(blocks))] * each
         return cls(whole, tuple(pieces))
 
     def in_rows(self, count: int) -> Cut:

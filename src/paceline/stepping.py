@@ -412,7 +412,7 @@ class Stepper:
     def _agree(self, step: Step, sums: Sums, seconds: float) -> Agreed:
         """Sums of all workers; on the first step they first agree on the names of the metrics."""
         group, run, whole = self.run.team.group, self.run, step.whole
-        self.news |= sums.news
+        self.news |= sums.news | self.job.news
         if self.layout is None:
             self.layout = self._first_layout(sums, whole)
         layout = self.layout

@@ -26,10 +26,12 @@ from paceline.arguments import (
     fit,
     fitting,
     fused,
+    groups_of_whole,
     left_out,
     optimizers_of,
     peak_memory,
     refuse_fused,
+    refuse_other_groups,
     refuse_other_places,
     refuse_words,
     scheduler_of,
@@ -46,6 +48,7 @@ from paceline.errors import UsageError
 from paceline.evaluate import Sweep, evaluate
 from paceline.hints import Hinting
 from paceline.loops import Phase, State, grid_told, idle_text, resumed_grid
+from paceline.mesh import Mesh
 from paceline.observe.ledger import Ledger
 from paceline.plan import Plan
 from paceline.predict import predicted
@@ -57,7 +60,7 @@ from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
 from paceline.strategies.scaling import LossScale
-from paceline.strategies.state import hidden_in, in_pieces, refuse_mixing
+from paceline.strategies.state import copies_in_pieces, hidden_in, in_pieces, mixing, own_copies, refuse_mixing
 from paceline.strategies.streams import Streams
 from paceline.team.operations import settling
 
@@ -133,13 +136,8 @@ class Trainer:
         for what, why in job.decisions:
             run.decide(self._number, what, why)
             run.say(what)
-        optimizers = optimizers_of(optimizer, list(job.own.items()))
-        if forgotten := left_out(optimizers, list(job.own.items())):
-            run.say(forgotten, once=True)
+        optimizers = self._optimizers(optimizer, mesh)
         self._said = Said.of(seed, optimizers, self.model)
-        if mesh.replica > 1:
-            refuse_mixing(optimizers)
-        refuse_fused(optimizers, bool(self.plan.exact and self.plan.shard))
         self._replica.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
@@ -175,6 +173,24 @@ class Trainer:
     def steps_done(self) -> int:
         """Optimizer steps done in the whole training, resumed ones included."""
         return self._stepper.done
+
+    def _optimizers(self, make: Any, mesh: Mesh) -> list[Optimizer]:
+        """What the user's function makes of what is here of the parameters. That it may be a part must not matter."""
+        run, job = self._run, self._job
+        groups = groups_of_whole(make, job.own, job.own_cuts) if mesh.replica > 1 else {}
+        optimizers = optimizers_of(make, list(job.own.items()))
+        if forgotten := left_out(optimizers, list(job.own.items())):
+            run.say(forgotten, once=True)
+        if mesh.replica > 1:
+            if mesh.replica == mesh.unit and not job.offload and (kind := mixing(optimizers)):
+                self._replica.see_whole()
+                optimizers = optimizers_of(make, list(job.own.items()))
+                run.decide(self._number, f"{kind} has whole parameters on each worker", "it looks at them as a whole")
+            else:
+                refuse_mixing(optimizers)
+            refuse_other_groups(optimizers, groups, job.own, job.own_cuts)
+        refuse_fused(optimizers, bool(self.plan.exact and self.plan.shard))
+        return optimizers
 
     @property
     def main(self) -> bool:
@@ -485,7 +501,7 @@ class Trainer:
 
     def _write(self, path: Path) -> None:
         self._group.enter("export()")
-        state = in_pieces(self.model.state_dict(), self._job.cuts, self._job.place)
+        state = in_pieces(self.model.state_dict(keep_vars=True), self._job.cuts, self._job.place)
         write_together(state, path, self._run.main, self._job.replica)
 
     def stop(self) -> None:
@@ -517,7 +533,7 @@ class Trainer:
             "grid": [self._grid.global_batch, self._grid.micro] if self._grid else None,
             "phases": [phase.saved() for phase in self._phases],
             "stopped": self._stopped,
-            "state": self.state.saved(),
+            "state": copies_in_pieces(self.state.saved(), self._job),
             "best": self.best.saved(),
             "said": self._said.saved(),
         }
@@ -574,7 +590,8 @@ class Trainer:
         self._phases = [Phase(**phase) for phase in mine["phases"]]
         self._stopped = mine["stopped"]
         self.best.restore(mine.get("best"))
-        self.state.restore(tree_map_only(torch.Tensor, torch.clone, mine["state"]))
+        kept = tree_map_only(torch.Tensor, torch.clone, mine["state"])
+        self.state.restore(own_copies(kept, self._job))
         if mine["grid"] and self._grid:
             now, done = self._grid, self.steps_done
             self._grid = resumed_grid(Grid(*mine["grid"]), now, self.plan.micro, done, self._run.say)

@@ -34,13 +34,14 @@ for name in (name for name in sys.argv[2:] if name in every):
     )
     reports = list(trainer.steps(case.data(), count=case.steps))
     evaluation = trainer.evaluate(case.data(), right)
-    state = {
-        key: value.full_tensor() if isinstance(value, DTensor) else value.clone()
-        for key, value in trainer.model.state_dict().items()
-    }
     if trainer.plan.tensor:  # here is but a part of it
         trainer.export(file := out.with_name(f"{name}.safetensors"))
-        state |= load_file(file) if paceline.join().rank == 0 else {}
+        state = load_file(file) if paceline.join().rank == 0 else {}
+    else:
+        state = {
+            key: value.full_tensor() if isinstance(value, DTensor) else value.clone()
+            for key, value in trainer.model.state_dict().items()
+        }
     tensors |= {f"{name}/{key}": value for key, value in state.items()}
     figures[name] = {
         "loss": [report.loss for report in reports],

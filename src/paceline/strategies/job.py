@@ -63,6 +63,7 @@ class Job:
     # Where weights do not change meanwhile: what is gathered may be kept until the end.
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
     decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why
+    news: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a forward, as in `Sums`
 
     def arithmetic(self) -> AbstractContextManager[Any]:
         """The context of forward and loss: autocast where the plan says `precision`."""

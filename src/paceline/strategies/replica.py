@@ -43,6 +43,11 @@ class Replica:
         self.home.elements = [math.prod(cut.shape) for cut in cuts]
         self.transit = Transit(group, [*layout.route, Hop("sum", outer)])
 
+    def see_whole(self) -> None:
+        """The optimizers that will be built are to hold whole parameters, of which others have the rest."""
+        assert self.job.replica is not None
+        self.updater.see_whole(self.job.replica)
+
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""
         self.updater.build(optimizers, schedulers)

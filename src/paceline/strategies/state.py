@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.pieces import Cut, Held, Shards
+from paceline.strategies.job import Job
 
 _SIDE = 8  # elements: of the parameter that an optimizer is tried with
-# What one raises that was not made to be tried.
-_THEIRS = (RuntimeError, ValueError, TypeError, NameError, LookupError, AttributeError, AssertionError, ArithmeticError)
+# What code of others raises that was not made to be tried.
+THEIRS = (RuntimeError, ValueError, TypeError, NameError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
 def same_number(what: str, saved: int, now: int) -> None:
@@ -99,25 +100,34 @@ def _tried(optimizer: Optimizer, params: list[nn.Parameter]) -> Optimizer | None
         with torch.random.fork_rng(devices=[]):  # it may draw
             made = type(optimizer)(params, **optimizer.defaults)
             made.step()
-    except _THEIRS:  # it wants something else besides
+    except THEIRS:  # it wants something else besides
         return None
     return made
 
 
-def refuse_mixing(optimizers: Sequence[Optimizer]) -> None:
-    """For parameters in rows: refuses optimizers whose update of a row depends on others, as tried on a small one."""
+def mixing(optimizers: Sequence[Optimizer]) -> str:
+    """The kind of the first whose update of a part of a parameter depends on the rest, as tried on a small one; empty
+    where there is none.
+    """
     whole = torch.linspace(-1.0, 1.0, _SIDE**2, dtype=torch.float64).view(_SIDE, _SIDE)
     for one in optimizers:
         tries = []
-        for rows in (_SIDE, _SIDE // 2):
-            params = [nn.Parameter(part.clone()) for part in whole.split(rows)]
+        for length, dim in ((_SIDE, 0), (_SIDE // 2, 0), (_SIDE // 2, 1)):
+            params = [nn.Parameter(part.clone()) for part in whole.split(length, dim)]
             for param in params:
                 param.grad = param.detach().sin()
             if _tried(one, params) is not None:
-                tries.append(torch.cat([param.detach() for param in params]))
-        if len(tries) == 2 and not torch.allclose(tries[0], tries[1], rtol=1e-9, atol=0.0):
-            what = f"{type(one).__name__} looks at a parameter as a whole, and the plan keeps rows of it on each worker"
-            raise UsageError(what, "take one that treats each element by itself, as AdamW, or a plan without shard")
+                tries.append(torch.cat([param.detach() for param in params], dim))
+        if any(not torch.allclose(tries[0], other, rtol=1e-9, atol=0.0) for other in tries[1:]):
+            return type(one).__name__
+    return ""
+
+
+def refuse_mixing(optimizers: Sequence[Optimizer]) -> None:
+    """For parameters in rows: refuses optimizers whose update of a row depends on others."""
+    if kind := mixing(optimizers):
+        what = f"{kind} looks at a parameter as a whole, and the plan keeps rows of it on each worker"
+        raise UsageError(what, "take one that treats each element by itself, as AdamW, or a plan without shard")
 
 
 def optimizer_state(
@@ -179,6 +189,43 @@ def _own_pieces(
 def in_pieces(tensors: Mapping[str, Any], cuts: Mapping[str, Cut], place: int) -> dict[str, Any]:
     """A model's tensors by name; of those that are cut what is here, marked as that."""
     return {n: Held(local(t), cuts[n], place) if n in cuts else t for n, t in tensors.items()}
+
+
+def copies_in_pieces(tree: Any, job: Job) -> Any:
+    """What a script keeps, with copies of parameters that are cut, as averages of weights are, marked as pieces: those
+    under the name of one, and those in a list of all, in order.
+    """
+
+    def mark(tensor: torch.Tensor, cut: Cut) -> Any:
+        return Held(tensor, cut, job.place) if tensor.shape == cut.at(job.place).shape else tensor
+
+    return _copies(tree, job, mark) if job.unit > 1 else tree
+
+
+def own_copies(tree: Any, job: Job) -> Any:
+    """The same as it was saved, with the own pieces of whole tensors."""
+
+    def narrow(tensor: torch.Tensor, cut: Cut) -> Any:
+        return cut.at(job.place).of(tensor).clone() if tensor.shape == cut.shape else tensor
+
+    return _copies(tree, job, narrow) if job.unit > 1 else tree
+
+
+def _copies(tree: Any, job: Job, change: Callable[[torch.Tensor, Cut], Any]) -> Any:
+    if isinstance(tree, Mapping):
+        found = {key: _copies(value, job, change) for key, value in tree.items()}
+        for key, value in found.items() if any(isinstance(value, torch.Tensor) for value in found.values()) else ():
+            name = next((name for name in job.cuts if f".{key}".endswith(f".{name}")), None)
+            if name is not None and isinstance(value, torch.Tensor):
+                found[key] = change(value, job.cuts[name])
+        return found
+    if type(tree) not in (list, tuple):
+        return tree
+    inside = [_copies(value, job, change) for value in tree]
+    if len(inside) == len(job.named) and all(isinstance(value, torch.Tensor) for value in inside):
+        pairs = [(value, job.cuts.get(name)) for value, name in zip(inside, job.named, strict=True)]
+        inside = [value if cut is None else change(value, cut) for value, cut in pairs]
+    return type(tree)(inside)
 
 
 def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, Cut], place: int) -> None:

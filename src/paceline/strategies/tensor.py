@@ -2,39 +2,54 @@
 Model Parallelism", 2019): a unit's workers hold parts of a layer and compute the same micro-batch together.
 
 A *column* cut divides what a layer gives (*gathered*: and puts it together again; ``column:3``: each third of it, as
-query, key and value of one weight), a *row* cut what it takes, a *vocabulary* cut the entries of an embedding. The
-user's modules stay as they are, but for a smaller weight and a forward of ours. What is not cut, or said to be *whole*,
-is computed by all alike.
+query, key and value of one weight), a *row* cut what it takes, a *vocabulary* cut the entries of an embedding; *heads*
+are those of an nn.MultiheadAttention. The user's modules stay as they are, but for smaller weights and a forward of
+ours. Their code meets parts between a column and a row: `parts` carries it out. The rest is computed by all alike.
 """
 
 from __future__ import annotations
 
+import math
 import re
-import weakref
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from paceline.comm.group import Group
-from paceline.errors import UsageError, add_hint
-from paceline.pieces import Cut, assemble
+from paceline.errors import UsageError
+from paceline.pieces import Cut
 from paceline.strategies.chunks import digest_of, tensors_of
+from paceline.strategies.heads import attention
 from paceline.strategies.job import Job
+from paceline.strategies.moves import Moves, Part, summed
+from paceline.strategies.parts import Parts, Wholes, logical, mark, part_of
+from paceline.strategies.placing import (
+    COLUMN,
+    GATHERED,
+    HEADS,
+    ROW,
+    VOCABULARY,
+    WHOLE,
+    Placement,
+    derive,
+    folded,
+    is_conv1d,
+    is_linear,
+)
+from paceline.strategies.rules import RULES
 from paceline.strategies.state import marks_of
 from paceline.strategies.streams import Streams
 
-COLUMN, GATHERED, ROW, VOCABULARY, WHOLE = "column", "gathered", "row", "vocabulary", "whole"
-PLACEMENTS = f"say one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {WHOLE}"
-# What transformers calls them. What is whole and meets a part has a gradient in parts, which is observed here.
+_SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
+PLACEMENTS = f"say one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {WHOLE}"
+# What transformers calls them.
 _THEIRS = {
     "colwise": COLUMN,
     "colwise_gather_output": GATHERED,
@@ -43,100 +58,61 @@ _THEIRS = {
     "embedding_rowwise": VOCABULARY,
     **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), WHOLE),
 }
-_HEADS = {"num_attention_heads": "attention heads", "num_key_value_heads": "key-value heads"}
-_OF = {COLUMN: "outputs", GATHERED: "outputs", ROW: "inputs", VOCABULARY: "entries"}
-_SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
-_SIZES = "write -1 for its size or the number of heads, as in view(*x.shape[:2], -1, head_size)"
-_PART = "_paceline_part"
-# By how much the output of the cut model may differ from that of the whole one, as a part of its norm: by rounding.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
-_BETWEEN = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Dropout, nn.Identity)
-
-
-# Each one's backward is made of the others, so that a gradient may have a gradient.
-
-
-class _Split(torch.autograd.Function):
-    """What all have, each uses for its own part: the gradients of the parts are added up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, unit: Group) -> torch.Tensor:
-        ctx.unit = unit
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _applied(_Sum, grad, ctx.unit), None
-
-
-class _Sum(torch.autograd.Function):
-    """What each has a part of is added up: all have it, and all have its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, unit: Group) -> torch.Tensor:
-        ctx.unit = unit
-        return _summed(x, unit)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _applied(_Split, grad, ctx.unit), None
-
-
-class _Join(torch.autograd.Function):
-    """Parts along the last dimension become whole everywhere; of its gradient, which all have, each takes its part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, unit: Group) -> torch.Tensor:
-        ctx.unit, ctx.width = unit, x.shape[-1]
-        parts = unit.gather(x.reshape(-1).contiguous())
-        return torch.cat([part.view(x.shape) for part in parts], dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _applied(_Split, grad, ctx.unit).narrow(-1, ctx.unit.rank * ctx.width, ctx.width), None
-
-
-def _summed(x: torch.Tensor, unit: Group) -> torch.Tensor:
-    made = x.clone(memory_format=torch.contiguous_format)
-    unit.sum(made.view(-1))
-    return made
+_OF = {COLUMN: "outputs", GATHERED: "outputs", ROW: "inputs", VOCABULARY: "entries", HEADS: "heads"}
+# By how much the cut model may differ from the whole one, as a part of a norm: by rounding.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
+_COARSE = 5e-2  # of other kinds of numbers
+_OF_ALL = 1e-2  # of the norm of all gradients: what a gradient smaller than that is compared with
 
 
 @dataclass
 class _Layer:
-    """A cut one: its name, the module, and how, in so many sections."""
+    """A cut one: its name, the module, and how; `part` is what its output is, or its input with a row cut."""
 
     name: str
     module: nn.Module
-    placement: str
-    sections: int = 1
+    how: Placement
+    part: Part | None = None
+
+
+@dataclass
+class _Frame:
+    """A forward under way that is watched: whether something in it was not done as it stands."""
+
+    name: str
+    noted: bool = False
 
 
 class TensorCut:
     """Cuts the layers of a job's model among the workers of a `unit`, as the `placements` of patterns of names say, or
     the model's own plan, or its structure.
 
-    Raises UsageError where nothing can be cut, or a layer cannot be divided so often; and in the first forward where a
-    part would draw by itself, or the model computes with parts what it does not compute with the whole.
+    Raises UsageError where nothing can be cut, or a layer cannot be divided so often; and in the first forward where
+    the cut model computes something else than the whole one.
     """
 
     def __init__(self, job: Job, unit: Group, placements: Mapping[str, str] | None) -> None:
-        self.job, self.unit, self._said = job, unit, placements
-        self._made: dict[int, tuple[nn.Parameter, Cut, nn.Parameter]] = {}  # of a whole one: its cut, the own part
-        self._last: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None  # split last, and what came of it
+        self.job, self.unit, self.moves = job, unit, Moves(unit)
+        self._made: dict[int, tuple[nn.Parameter, Cut]] = {}  # what is here of a parameter, and how it is cut
         self._streams, self._name = Streams(job.device), type(job.model).__name__
-        self.layers = [*self._placed()]
+        named = dict(job.model.named_modules())
+        self.table, self._source = self._placed(named, placements)
+        self.layers = [_Layer(name, named[name], how) for name, how in self.table.items()]
         if not self.layers:
-            looked = "its own plan (_tp_plan), and Linear, activation, Linear in a Sequential"
+            looked = "its own plan (_tp_plan), and blocks in which one layer takes what others give"
             raise UsageError(f"nothing of {self._name} can be cut: looked for {looked}", _SAY)
         for layer in self.layers:
             self._cut(layer)
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
-        self._plain, self._watched = job.forward, set[bool]()  # in training and in eval mode: what was watched
-        self.summing = set[int]()  # parameters that are whole, and whose gradients are in parts
-        self._ours = self._uncut = False  # a forward of the job's, and one with whole layers, is going on
+        self._uncut = self._turning = False  # with whole layers, a forward is going on
+        self._frames: list[_Frame] = []
+        self._parts, self._wholes = Parts(self.moves, RULES, self._where, self._noted), Wholes(self.moves)
+        self._regions: dict[bool, set[str]] = {}  # by training mode: modules under which parts are followed
+        self._watched, self._joined = set[bool](), set[str]()
+        self._plain, self._ours = job.forward, False
         job.forward = self._forward
         job.model.register_forward_pre_hook(self._called, with_kwargs=True)
+        self._surround(named)
 
     def __deepcopy__(self, memo: Any) -> TensorCut:
         what = f"{self._name} is cut by tensor=, and a copy would be of this worker's parts"
@@ -144,159 +120,287 @@ class TensorCut:
 
     @property
     def told(self) -> tuple[str, str]:
-        """For people: how many layers are cut how, and whence that is known."""
-        counts = Counter(layer.placement for layer in self.layers)
-        how = ", ".join(f"{count} {placement}" for placement, count in counts.items())
-        return f"{len(self.layers)} layers are cut among {self.unit.size} workers ({how})", self._source
+        """For people: which layers are cut how, which of their kind are not, and whence that is known."""
+        by_kind: dict[str, list[str]] = {}
+        for form, how in folded(self.table).items():
+            by_kind.setdefault(how, []).append(form)
+        how = "; ".join(f"{kind} {', '.join(forms)}" for kind, forms in by_kind.items())
+        cut = f"{len(self.layers)} layers are cut among {self.unit.size} workers: {how}"
+        inside = {id(layer.module) for layer in self.layers}
+        inside |= {id(module) for layer in self.layers for module in layer.module.modules()}
+        rest = {
+            name: Placement(WHOLE)
+            for name, module in self.job.model.named_modules()
+            if (is_linear(module) or type(module) is nn.Embedding) and id(module) not in inside
+        }
+        return cut + (f"; whole {', '.join(folded(rest))}" if rest else ""), self._source
 
-    # -- which layers ---------------------------------------------------------------------------------------------
+    # -- which layers -------------------------------------------------------------------------------------------------
 
-    def _placed(self) -> Iterator[_Layer]:
-        named = dict(self.job.model.named_modules())
-        said, self._source = self._said, "tensor= says so"
+    def _placed(
+        self, named: Mapping[str, nn.Module], said: Mapping[str, str] | None
+    ) -> tuple[dict[str, Placement], str]:
+        """The layers and whence they are known."""
+        source = "tensor= says so"
         if said is None:
-            said, self._source = self._theirs(), "the model's own plan says so"
+            said, source = self._theirs(), "the model's own plan says so"
         if not said:
-            self._source = "they are Linear, activation, Linear in a Sequential"
-            yield from self._derived(named)
-            return
-        for pattern, placement in said.items():
-            kind, _, sections = placement.partition(":")
-            if kind not in _FORWARDS.keys() | {WHOLE} or (sections and (kind != COLUMN or not sections.isdigit())):
-                raise UsageError(f"tensor= says {placement!r} of {pattern!r}", PLACEMENTS)
+            return derive(self.job.model, self.unit.size), "its blocks were run once to see"
+        found: dict[str, Placement] = {}
+        for pattern, text in said.items():
+            how = Placement.parse(text)
+            if how is None:
+                raise UsageError(f"tensor= says {text!r} of {pattern!r}", PLACEMENTS)
             form = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-            found = [name for name in named if form.fullmatch(name)]
-            if not found and self._said is not None:
+            names = [name for name in named if form.fullmatch(name)]
+            if not names and source == "tensor= says so":
                 raise UsageError(f"tensor= names {pattern!r}, and the model has no such module", "write its path")
-            for name in found if kind != WHOLE else ():
-                yield _Layer(name, named[name], kind, int(sections or 1))
+            found |= dict.fromkeys(names, how) if how.kind != WHOLE else {}
+        return found, source
 
     def _theirs(self) -> dict[str, str]:
-        """The plan that a model of transformers brings."""
+        """The plan that a model of transformers brings, if it divides its heads."""
         found: Mapping[str, str] = getattr(self.job.model, "_tp_plan", None) or {}
-        for pattern, style in found.items():
-            if style not in _THEIRS:
-                raise UsageError(f"the plan of {self._name} says {style!r} of {pattern}, which is not built yet", _SAY)
-        count, config = self.unit.size, getattr(self.job.model, "config", None)
-        for name, what in _HEADS.items() if found else ():
-            heads = getattr(config, name, count)
-            if heads % count:
-                fits = [n for n in range(2, count) if heads % n == 0]
-                cure = f"say tensor={fits[-1]}" if fits else "leave tensor= out"
-                raise UsageError(f"tensor={count} does not divide the {heads} {what} of {self._name}", cure)
+        config, known = getattr(self.job.model, "config", None), all(style in _THEIRS for style in found.values())
+        heads = [getattr(config, name, 0) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
+        if not known or any(number % self.unit.size for number in heads):
+            return {}
         return {name: _THEIRS[style] for name, style in found.items()}
 
-    @staticmethod
-    def _derived(named: Mapping[str, nn.Module]) -> Iterator[_Layer]:
-        """In each Sequential two Linear layers, with nothing but activations between them."""
-        for path, module in named.items():
-            if not isinstance(module, nn.Sequential):
-                continue
-            before: _Layer | None = None
-            for name, inner in module.named_children():
-                label = f"{path}.{name}".lstrip(".")
-                if type(inner) is nn.Linear and before is not None:
-                    yield before
-                    yield _Layer(label, inner, ROW)
-                    before = None
-                elif type(inner) is nn.Linear:
-                    before = _Layer(label, inner, COLUMN)
-                elif not isinstance(inner, _BETWEEN):
-                    before = None
-
-    # -- cutting ----------------------------------------------------------------------------------------------------
+    # -- cutting ------------------------------------------------------------------------------------------------------
 
     def _cut(self, layer: _Layer) -> None:
-        kind = nn.Embedding if layer.placement == VOCABULARY else nn.Linear
-        if not isinstance(layer.module, kind) or getattr(layer.module, "max_norm", None) is not None:
-            what = f"{layer.name} is {type(layer.module).__name__}, which has no {layer.placement} cut"
-            raise UsageError(what, f"leave it out of tensor=, or name a {kind.__name__}")
-        self._divide(layer, "weight", 1 if layer.placement == ROW else 0)
-        if getattr(layer.module, "bias", None) is not None and layer.placement != ROW:
-            self._divide(layer, "bias", 0)
-        vars(layer.module)["forward"] = partial(self._run, layer.placement, layer.module)
-        layer.module.register_forward_pre_hook(_nothing)  # or TransformerEncoderLayer takes the weights past a forward
+        module, kind = layer.module, layer.how.kind
+        fits = {VOCABULARY: type(module) is nn.Embedding, HEADS: type(module) is nn.MultiheadAttention}
+        if not fits.get(kind, is_linear(module)) or getattr(module, "max_norm", None) is not None:
+            kinds = {VOCABULARY: "Embedding", HEADS: "MultiheadAttention"}
+            what = f"{layer.name} is {type(module).__name__}, which has no {kind} cut"
+            raise UsageError(what, f"leave it out of tensor=, or name a {kinds.get(kind, 'Linear')}")
+        if kind == HEADS:
+            self._cut_heads(layer)
+            return
+        across = is_conv1d(module)
+        dim = (1 if kind != ROW else 0) if across else (0 if kind != ROW else 1)
+        weight: Any = module.weight
+        part = self._part(layer, logical(weight)[dim])
+        layer.part = part
+        self._divide(layer, module, "weight", dim, part)
+        if getattr(module, "bias", None) is not None and kind != ROW:
+            self._divide(layer, module, "bias", 0, part)
+        run = {COLUMN: self._column, GATHERED: self._column, ROW: self._row, VOCABULARY: self._vocabulary}[kind]
+        self._replace(module, partial(run, layer))
 
-    def _divide(self, layer: _Layer, key: str, dim: int) -> None:
-        count, whole = self.unit.size, getattr(layer.module, key)
-        length, rest = divmod(whole.shape[dim], layer.sections)
-        if rest or length % count:
-            of = f"{length} in each of the {layer.sections} sections of" if layer.sections > 1 else whole.shape[dim]
-            what = f"tensor={count} does not divide the {of} {_OF[layer.placement]} of {layer.name}"
-            fits = [n for n in range(2, count) if length % n == 0 and not rest]
-            raise UsageError(what, f"say tensor={fits[-1]}" if fits else f'say "{WHOLE}" of it in tensor=')
-        cut = Cut.split(tuple(whole.shape), dim, count, layer.sections)
-        if id(whole) not in self._made:  # else it is tied to one that is cut already
-            own = nn.Parameter(cut.pieces[self.unit.rank].of(whole.detach()).clone(), whole.requires_grad)
-            vars(own).update(marks_of(whole))
-            self._made[id(whole)] = whole, cut, own
-        _, before, own = self._made[id(whole)]
-        if before != cut:
-            what = f"{layer.name}.{key} is tied to a weight that is cut in another way"
-            raise UsageError(what, "leave it out of tensor=")
-        setattr(layer.module, key, own)
-        self.job.cuts[f"{layer.name}.{key}".lstrip(".")] = cut
+    def _cut_heads(self, layer: _Layer) -> None:
+        module = cast(nn.MultiheadAttention, layer.module)
+        if module.num_heads % self.unit.size or not module._qkv_same_embed_dim:
+            what = f"tensor={self.unit.size} does not divide the {module.num_heads} heads of {layer.name}"
+            raise UsageError(what, self._fits(module.num_heads))
+        width = module.embed_dim
+        three, one = (Part(0, (width,) * count, self.unit.size) for count in (3, 1))
+        self._divide(layer, module, "in_proj_weight", 0, three)
+        if module.in_proj_bias is not None:
+            self._divide(layer, module, "in_proj_bias", 0, three)
+        self._divide(layer, module.out_proj, "weight", 1, one, "out_proj.weight")
+        self._replace(module, partial(self._heads, layer))
 
-    # -- forwards -----------------------------------------------------------------------------------------------------
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        vars(module)["forward"] = forward
+        module.register_forward_pre_hook(_nothing)  # or TransformerEncoderLayer takes the weights past a forward
+        module.register_state_dict_pre_hook(self._refuse_state)
 
-    def _run(self, placement: str, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _refuse_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:  # as our own parts read it
+            what = f"state_dict() of {self._name}, which is cut by tensor=, would have parts of weights"
+            raise UsageError(what, "export() writes it whole, and every checkpoint has it")
+
+    def _part(self, layer: _Layer, length: int) -> Part:
+        size, how = self.unit.size, layer.how
+        count = how.count or size
+        sections = how.lengths(length)
+        uneven = how.kind in (VOCABULARY, GATHERED)
+        if sections is None or size % count or not (uneven or all(section % count == 0 for section in sections)):
+            of = f"{length} {_OF[how.kind]}"
+            if how.sections != (1,):
+                of = f"{length} {_OF[how.kind]} in sections {how}"
+            raise UsageError(f"tensor={size} does not divide the {of} of {layer.name}", self._fits(length))
+        return Part(0, sections, count)
+
+    def _fits(self, length: int) -> str:
+        fits = [n for n in range(2, self.unit.size) if length % n == 0]
+        return f"say tensor={fits[-1]}" if fits else f'say "{WHOLE}" of it in tensor='
+
+    def _divide(self, layer: _Layer, module: nn.Module, key: str, dim: int, part: Part, path: str = "") -> None:
+        """Puts the own piece of a parameter where the whole one is, everywhere in the model."""
+        whole, path = cast(nn.Parameter, getattr(module, key)), path or key
+        if id(whole) in self._made:  # tied to one that is cut already
+            _, cut = self._made[id(whole)]
+            if cut != replace(part, dim=dim).cut(cut.shape, self.unit.size):
+                what = f"{layer.name}.{path} is tied to a weight that is cut in another way"
+                raise UsageError(what, "leave it out of tensor=")
+            return
+        part = replace(part, dim=dim)
+        cut = part.cut(tuple(whole.shape), self.unit.size)
+        own = nn.Parameter(cut.at(self.unit.rank).of(whole.detach()).clone(), whole.requires_grad)
+        vars(own).update(marks_of(whole))
+        mark(own, part)
+        self._made[id(own)] = own, cut
+        if (
+            part.count < self.unit.size and own.requires_grad
+        ):  # of neighbours that have the same, each has a part of the gradient
+            own.register_hook(partial(self._among_holders, part))
+        for name, other in self.job.model.named_modules(remove_duplicate=False):
+            for field_, param in other._parameters.items():
+                if param is whole:
+                    other._parameters[field_] = own
+                    self.job.cuts[f"{name}.{field_}".lstrip(".")] = cut
+
+    def _among_holders(self, part: Part, gradient: torch.Tensor) -> torch.Tensor:
+        """The sum over those that have the same piece."""
+        everyone = gradient.new_zeros(part.count, *gradient.shape)
+        everyone[self.moves.index(part)] = gradient
+        return summed(everyone, self.unit)[self.moves.index(part)]
+
+    # -- forwards of the layers ---------------------------------------------------------------------------------------
+
+    def _column(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+        module, part = cast(Any, layer.module), cast(Part, layer.part)
         if self._uncut:
-            return self._run_whole(module, x)
-        return cast(torch.Tensor, _FORWARDS[placement](self, module, x))
+            return cast(torch.Tensor, type(module).forward(module, x))
+        with torch._C.DisableTorchFunction():
+            x = self.moves.share(self._parts.whole(x))
+            if is_conv1d(module):
+                made = torch.matmul(x, module.weight) + module.bias
+            else:
+                made = F.linear(x, module.weight, module.bias)
+            made = mark(made, Part(made.dim() - 1, part.sections, part.count))
+            return self._parts.whole(made) if layer.how.kind == GATHERED else made
 
-    def _column(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(self._split(x), module.weight, module.bias)
+    def _row(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+        module, part = cast(Any, layer.module), cast(Part, layer.part)
+        if self._uncut:
+            return cast(torch.Tensor, type(module).forward(module, x))
+        with torch._C.DisableTorchFunction():
+            x = self._taken_in(x, part)
+            found = torch.matmul(x, module.weight) if is_conv1d(module) else F.linear(x, module.weight)
+            found = self.moves.sum(found)
+            return found if module.bias is None else found + module.bias
 
-    def _split(self, x: torch.Tensor) -> torch.Tensor:
-        """Of several layers with one input, as query, key and value, the gradients are added up before they travel."""
-        if not (x.requires_grad and torch.is_grad_enabled()):
+    def _taken_in(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+        """The own piece of what a row layer takes. Where parts are not followed it comes as a piece, or as a whole."""
+        has, wanted = part_of(x), Part(x.dim() - 1, part.sections, part.count)
+        if has == wanted or (has is None and x.shape[-1] == part.own != part.length):
             return x
-        if self._last is None or self._last[0]() is not x:
-            self._last = weakref.ref(x), _applied(_Split, x, self.unit)
-        return self._last[1]
+        return self.moves.take(self._parts.whole(x), wanted)
 
-    def _gathered(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return _applied(_Join, self._column(module, x), self.unit)
+    def _vocabulary(self, layer: _Layer, ids: torch.Tensor) -> torch.Tensor:
+        module, part = cast(nn.Embedding, layer.module), cast(Part, layer.part)
+        if self._uncut:
+            return nn.Embedding.forward(module, ids)
+        with torch._C.DisableTorchFunction():
+            (rows,) = part.rows(self.moves.index(part))
+            here = ids - rows.start
+            others = (here < 0) | (here >= len(rows))
+            padding = None if module.padding_idx is None else module.padding_idx - rows.start
+            padding = padding if padding is not None and 0 <= padding < len(rows) else None
+            if len(rows):
+                found = F.embedding(here.masked_fill(others, 0), module.weight, padding)
+            else:  # there are fewer entries than it takes for all workers to have some
+                found = module.weight.new_zeros(*ids.shape, module.embedding_dim) + module.weight.sum()
+            return self.moves.sum(found.masked_fill(others.unsqueeze(-1), 0.0))
 
-    def _row(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        found = _applied(_Sum, F.linear(x, module.weight), self.unit)
-        return found if module.bias is None else found + module.bias
+    def _heads(self, layer: _Layer, *given: Any, **named: Any) -> Any:
+        module = cast(nn.MultiheadAttention, layer.module)
+        if self._uncut:
+            return nn.MultiheadAttention.forward(module, *given, **named)
+        with torch._C.DisableTorchFunction():
+            return attention(module, self._parts, *given, **named)
 
-    def _vocabulary(self, module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
-        entries = len(module.weight)
-        here = ids - self.unit.rank * entries
-        others = (here < 0) | (here >= entries)
-        padding = None if module.padding_idx is None else module.padding_idx - self.unit.rank * entries
-        padding = padding if padding is not None and 0 <= padding < entries else None
-        found = F.embedding(here.masked_fill(others, 0), module.weight, padding).masked_fill(others.unsqueeze(-1), 0.0)
-        return _applied(_Sum, found, self.unit)
+    # -- forwards of what holds them ----------------------------------------------------------------------------------
 
-    def _run_whole(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """As if it were not cut. Its weights are there for so long."""
-        made = {}
-        for key, part in module.named_parameters(recurse=False):
-            cut = next((cut for _, cut, own in self._made.values() if own is part), None)
-            if cut is not None:
-                theirs = [piece.view(cut.at(n).shape) for n, piece in enumerate(self.unit.gather(part.reshape(-1)))]
-                blocks = ((b.at, b.of(tensor)) for n, tensor in enumerate(theirs) for b in cut.at(n).blocks)
-                made[key] = assemble(part.new_empty(cut.shape), blocks)
-        ours = vars(module).pop("forward")
+    def _surround(self, named: Mapping[str, nn.Module]) -> None:
+        """The modules around cut layers let parts be followed inside of them where that is needed."""
+        around = {""}
+        for layer in self.layers:
+            steps = layer.name.split(".")
+            around |= {".".join(steps[:number]) for number in range(1, len(steps))}
+        for name in around - {layer.name for layer in self.layers}:
+            module = named[name]
+            vars(module)["forward"] = partial(self._inside if name else self._turn, name, module, module.forward)
+
+    def _where(self) -> str:
+        return (self._frames[-1].name if self._frames else "") or self._name
+
+    def _noted(self, name: str, parts: Any, *_: Any) -> None:
+        if self._frames:
+            self._frames[-1].noted = True
+        if parts:
+            self._joined.add(f"{self._where()} ({name.strip('_')})")
+
+    def _inside(self, name: str, module: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        regions = self._regions.get(self.job.model.training)
+        if self._uncut:  # also when it is computed again in the backward
+            with nullcontext() if self._wholes.on else self._wholes:
+                return forward(*given, **named)
+        if regions is None and self._turning:
+            return self._watch(name, forward, given, named)
+        follows = (regions is None or name in regions) and not self._parts.on
+        with self._parts if follows else nullcontext():
+            return forward(*given, **named)
+
+    def _watch(self, name: str, forward: Callable[..., Any], given: Any, named: Any) -> Any:
+        """One in which parts are followed to see where it is needed: in the innermost module that begins and ends
+        without any.
+        """
+        frame = _Frame(name)
+        self._frames.append(frame)
         try:
-            return cast(torch.Tensor, functional_call(module, made, (x,)))
+            output = forward(*given, **named)
         finally:
-            vars(module)["forward"] = ours
+            self._frames.pop()
+        if frame.noted and any(map(part_of, tensors_of((given, named, output)))):
+            self._frames[-1].noted = True
+        elif frame.noted:
+            self._seen.add(name)
+        return output
+
+    def _turn(self, name: str, model: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """A whole forward of the model. No part leaves it."""
+        if self._uncut or self._turning:
+            return forward(*given, **named)
+        return self._turned(model.training, partial(forward, *given, **named))
+
+    def _turned(self, training: bool, call: Callable[[], Any]) -> Any:
+        regions, self._turning = self._regions.get(training), True
+        frame, self._seen = _Frame(""), set[str]()
+        sent, self._frames = self.moves.sent, [frame]
+        try:
+            with self._parts if regions is None or "" in regions else nullcontext():
+                output = call()
+            if any(map(part_of, tensors_of(output))):
+                frame.noted = True
+                output = torch.utils._pytree.tree_map_only(torch.Tensor, self._parts.whole, output)
+        finally:
+            self._turning, self._frames = False, []
+            self.moves.rest()
+        if regions is None:
+            self._regions[training] = self._seen | ({""} if frame.noted else set())
+            if training:
+                self.job.inside = self.moves.sent - sent
+        return output
 
     # -- what a script may do with a cut model ------------------------------------------------------------------------
 
     def _forward(self, model: nn.Module, batch: Any) -> Any:
-        self._enter()
         before, self._ours = self._ours, True
         try:
-            if model is not self.job.model or model.training in self._watched:
+            if model is not self.job.model:
+                self._enter()
                 return self._plain(model, batch)
-            output = self._first(model, batch)
-            self._watched.add(model.training)
-            return output
+            if model.training not in self._watched:
+                self._verify(model, batch)
+                self._watched.add(model.training)
+            self._enter()
+            return self._turned(model.training, partial(self._plain, model, batch))
         finally:
             self._ours = before
 
@@ -316,24 +420,69 @@ class TensorCut:
             cure = "they compute it together: give all of them the same, as torch.cat(paceline.join().gather(x)) is"
             raise UsageError(what, cure)
 
-    def _first(self, model: nn.Module, batch: Any) -> Any:
-        """The first forward of a mode, watched, and compared with that of the whole model."""
+    # -- the cut model beside the whole one ---------------------------------------------------------------------------
+
+    def _verify(self, model: nn.Module, batch: Any) -> None:
+        """The first forward of a mode, and its backward in training, beside that of the whole model."""
         self.unit.enter("the whole layers, to compare with", check=False, kind="comparison")
-        with self._without_a_trace(model):
-            whole = self._plain(model, batch)
-        self._enter()
-        try:
-            with _Parts(self, model):
-                output = self._plain(model, batch)
-        except (RuntimeError, ValueError, IndexError) as error:
-            add_hint(error, f"tensor={self.unit.size} gives each worker a part of a layer's outputs: {_SIZES}")
-            raise
-        for mine, theirs in zip(tensors_of(output), tensors_of(whole), strict=True):
-            if (apart := _apart(mine, theirs)) > _ROUNDING.get(theirs.dtype, 5e-2):
-                where = self._first_apart(model, batch)
-                what = f"{where} gives something else ({apart:.1e} apart) when {self._name} is cut by tensor="
-                raise UsageError(what, f"{_SIZES}; a weight of several, as query, key and value, is {COLUMN}:3")
-        return output
+        backward = model.training and torch.is_grad_enabled() and self._fits_whole()
+        whole, expected = self._computed(model, batch, True, backward)
+        output, gradients = self._computed(model, batch, False, backward)
+        apart = max((_apart(a, b) for a, b in zip(output, whole, strict=True)), default=0.0)
+        if any(_apart(a, b) > _allowed(b) for a, b in zip(output, whole, strict=True)):
+            where = self._first_apart(model, batch)
+            what = f"{where} gives something else when {self._name} is cut by tensor="
+            raise UsageError(what, f'leave its layers out of tensor=, or say "{COLUMN}:3" of a weight of three')
+        most, farthest = sum(float(b.double().norm()) ** 2 for b in expected.values()) ** 0.5 * _OF_ALL, 0.0
+        for name, b in expected.items():
+            scale = max(float(b.double().norm()), most, 1e-300)
+            distance = float((gradients[name].double() - b.double()).norm()) / scale
+            farthest = max(farthest, distance)
+            if distance > 10 * _allowed(b):
+                what = f"the gradient of {name} is another when {self._name} is cut by tensor="
+                raise UsageError(what, 'leave its layer out of tensor=, or say "whole" of it')
+        if model.training:
+            gradients_too = f"and gradients {farthest:.1g} apart" if backward else "apart (a backward would not fit)"
+            figures = f"outputs {apart:.1g} {gradients_too}"
+            what = f"one micro-batch was computed with whole layers, too: {figures}"
+            if self._joined:
+                some = sorted(self._joined)
+                what += f"; parts are gathered in {', '.join(some[:3])}{', ...' if len(some) > 3 else ''}"
+            self.job.news["tensor"] = what, ""
+
+    def _fits_whole(self) -> bool:
+        """Whether all whole weights and their gradients have room on each worker of the unit."""
+        need = 2 * sum(own.element_size() * math.prod(cut.shape) for own, cut in self._made.values())
+        free = _available()
+        if self.job.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.job.device)[0]
+        return all(self.unit.gather_json(need <= free))
+
+    def _computed(
+        self, model: nn.Module, batch: Any, uncut: bool, backward: bool
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Outputs, and the gradients of numbers made of them."""
+        with self._without_a_trace(model, uncut), nullcontext() if backward else torch.no_grad():
+            outputs = self._outputs(model, batch)
+            if not backward:
+                return outputs, {}
+            generator = torch.Generator(outputs[0].device).manual_seed(0)
+            sums = [
+                (x * torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)).sum()
+                for x in outputs
+                if x.requires_grad
+            ]
+            named = self.job.named if sums else {}
+            found = torch.autograd.grad(sums, [*named.values()], allow_unused=True) if named else ()
+            gradients = {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+            return [x.detach() for x in outputs], gradients
+
+    def _outputs(self, model: nn.Module, batch: Any) -> list[torch.Tensor]:
+        call = partial(self._plain, model, batch)
+        if not self._uncut:
+            return tensors_of(self._turned(model.training, call))
+        with self._wholes:
+            return tensors_of(call())
 
     def _first_apart(self, model: nn.Module, batch: Any) -> str:
         """The module that is the first to differ."""
@@ -345,15 +494,15 @@ class TensorCut:
 
         def compare(module: nn.Module, _: Any, output: Any) -> None:
             name, mine = names[id(module)], tensors_of(output)
-            pairs = [(a, b) for a, b in zip(mine, given.get(name, ()), strict=False) if a.shape == b.shape]
-            if any(_apart(a, b) > _ROUNDING.get(b.dtype, 5e-2) for a, b in pairs):
+            pairs = [(a, b) for a, b in zip(mine, given.get(name, ()), strict=False) if not part_of(a)]
+            if any(_apart(a, b) > _allowed(b) for a, b in pairs):
                 found.append(name)
 
         found: list[str] = []
         for uncut, hook in ((True, keep), (False, compare)):
             handles = [module.register_forward_hook(hook) for module in model.modules()]
-            with self._without_a_trace(model, uncut):
-                self._plain(model, batch)
+            with self._without_a_trace(model, uncut), torch.no_grad():
+                self._outputs(model, batch)
             for handle in handles:
                 handle.remove()
         return (found or [""])[0] or "the model"
@@ -370,115 +519,31 @@ class TensorCut:
                 yield
         finally:
             self._uncut = False
-            for buffer, value in kept:
-                if not torch.equal(buffer, value):  # BatchNorm's change without a new version
-                    buffer.copy_(value)
+            with torch.no_grad():
+                for buffer, value in kept:
+                    if not torch.equal(buffer, value):  # BatchNorm's change without a new version
+                        buffer.copy_(value)
 
 
-class _Parts(TorchFunctionMode):
-    """Follows parts of activations through a forward: nothing may draw random numbers for one, none may leave the
-    model, and a parameter that is whole and meets one gets its gradient in parts, which are added up from then on.
-    """
-
-    def __init__(self, cut: TensorCut, model: nn.Module) -> None:
-        super().__init__()
-        self._cut, self._path = cut, [""]
-        self._streams = Streams(cut.job.device)
-        self._whole = {id(p): name for name, p in model.named_parameters() if name not in cut.job.cuts}
-        self._met, self._apart = dict[int, torch.Tensor](), set[int]()  # whole ones that met parts, and those alone
-        self._own = {id(layer.module): layer for layer in cut.layers}
-        self._model, self._handles = model, list[Any]()
-        self._ours = 0  # cut layers that are being run
-        self._inside, self._before = 0, torch.empty(0)
-
-    def __enter__(self) -> Any:
-        for name, module in self._model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(partial(self._enters, name)))
-            self._handles.append(module.register_forward_hook(self._leaves, always_call=True))
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if error[0] is not None:
-            return
-        if both := [self._whole[key] for key in self._met if key in self._apart]:
-            what = f"{both[0]} is used with a part of a layer's outputs and besides, and its gradient is of both"
-            raise UsageError(what, "use a parameter for each, or leave that layer out of tensor=")
-        self._cut.job.inside = self._inside
-        for key in self._met.keys() - self._cut.summing:  # each worker used it with another part
-            self._met[key].register_hook(partial(_summed, unit=self._cut.unit))
-            self._cut.summing.add(key)
-
-    def _enters(self, name: str, module: nn.Module, given: Any) -> None:
-        self._path.append(name)
-        self._ours += id(module) in self._own
-
-    def _leaves(self, module: nn.Module, given: Any, output: Any) -> None:
-        self._path.pop()
-        layer = self._own.get(id(module))
-        if layer is not None:
-            self._ours -= 1
-            self._moves(layer, given[0], output)
-            for leaf in tensors_of(output):
-                leaf.__dict__[_PART] = layer.placement == COLUMN
-        elif module is self._model and any(map(_is_part, tensors_of(output))):
-            what = "a part of what the model gives leaves it, cut by tensor="
-            raise UsageError(what, f'{_SAY}; "gathered" makes it whole')
-
-    def _moves(self, layer: _Layer, given: torch.Tensor, output: torch.Tensor) -> None:
-        """Adds what a layer sums or gathers in the forward and in the backward."""
-        if layer.placement in (ROW, VOCABULARY):
-            self._inside += output.nbytes
-            return
-        self._inside += output.nbytes // self._cut.unit.size if layer.placement == GATHERED else 0
-        if given.requires_grad and given is not self._before:  # of layers with one input once
-            self._inside, self._before = self._inside + given.nbytes, given
-
-    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        leaves = tensors_of((given, named))
-        parts = not self._ours and any(map(_is_part, leaves))
-        if not self._ours:
-            whole = {id(leaf): leaf for leaf in leaves if id(leaf) in self._whole and leaf.requires_grad}
-            self._met.update(whole if parts else {})
-            self._apart.update(() if parts else whole)
-        mark = self._streams.mark() if parts else ()
-        output = function(*given, **(named or {}))
-        if not parts:
-            return output
-        if self._streams.moved(mark):
-            where = self._path[-1] or "the model"
-            what = f"{where} draws random numbers ({function.__name__}) for a part of a layer, others on each worker"
-            raise UsageError(what, "set its dropout to 0, or leave tensor= out")
-        for leaf in tensors_of(output):
-            leaf.__dict__[_PART] = True
-        return output
+def _available() -> float:
+    """Bytes of this host that nobody needs; infinite where that is not told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)
 
 
 def _nothing(module: nn.Module, given: Any) -> None:
     """A hook that does nothing."""
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
-    return bool(tensor.__dict__.get(_PART))
+def _allowed(tensor: torch.Tensor) -> float:
+    return _ROUNDING.get(tensor.dtype, _COARSE)
 
 
 def _apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     """Norm of the difference as a part of that of `theirs`."""
     if mine.shape != theirs.shape or not theirs.is_floating_point():
         return float(not torch.equal(mine, theirs))
-    with torch.no_grad():
-        return float((mine.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-300))
-
-
-def _applied(function: Any, x: torch.Tensor, unit: Group) -> torch.Tensor:
-    return cast(torch.Tensor, function.apply(x, unit))
-
-
-_FORWARDS: Mapping[str, Any] = {
-    COLUMN: TensorCut._column,
-    GATHERED: TensorCut._gathered,
-    ROW: TensorCut._row,
-    VOCABULARY: TensorCut._vocabulary,
-}
+    return float((mine.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-300))

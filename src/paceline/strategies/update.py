@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.comm.buckets import Landing
+from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.step import Agreed
 from paceline.strategies.job import Job, Options
 from paceline.strategies.offload import Hosted
 from paceline.strategies.state import held, load_optimizer, optimizer_state, same_number
+from paceline.strategies.whole import Whole
 
 
 class Update:
@@ -26,12 +28,19 @@ class Update:
     def __init__(self, job: Job, home: Landing) -> None:
         self.job, self.home = job, home
         self.rows = list(job.own.values())
-        self.hosted = Hosted(self.rows) if job.offload else None
+        self.hosted: Hosted | Whole | None = Hosted(self.rows) if job.offload else None
         if self.hosted is not None:
             job.own = dict(zip(job.own, self.hosted.copies, strict=True))
         self.own = list(job.own.values())
         frozen = [(name, param) for name, param in job.model.named_parameters() if not param.requires_grad]
         self.names = {id(param): name for name, param in [*frozen, *job.own.items()]}
+
+    def see_whole(self, replica: Group) -> None:
+        """Optimizers are to hold whole copies of what is cut."""
+        self.hosted = made = Whole(dict(self.job.own), self.job.own_cuts, self.job.place, replica)
+        self.job.own, self.job.own_cuts = made.copies, {}
+        self.own = list(made.copies.values())
+        self.names |= {id(copy): name for name, copy in made.copies.items()}
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""
