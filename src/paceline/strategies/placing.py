@@ -249,17 +249,18 @@ def _inputs(block: nn.Module) -> Iterator[list[torch.Tensor] | Mapping[str, torc
 
 
 def _vocabulary(model: nn.Module, placed: Mapping[str, Placement]) -> dict[str, Placement]:
-    """The largest embedding, if the model has a layer that gives a number for each of its entries, and that layer."""
+    """The largest embedding (and others like it), if the model has a layer that gives a number for each of its entries,
+    and that layer.
+    """
     named = dict(model.named_modules())
-    weights = {id(m.weight): m.weight for m in named.values() if type(m) is nn.Embedding and not m.max_norm}
-    for weight in sorted(weights.values(), key=lambda weight: -weight.numel()):
-        free = [(name, m) for name, m in named.items() if type(m) is nn.Linear and name not in placed]
-        outputs = [name for name, m in free if m.weight is weight] or [
-            name for name, m in free if m.weight.shape == weight.shape
-        ]
+    entries = [(name, m) for name, m in named.items() if type(m) is nn.Embedding and not m.max_norm]
+    free = [(name, m) for name, m in named.items() if type(m) is nn.Linear and name not in placed]
+    for weight in sorted((m.weight for _, m in entries), key=lambda weight: -weight.numel()):
+        tied = [name for name, m in free if m.weight is weight]
+        outputs = tied or [name for name, m in free if m.weight.shape == weight.shape]
+        inputs = [n for n, m in entries if m.weight is weight or (not tied and m.weight.shape == weight.shape)]
         if outputs:
-            entries = [name for name, m in named.items() if type(m) is nn.Embedding and m.weight is weight]
-            return {**dict.fromkeys(entries, Placement(VOCABULARY)), **dict.fromkeys(outputs, Placement(GATHERED))}
+            return {**dict.fromkeys(inputs, Placement(VOCABULARY)), **dict.fromkeys(outputs, Placement(GATHERED))}
     return {}
 
 

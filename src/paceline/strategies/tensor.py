@@ -131,7 +131,7 @@ class TensorCut:
         rest = {
             name: Placement(WHOLE)
             for name, module in self.job.model.named_modules()
-            if (is_linear(module) or type(module) is nn.Embedding) and id(module) not in inside
+            if (is_linear(module) or type(module) in (nn.Embedding, nn.MultiheadAttention)) and id(module) not in inside
         }
         return cut + (f"; whole {', '.join(folded(rest))}" if rest else ""), self._source
 
