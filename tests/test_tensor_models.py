@@ -22,7 +22,7 @@ from once import once
 from oracle import apart
 from safetensors.torch import load_file
 
-from paceline.strategies.moves import Moves, Part
+from paceline.strategies.moves import Division, Moves
 from paceline.strategies.parts import Parts, logical, mark, part_of, regrouped
 from paceline.strategies.placing import Placement, derive, folded
 from paceline.strategies.rules import RULES
@@ -111,7 +111,7 @@ class Adding(Moves):
         self.adds = True
         return x
 
-    def join(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+    def join(self, x: torch.Tensor, part: Division) -> torch.Tensor:
         raise AssertionError("it is gathered")
 
 
@@ -124,12 +124,12 @@ def attention(x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
-L = Part(2, (64,), SIZE)  # along the last of three dimensions
-T = Part(2, (64, 64, 64), SIZE)
-H = Part(1, (8,), SIZE)
-FEW = Part(1, (2,), 2)
+L = Division(2, (64,), SIZE)  # along the last of three dimensions
+T = Division(2, (64, 64, 64), SIZE)
+H = Division(1, (8,), SIZE)
+FEW = Division(1, (2,), 2)
 # What is a part of which shape; and what all have.
-FUNCTIONS: dict[str, tuple[list[tuple[tuple[int, ...], Part | None]], Function]] = {
+FUNCTIONS: dict[str, tuple[list[tuple[tuple[int, ...], Division | None]], Function]] = {
     "elements": ([((2, 3, 64), L)], lambda x: F.gelu(2 * x - 1) ** 2 / (x.abs() + 1)),
     "with what all have": (
         [((2, 3, 64), L), ((64,), None), ((3, 1), None)],
@@ -164,7 +164,7 @@ FUNCTIONS: dict[str, tuple[list[tuple[tuple[int, ...], Part | None]], Function]]
     "product": ([((2, 8, 3, 5), H), ((5, 7), None)], lambda x, w: x @ w),
     "sum of products": ([((2, 3, 64), L), ((7, 64), None), ((7,), None)], lambda x, w, b: F.linear(x, w, None)),
     "rows by columns": (
-        [((3, 64), Part(1, (64,), SIZE)), ((64, 5), None)],
+        [((3, 64), Division(1, (64,), SIZE)), ((64, 5), None)],
         lambda x, w: torch.addmm(w[0] * 0, x, w),
     ),
     "einsum": ([((2, 8, 3, 5), H), ((2, 3, 8, 5), None)], lambda q, k: torch.einsum("bhid,bjhd->bhij", q, k)),
@@ -172,7 +172,10 @@ FUNCTIONS: dict[str, tuple[list[tuple[tuple[int, ...], Part | None]], Function]]
     "shapes": ([((2, 3, 64), L)], lambda x: x * x.numel() + len(x.size()) + x.new_ones(x.shape[-1])),
     "like it": ([((2, 3, 64), L)], lambda x: torch.zeros_like(x) + x.detach().to(torch.float32).type_as(x)),
     "dropped": ([((2, 8, 3, 5), H)], lambda x: F.dropout(x, 0.3)),
-    "dropped, in another order": ([((2, 3, 8, 5), Part(2, (8,), SIZE))], lambda x: F.dropout(x.transpose(1, 2), 0.3)),
+    "dropped, in another order": (
+        [((2, 3, 8, 5), Division(2, (8,), SIZE))],
+        lambda x: F.dropout(x.transpose(1, 2), 0.3),
+    ),
     "noise": ([((2, 8, 3, 5), H)], lambda x: x.clone().normal_() * x + torch.rand(x.shape)),
     "attention with dropout": (
         [((2, 3, 192), T)],
@@ -210,7 +213,7 @@ def test_a_function_of_parts_gives_the_part(name: str) -> None:
 
 
 @st.composite
-def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Part, tuple[int, ...]]:
+def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Division, tuple[int, ...]]:
     """A shape, a part of it, and another shape of as many elements."""
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -220,11 +223,11 @@ def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Part, tuple[int, ...]]:
     while rest > 1 and len(other) < 4:
         other.append(draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0])))
         rest //= other[-1]
-    return tuple(shape), Part(dim, tuple(sections), 2), (*other, rest)
+    return tuple(shape), Division(dim, tuple(sections), 2), (*other, rest)
 
 
 @drawn(reshapes())
-def test_what_is_reshaped_is_the_part_of_the_reshaped(case: tuple[tuple[int, ...], Part, tuple[int, ...]]) -> None:
+def test_what_is_reshaped_is_the_part_of_the_reshaped(case: tuple[tuple[int, ...], Division, tuple[int, ...]]) -> None:
     shape, part, other = case
     found = regrouped(shape, part, other)
     if found is None:

@@ -314,7 +314,7 @@ def groups_of_whole(
         made = optimizers_of(optimizer, list(whole.items()))
     except THEIRS:  # it wants to see numbers
         return {}
-    return _groups(made, {id(param): name for name, param in whole.items()})
+    return _groups(made, whole)
 
 
 def refuse_other_groups(
@@ -324,15 +324,16 @@ def refuse_other_groups(
     cuts: Mapping[str, Cut],
 ) -> None:
     """UsageError where a parameter is in another group than one of `groups_of_whole`."""
-    for name, place in _groups(optimizers, {id(param): name for name, param in own.items()}).items():
+    for name, place in _groups(optimizers, own).items():
         if groups.get(name, place) != place:
             whole, part = cuts[name].shape if name in cuts else tuple(own[name].shape), tuple(own[name].shape)
             what = f"optimizer puts {name} into one group by its shape {whole}, and into another by the part {part}"
             raise UsageError(f"{what} that is here", "make the groups by names, or by ndim")
 
 
-def _groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, tuple[int, int]]:
-    """The number of each parameter's optimizer and group; those that are not in `names` are left out."""
+def _groups(optimizers: Sequence[Optimizer], params: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
+    """The number of each parameter's optimizer and group; what is not among `params` is left out."""
+    names = {id(param): name for name, param in params.items()}
     return {
         names[id(param)]: (number, place)
         for number, one in enumerate(optimizers)

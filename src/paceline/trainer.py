@@ -182,12 +182,12 @@ class Trainer:
         if forgotten := left_out(optimizers, list(job.own.items())):
             run.say(forgotten, once=True)
         if mesh.replica > 1:
-            if mesh.replica == mesh.unit and not job.offload and (kind := mixing(optimizers)):
+            if mesh.replica > mesh.unit or job.offload:
+                refuse_mixing(optimizers)
+            elif kind := mixing(optimizers):
                 self._replica.see_whole()
                 optimizers = optimizers_of(make, list(job.own.items()))
                 run.decide(self._number, f"{kind} has whole parameters on each worker", "it looks at them as a whole")
-            else:
-                refuse_mixing(optimizers)
             refuse_other_groups(optimizers, groups, job.own, job.own_cuts)
         refuse_fused(optimizers, bool(self.plan.exact and self.plan.shard))
         return optimizers

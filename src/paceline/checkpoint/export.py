@@ -34,7 +34,7 @@ from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks, wri
 from paceline.checkpoint.tree import unflatten
 from paceline.comm.group import Group
 from paceline.errors import CheckpointError, PacelineError, UsageError
-from paceline.pieces import Held, assemble
+from paceline.pieces import Held
 
 _MODE = 0o666  # the user's umask decides who may read an export, as it does for any file of theirs
 _MARK = "paceline-export.json"  # says which files of a folder an export wrote, and the next one may replace
@@ -52,20 +52,12 @@ def write_together(state: Mapping[str, torch.Tensor | Held], out: Path, main: bo
         if isinstance(value, Held):
             assert replica is not None
             replica.enter("the pieces of an export", check=False, kind="all_gather")
-            value = Deferred(partial(_gathered, value, replica), value.shape, value.tensor.dtype)
+            value = Deferred(partial(replica.whole, value), value.shape, value.tensor.dtype)
         whole[name] = value
     if main:
         write_model(whole, out)
     elif any(isinstance(value, Deferred) for value in whole.values()):
         deque(tensor_chunks(whole), maxlen=0)
-
-
-def _gathered(held: Held, replica: Group) -> torch.Tensor:
-    """Of a tensor that is cut all of it, from those who hold it."""
-    whole = torch.empty(held.shape, dtype=held.tensor.dtype, device=held.tensor.device)
-    everyone = replica.gather(held.tensor.detach().reshape(-1))
-    first = (next(iter(holders.items())) for holders in held.cut.blocks.values())
-    return assemble(whole, ((b.at, b.of(everyone[place].view(held.cut.pieces[place].shape))) for place, b in first))
 
 
 def write_model(state: State, out: Path) -> int:

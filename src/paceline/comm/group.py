@@ -27,12 +27,13 @@ from paceline.comm.status import call_site, unless
 from paceline.comm.tensors import Op, outside_inference, plain, reduction
 from paceline.errors import LaunchError, PeerLostError, UsageError
 from paceline.mesh import AXES, Mesh
+from paceline.pieces import Held, assemble
 from paceline.pulse import PULSE
 from paceline.world import World
 
 # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
 FOR_EVER = timedelta(days=7)
-Moves = Callable[[Channel | Nccl, torch.Tensor], dist.Work]  # begins a collective of a flat tensor
+_Begin = Callable[[Channel | Nccl, torch.Tensor], dist.Work]  # begins a collective of a flat tensor
 NAME = 80  # characters of a collective's name that are shown
 
 
@@ -237,7 +238,7 @@ class Group:
         finally:
             self.channel.declared = None
 
-    def _start(self, tensor: torch.Tensor, collective: Moves) -> dist.Work:
+    def _start(self, tensor: torch.Tensor, collective: _Begin) -> dist.Work:
         """The same of a tensor, which is flat then: over what moves those of its device."""
         over = self._over(tensor)
         return self._declare(lambda: collective(over, plain(tensor).view(-1)))
@@ -390,6 +391,13 @@ class Group:
         self._all_gather(everyone, padded)
         rows = everyone.view(self.size, longest)
         return [row[: int(length)] for row, length in zip(rows, lengths, strict=True)]
+
+    def whole(self, held: Held) -> torch.Tensor:
+        """Of a tensor that is cut all of it, from those who hold it. Part of the entered collective."""
+        made = torch.empty(held.shape, dtype=held.tensor.dtype, device=held.tensor.device)
+        everyone = self.gather(held.tensor.detach().reshape(-1))
+        first = (next(iter(holders.items())) for holders in held.cut.blocks.values())
+        return assemble(made, ((b.at, b.of(everyone[place].view(held.cut.pieces[place].shape))) for place, b in first))
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every worker's JSON value. Part of the entered collective."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.hosts import interface_of
+from paceline.comm.hosts import FOREVER, interface_of
 from paceline.comm.tensors import Reduction
 from paceline.world import offer_nccl_interface
-
-FOREVER = timedelta(days=7)  # the launcher ends who waits for the lost
 
 
 class Nccl:

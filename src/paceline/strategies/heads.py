@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.strategies.moves import Part
+from paceline.strategies.moves import Division
 from paceline.strategies.parts import Parts
 
 _FORWARD = inspect.signature(nn.MultiheadAttention.forward)
@@ -27,7 +27,7 @@ def attention(
     query, key, value = (asked.arguments[name] for name in ("query", "key", "value"))
     masks = asked.arguments["key_padding_mask"], asked.arguments["attn_mask"]
     moves, size, alone = parts.moves, module.head_dim, query.dim() == 2
-    heads = Part(1, (module.num_heads,), moves.size)
+    heads = Division(1, (module.num_heads,), moves.size)
     shared = [moves.share(parts.whole(x)) for x in (query, key, value)]
     if alone:
         shared = [x.unsqueeze(0) for x in shared]

@@ -21,7 +21,7 @@ _SHARED = 4  # tensors that several layers or functions take in, as query, key a
 
 
 @dataclass(frozen=True)
-class Part:
+class Division:
     """What a worker has of a tensor: along `dim`, of each section (as the three of a fused attention weight) one of
     `count` pieces. If there are fewer pieces than workers, neighbours have the same one. `of`: the layers that it
     comes from, where that is followed.
@@ -85,13 +85,13 @@ class _Join(torch.autograd.Function):
     """Parts become whole everywhere; of the gradient, which all have, the first holder of each piece takes it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, moves: Moves, part: Part) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, moves: Moves, part: Division) -> torch.Tensor:
         ctx.moves, ctx.part = moves, part
         return moves.joined(x, part)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        moves, part = cast(Moves, ctx.moves), cast(Part, ctx.part)
+        moves, part = cast(Moves, ctx.moves), cast(Division, ctx.part)
         own = moves.narrow(_applied(_Split, grad, moves.unit), part)
         return own if moves.first(part) else own * 0.0, None, None
 
@@ -124,27 +124,29 @@ class Moves:
         self.unit, self.size, self.sent = unit, unit.size, 0
         self._shared: OrderedDict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = OrderedDict()
 
-    def index(self, part: Part) -> int:
+    def index(self, part: Division) -> int:
         """The number of the piece that this worker has."""
         return self.unit.rank * part.count // self.unit.size
 
-    def first(self, part: Part) -> bool:
+    def first(self, part: Division) -> bool:
         """Whether nobody before this worker has the same piece."""
         return self.unit.rank * part.count % self.unit.size == 0
 
-    def shape(self, whole: Sequence[int], part: Part) -> tuple[int, ...]:
+    def shape(self, whole: Sequence[int], part: Division) -> tuple[int, ...]:
         """Of a part."""
         return (*whole[: part.dim], part.own, *whole[part.dim + 1 :])
 
-    def narrow(self, whole: torch.Tensor, part: Part) -> torch.Tensor:
+    def narrow(self, whole: torch.Tensor, part: Division) -> torch.Tensor:
         """The own piece of what all have."""
         return _sections(whole, part, self.index(part))
 
-    def refine(self, x: torch.Tensor, part: Part, count: int) -> torch.Tensor:
+    def refine(self, x: torch.Tensor, part: Division, count: int) -> torch.Tensor:
         """Of the own piece that of a division into `count`, several for each piece of `part`."""
         times = count // part.count
         within = self.unit.rank * count // self.unit.size - self.index(part) * times
-        return _sections(x, Part(part.dim, tuple(section // part.count for section in part.sections), times), within)
+        return _sections(
+            x, Division(part.dim, tuple(section // part.count for section in part.sections), times), within
+        )
 
     def share(self, whole: torch.Tensor) -> torch.Tensor:
         """What all have, to be used with parts. What several take in is added up once in the backward."""
@@ -159,7 +161,7 @@ class Moves:
             self._shared.popitem(last=False)
         return known[1]
 
-    def take(self, whole: torch.Tensor, part: Part) -> torch.Tensor:
+    def take(self, whole: torch.Tensor, part: Division) -> torch.Tensor:
         """The own piece of what all have and compute alike."""
         return self.narrow(self.share(whole), part)
 
@@ -168,12 +170,12 @@ class Moves:
         self.sent += x.nbytes
         return _applied(_Sum, x, self.unit)
 
-    def join(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+    def join(self, x: torch.Tensor, part: Division) -> torch.Tensor:
         """The whole of what each has a piece of."""
         self.sent += x.nbytes
         return _applied(_Join, x, self, part)
 
-    def joined(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+    def joined(self, x: torch.Tensor, part: Division) -> torch.Tensor:
         order, back = memory_order(x)
         x, dim, pieces = x.permute(order).contiguous(), back[part.dim], []
         everyone, shape = self.unit.gather(x.view(-1)), list(x.shape)
@@ -195,13 +197,13 @@ class Imagined(Moves):
     def __init__(self, size: int) -> None:
         self.size, self.sent = size, 0
 
-    def shape(self, whole: Sequence[int], part: Part) -> tuple[int, ...]:
+    def shape(self, whole: Sequence[int], part: Division) -> tuple[int, ...]:
         return tuple(whole)
 
-    def narrow(self, whole: torch.Tensor, part: Part) -> torch.Tensor:
+    def narrow(self, whole: torch.Tensor, part: Division) -> torch.Tensor:
         return whole
 
-    def refine(self, x: torch.Tensor, part: Part, count: int) -> torch.Tensor:
+    def refine(self, x: torch.Tensor, part: Division, count: int) -> torch.Tensor:
         return x
 
     def share(self, whole: torch.Tensor) -> torch.Tensor:
@@ -210,11 +212,11 @@ class Imagined(Moves):
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def join(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+    def join(self, x: torch.Tensor, part: Division) -> torch.Tensor:
         return x.view_as(x)
 
 
-def _sections(x: torch.Tensor, part: Part, index: int) -> torch.Tensor:
+def _sections(x: torch.Tensor, part: Division, index: int) -> torch.Tensor:
     """A piece of each section."""
     found, start = [], 0
     for length, rows in zip(part.sections, part.rows(index), strict=True):

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
-from paceline.strategies.moves import Moves, Part, memory_order
+from paceline.strategies.moves import Division, Moves, memory_order
 
 Tensor = torch.Tensor
 Rule = Callable[["Parts", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -37,12 +38,12 @@ _AS_IT_IS = {
 _OF_ONE = ("__bool__", "__int__", "__float__", "__index__", "__contains__")  # not to be taken for those without dashes
 
 
-def part_of(tensor: Any) -> Part | None:
+def part_of(tensor: Any) -> Division | None:
     """Which part a tensor is, if it is one."""
     return tensor.__dict__.get(_PART) if isinstance(tensor, Tensor) else None
 
 
-def mark(tensor: Tensor, part: Part | None) -> Tensor:
+def mark(tensor: Tensor, part: Division | None) -> Tensor:
     tensor.__dict__[_PART] = part
     return tensor
 
@@ -62,7 +63,27 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-class Parts(TorchFunctionMode):
+class _Mode(TorchFunctionMode):
+    """Sees every function of torch's while it is `on`; so often it has been entered."""
+
+    def __init__(self, moves: Moves) -> None:
+        super().__init__()
+        self.moves, self.on = moves, 0
+
+    def __enter__(self) -> Any:
+        self.on += 1
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self.on -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        part = part_of(tensor)
+        return tensor if part is None else self.moves.join(tensor, part)
+
+
+class Parts(_Mode):
     """Follows parts through what is run under it, by `rules` of functions' names. `where` says in which module that is,
     `noted` is told of each function that was not carried out as it stands: its name, the parts that were gathered for
     it if any were, and where sections of them would have to end for it to do without.
@@ -75,17 +96,8 @@ class Parts(TorchFunctionMode):
         where: Callable[[], str],
         noted: Callable[..., None] | None = None,
     ) -> None:
-        super().__init__()
-        self.moves, self._rules, self.where, self._noted = moves, rules, where, noted
-        self.on = 0
-
-    def __enter__(self) -> Any:
-        self.on += 1
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        self.on -= 1
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__init__(moves)
+        self._rules, self.where, self._noted = rules, where, noted
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         named = named or {}
@@ -117,15 +129,13 @@ class Parts(TorchFunctionMode):
         given, named = pytree.tree_map_only(Tensor, self.whole, (given, named))
         return function(*given, **named)
 
-    def note(self, name: str, parts: Sequence[Part], cuts: list[int] | None = None, count: int | None = None) -> None:
+    def note(
+        self, name: str, parts: Sequence[Division], cuts: list[int] | None = None, count: int | None = None
+    ) -> None:
         if self._noted is not None:
             self._noted(name, parts, cuts, count)
 
     # -- what rules are made of ---------------------------------------------------------------------------------------
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        part = part_of(tensor)
-        return tensor if part is None else self.moves.join(tensor, part)
 
     def product(
         self, call: Callable[..., Tensor], tensors: Sequence[Tensor], letters: Sequence[str], out: str, known: str = ""
@@ -154,7 +164,7 @@ class Parts(TorchFunctionMode):
         self.note("sum", ())
         return self.moves.sum(made)
 
-    def _as(self, tensor: Tensor, target: Part, dim: int) -> Tensor | None:
+    def _as(self, tensor: Tensor, target: Division, dim: int) -> Tensor | None:
         """What a tensor contributes to a result that is a part: its own piece along a dimension, or all of it where it
         has none (-1) or one that is repeated. None: that can't be.
         """
@@ -180,7 +190,7 @@ class Parts(TorchFunctionMode):
     def elementwise(self, call: Callable[..., Any], tensors: Sequence[Tensor], out: int | None = None) -> Any:
         """Tensors whose shapes are broadcast to a common one, of `out` dimensions."""
         most = max(Tensor.dim(t) for t in tensors) if out is None else out
-        letters = "".join(map(chr, range(ord("a"), ord("a") + most)))
+        letters = ascii_lowercase[:most]
         return self.product(call, tensors, [letters[most - Tensor.dim(t) :] for t in tensors], letters)
 
     def viewed(self, function: Any, given: Any, named: Any) -> Any:
@@ -198,7 +208,7 @@ class Parts(TorchFunctionMode):
             mark(one, replace(part, dim=place or 0))
         return made
 
-    def reshaped(self, x: Tensor, part: Part, shape: Sequence[int], call: Callable[..., Tensor]) -> Any:
+    def reshaped(self, x: Tensor, part: Division, shape: Sequence[int], call: Callable[..., Tensor]) -> Any:
         before, missing, given = logical(x), math.prod(logical(x)), shape
         rest = math.prod(size for size in shape if size != -1)
         shape = tuple(missing // max(rest, 1) if size == -1 else size for size in shape)
@@ -213,7 +223,7 @@ class Parts(TorchFunctionMode):
             self.note("reshape", ())
         return mark(call(x, local), found)
 
-    def _wish_for(self, before: Sequence[int], part: Part, shape: Sequence[int]) -> None:
+    def _wish_for(self, before: Sequence[int], part: Division, shape: Sequence[int]) -> None:
         """Looks for a division of what was cut with which it could be reshaped."""
         counts = [count for count in range(part.count, 1, -1) if part.count % count == 0] + [1]
         for sections, count in product(range(1, _MOST), counts):
@@ -222,7 +232,7 @@ class Parts(TorchFunctionMode):
                 self._cuts, self._count = [*accumulate(cut.sections)], count
                 return
 
-    def divided(self, x: Tensor, part: Part, lengths: Sequence[int]) -> list[Tensor] | None:
+    def divided(self, x: Tensor, part: Division, lengths: Sequence[int]) -> list[Tensor] | None:
         """Pieces of these lengths along the dimension that is divided; None: some would not end where a section
         does.
         """
@@ -238,10 +248,10 @@ class Parts(TorchFunctionMode):
         self.note("split", ())
         return list(made)
 
-    def _local(self, part: Part, lengths: Sequence[int]) -> list[int]:
-        return [self.moves.shape((length,), Part(0, (length,), part.count))[0] for length in lengths]
+    def _local(self, part: Division, lengths: Sequence[int]) -> list[int]:
+        return [self.moves.shape((length,), Division(0, (length,), part.count))[0] for length in lengths]
 
-    def masked(self, x: Tensor, part: Part, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    def masked(self, x: Tensor, part: Division, draw: Callable[[Tensor], Tensor]) -> Tensor:
         """A mask that is drawn for the whole, of which we have our piece. As everywhere, in the order of the memory."""
         self.note("dropout", ())
         shape = (*x.shape[: part.dim], part.length, *x.shape[part.dim + 1 :])
@@ -250,20 +260,8 @@ class Parts(TorchFunctionMode):
         return self.moves.narrow(draw(whole.permute(back)), part)
 
 
-class Wholes(TorchFunctionMode):
+class Wholes(_Mode):
     """Whatever meets a part gets the whole: with weights that are parts, code computes what it does with whole ones."""
-
-    def __init__(self, moves: Moves) -> None:
-        super().__init__()
-        self._moves, self.on = moves, 0
-
-    def __enter__(self) -> Any:
-        self.on += 1
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        self.on -= 1
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         named = named or {}
@@ -271,15 +269,11 @@ class Wholes(TorchFunctionMode):
             function.__name__ == "__get__" and function.__self__.__name__ != "shape"
         )
         if not asks and any(t.__dict__.get(_PART) for t in tensors_in((*given, *named.values()))):
-            given, named = pytree.tree_map_only(Tensor, self._whole, (given, named))
+            given, named = pytree.tree_map_only(Tensor, self.whole, (given, named))
         return function(*given, **named)
 
-    def _whole(self, tensor: Tensor) -> Tensor:
-        part = part_of(tensor)
-        return tensor if part is None else self._moves.join(tensor, part)
 
-
-def regrouped(before: Sequence[int], part: Part, shape: Sequence[int]) -> Part | None:
+def regrouped(before: Sequence[int], part: Division, shape: Sequence[int]) -> Division | None:
     """The part that a reshaped one is, if it is one: each worker's elements stay, in the same order, the same runs."""
     after = math.prod(before[part.dim + 1 :])
     runs, unit = [section * after for section in part.sections], part.length * after

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from paceline.strategies.moves import Imagined, Part
+from paceline.strategies.moves import Division, Imagined
 from paceline.strategies.parts import Parts, mark, part_of, tensors_in
 from paceline.strategies.rules import RULES
+from paceline.strategies.side_effects import without_a_trace
 from paceline.strategies.state import THEIRS
 from paceline.strategies.streams import Streams
 
@@ -86,8 +87,8 @@ class _Trace(Parts):
         self, size: int, layers: Mapping[int, str], chosen: Mapping[str, tuple[tuple[int, ...], int]], whole: set[str]
     ) -> None:
         super().__init__(Imagined(size), RULES, lambda: "", self._seen)
-        self._layers, self._chosen, self._whole, self._pieces = layers, chosen, whole, size
-        self.columns, self.rows = dict[str, Part](), dict[str, Part]()
+        self._layers, self._chosen, self._whole = layers, chosen, whole
+        self.columns, self.rows = dict[str, Division](), dict[str, Division]()
         self.called, self.joined = set[str](), list[frozenset[str]]()
         self.wishes = dict[str, tuple[tuple[int, ...], int]]()
 
@@ -103,25 +104,25 @@ class _Trace(Parts):
             return super().__torch_function__(function, types, given, named)
         self.called.add(layer)
         parts = [(t, part) for t in given if (part := part_of(t)) is not None]
-        if parts and parts[0][1].dim == parts[0][0].dim() - 1 and parts[0][1].count == self._pieces:
+        if parts and parts[0][1].dim == parts[0][0].dim() - 1 and parts[0][1].count == self.moves.size:
             self.rows[layer] = parts[0][1]
         return super().__torch_function__(function, types, given, named)
 
     def otherwise(self, function: Any, given: Any, named: Any) -> Any:
         made, layer = function(*given, **named), self._layer(function, given, named)
         if layer is not None and layer not in self._whole:
-            sections, count = self._chosen.get(layer, ((made.shape[-1],), self._pieces))
-            part = Part(made.dim() - 1, sections, count, frozenset([layer]))
+            sections, count = self._chosen.get(layer, ((made.shape[-1],), self.moves.size))
+            part = Division(made.dim() - 1, sections, count, frozenset([layer]))
             if part.even:
                 self.columns[layer] = part
                 mark(made, part)
         return made
 
-    def _seen(self, name: str, parts: Sequence[Part], cuts: list[int] | None, count: int | None) -> None:
+    def _seen(self, name: str, parts: Sequence[Division], cuts: list[int] | None, count: int | None) -> None:
         of = frozenset[str]().union(*(part.of for part in parts))
         if cuts is not None and len(of) == 1:
             starts = [0, *cuts[:-1]]
-            self.wishes[min(of)] = tuple(b - a for a, b in zip(starts, cuts, strict=True)), count or self._pieces
+            self.wishes[min(of)] = tuple(b - a for a, b in zip(starts, cuts, strict=True)), count or self.moves.size
         else:
             self.joined += [of] if of else []
 
@@ -144,8 +145,7 @@ def derive(model: nn.Module, size: int) -> dict[str, Placement]:
             if full not in seen:
                 seen.add(full)
                 found[full] = placement
-    for name, how in _of_siblings(named, found).items():
-        found[name] = how
+    found |= _of_siblings(named, found)
     for name, module in named.items():
         if type(module) is nn.MultiheadAttention and _divisible(module, size):
             found[name] = Placement(HEADS)
@@ -173,10 +173,8 @@ def _divisible(module: nn.MultiheadAttention, size: int) -> bool:
 
 def _traced(block: nn.Module, size: int) -> dict[str, Placement]:
     """The placements of a block's layers by their paths in it; those that it does not call are not there."""
-    layers = {id(module.weight): path for path, module in block.named_modules() if is_linear(module)}
-    sizes = {
-        path: cast(torch.Tensor, module.weight).numel() for path, module in block.named_modules() if is_linear(module)
-    }
+    weights = {path: cast(torch.Tensor, one.weight) for path, one in block.named_modules() if is_linear(one)}
+    layers = {id(weight): path for path, weight in weights.items()}
     for given in _inputs(block):
         chosen: dict[str, tuple[tuple[int, ...], int]] = {}
         tried: dict[str, list[Any]] = {}
@@ -194,8 +192,8 @@ def _traced(block: nn.Module, size: int) -> dict[str, Placement]:
             lost = [of - whole for of in (*trace.joined, *(frozenset([name]) for name in trace.wishes)) if of - whole]
             if not lost:
                 return _placements(trace, size)
-            least = min(sizes[name] for name in lost[0])  # the first one: others may be what comes of it
-            whole |= {name for name in lost[0] if sizes[name] == least}
+            least = min(weights[name].numel() for name in lost[0])  # the first one: others may be what comes of it
+            whole |= {name for name in lost[0] if weights[name].numel() == least}
     return {}
 
 
@@ -211,11 +209,10 @@ def _placements(trace: _Trace, size: int) -> dict[str, Placement]:
 
 def _ran(block: nn.Module, trace: _Trace, given: Sequence[torch.Tensor] | Mapping[str, torch.Tensor]) -> bool:
     """Whether a block takes this; what would leave it as a part counts as gathered. Leaves no trace in it."""
-    parameter = next(block.parameters())
-    kept = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    streams = Streams(next(block.parameters()).device)
     modes = [(module, module.training) for module in block.modules()]
     try:
-        with (streams := Streams(parameter.device)).lent(), torch.no_grad():
+        with without_a_trace(block, streams), torch.no_grad():
             streams.seed(0)  # the same on all workers
             block.eval()
             with trace:
@@ -226,8 +223,6 @@ def _ran(block: nn.Module, trace: _Trace, given: Sequence[torch.Tensor] | Mappin
     finally:
         for module, training in modes:
             module.training = training
-        for buffer, value in kept:
-            buffer.copy_(value)
     return True
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
-from paceline.strategies.moves import Part
+from paceline.strategies.moves import Division
 from paceline.strategies.parts import UNKNOWN, Parts, Rule, Tensor, changes, logical, mark, part_of, tensors_in
 
 RULES: dict[str, Rule] = {}
@@ -90,16 +91,20 @@ def _view(on: Parts, function: Any, given: Any, named: Any) -> Any:
     return on.viewed(function, given, named)
 
 
-@_rule("view reshape view_as reshape_as")
-def _reshape(on: Parts, function: Any, given: Any, named: Any) -> Any:
-    x, part = given[0], part_of(given[0])
+def _sizes(given: Any, named: Any) -> Any:
+    """What a tensor is to become: sizes one by one, in a list, or those of another tensor; or a dtype."""
     sizes = named.get("shape", named.get("size", given[1:]))
     if len(sizes) == 1 and not isinstance(sizes[0], int):
         (sizes,) = sizes
+    return logical(sizes) if isinstance(sizes, Tensor) else sizes
+
+
+@_rule("view reshape view_as reshape_as")
+def _reshape(on: Parts, function: Any, given: Any, named: Any) -> Any:
+    x, part = given[0], part_of(given[0])
+    sizes = _sizes(given, named)
     if part is None or isinstance(sizes, torch.dtype):
         return UNKNOWN
-    if isinstance(sizes, Tensor):
-        sizes = logical(sizes)
     call = Tensor.view if function.__name__.startswith("view") else Tensor.reshape
     return on.reshaped(x, part, sizes, call)
 
@@ -116,12 +121,9 @@ def _flatten(on: Parts, function: Any, given: Any, named: Any) -> Any:
 @_rule("expand expand_as")
 def _expand(on: Parts, function: Any, given: Any, named: Any) -> Any:
     x, part = given[0], part_of(given[0])
-    sizes = named.get("size", given[1:])
-    if len(sizes) == 1 and not isinstance(sizes[0], int):
-        (sizes,) = sizes
     if part is None:
         return UNKNOWN
-    sizes = list(logical(sizes) if isinstance(sizes, Tensor) else sizes)
+    sizes = list(_sizes(given, named))
     place = part.dim - x.dim() + len(sizes)
     if sizes[place] not in (-1, part.length):
         return UNKNOWN
@@ -185,7 +187,7 @@ def _cat(on: Parts, function: Any, given: Any, named: Any) -> Any:
         return mark(made, replace(part, sections=tuple(s for p in parts if p is not None for s in p.sections)))
     if (not stacks and dim == part.dim) or any(p is not None and p.dim != part.dim for p in parts):
         return UNKNOWN
-    letters = "".join(map(chr, range(ord("a"), ord("a") + Tensor.dim(first))))
+    letters = ascii_lowercase[: Tensor.dim(first)]
     out = letters[:dim] + "A" + letters[dim:] if stacks else letters
     return on.product(lambda *ours: function(ours, dim), tensors, [letters] * len(tensors), out)
 
@@ -247,7 +249,7 @@ def _matmul(on: Parts, function: Any, given: Any, named: Any) -> Any:
     a, b = given[:2] if function.__name__ != "__rmatmul__" else given[1::-1]
     if min(a.dim(), b.dim()) < 2:
         return UNKNOWN
-    batch = "".join(map(chr, range(ord("a"), ord("a") + max(a.dim(), b.dim()) - 2)))
+    batch = ascii_lowercase[: max(a.dim(), b.dim()) - 2]
     letters = [batch[len(batch) - a.dim() + 2 :] + "RK", batch[len(batch) - b.dim() + 2 :] + "KC"]
     return on.product(torch.matmul, (a, b), letters, batch + "RC")
 
@@ -261,7 +263,7 @@ def _asked(given: Sequence[Any], named: Mapping[str, Any], *names: str) -> list[
 @_rule("linear")
 def _linear(on: Parts, function: Any, given: Any, named: Any) -> Any:
     x, weight, bias = _asked(given, named, "input", "weight", "bias")
-    rows = "".join(map(chr, range(ord("a"), ord("a") + x.dim() - 1)))
+    rows = ascii_lowercase[: x.dim() - 1]
     made = on.product(F.linear, (x, weight), [rows + "K", "OK"], rows + "O")
     return made if made is UNKNOWN or bias is None else _sum_of(on, made, bias)
 
@@ -322,7 +324,7 @@ def _attend(on: Parts, function: Any, given: Any, named: Any) -> Any:
     mask, p, more = asked.get("attn_mask"), asked.get("dropout_p", 0.0), dict(asked)
     for name in (*names[:4], "dropout_p"):
         more.pop(name, None)
-    heads = "".join(map(chr, range(ord("a"), ord("a") + tensors[0].dim() - 2)))
+    heads = ascii_lowercase[: tensors[0].dim() - 2]
     own, letters = [t.dim() - 2 for t in tensors], ["LE", "SE", "SV"]
     letters = [heads[len(heads) - n :] + ending for n, ending in zip(own, letters, strict=True)]
     if isinstance(mask, Tensor):
@@ -351,7 +353,7 @@ def _repeated(on: Parts, heads: Tensor, times: int) -> Tensor:
 
 def _attention(
     on: Parts,
-    divided: tuple[Part, int],
+    divided: tuple[Division, int],
     p: float,
     more: Mapping[str, Any],
     q: Tensor,

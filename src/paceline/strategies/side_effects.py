@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import UsageError
 from paceline.strategies.chunks import Chunk
+from paceline.strategies.streams import Streams
 
 OTHERS = " of another trainer's model"
 _BATCHNORM = "BatchNorm normalises each micro-batch"
@@ -181,6 +183,20 @@ class BufferWatch:
                 old.copy_(self._values[number])
                 self._marks[number] = (old, old._version)  # it is as it was: no change to be noticed later
             module._buffers[key] = old
+
+
+@contextmanager
+def without_a_trace(model: nn.Module, streams: Streams) -> Iterator[None]:
+    """Forwards in here leave buffers and streams as they were."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with streams.lent():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                if not torch.equal(buffer, value):  # BatchNorm's change without a new version
+                    buffer.copy_(value)
 
 
 def _print(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from paceline.pieces import Cut
 from paceline.strategies.chunks import digest_of, tensors_of
 from paceline.strategies.heads import attention
 from paceline.strategies.job import Job
-from paceline.strategies.moves import Moves, Part, summed
+from paceline.strategies.moves import Division, Moves, summed
 from paceline.strategies.parts import Parts, Wholes, logical, mark, part_of
 from paceline.strategies.placing import (
     COLUMN,
@@ -44,6 +44,7 @@ from paceline.strategies.placing import (
     is_linear,
 )
 from paceline.strategies.rules import RULES
+from paceline.strategies.side_effects import without_a_trace
 from paceline.strategies.state import marks_of
 from paceline.strategies.streams import Streams
 
@@ -72,7 +73,7 @@ class _Layer:
     name: str
     module: nn.Module
     how: Placement
-    part: Part | None = None
+    part: Division | None = None
 
 
 @dataclass
@@ -126,8 +127,7 @@ class TensorCut:
             by_kind.setdefault(how, []).append(form)
         how = "; ".join(f"{kind} {', '.join(forms)}" for kind, forms in by_kind.items())
         cut = f"{len(self.layers)} layers are cut among {self.unit.size} workers: {how}"
-        inside = {id(layer.module) for layer in self.layers}
-        inside |= {id(module) for layer in self.layers for module in layer.module.modules()}
+        inside = {id(module) for layer in self.layers for module in layer.module.modules()}
         rest = {
             name: Placement(WHOLE)
             for name, module in self.job.model.named_modules()
@@ -196,7 +196,7 @@ class TensorCut:
             what = f"tensor={self.unit.size} does not divide the {module.num_heads} heads of {layer.name}"
             raise UsageError(what, self._fits(module.num_heads))
         width = module.embed_dim
-        three, one = (Part(0, (width,) * count, self.unit.size) for count in (3, 1))
+        three, one = (Division(0, (width,) * count, self.unit.size) for count in (3, 1))
         self._divide(layer, module, "in_proj_weight", 0, three)
         if module.in_proj_bias is not None:
             self._divide(layer, module, "in_proj_bias", 0, three)
@@ -213,23 +213,23 @@ class TensorCut:
             what = f"state_dict() of {self._name}, which is cut by tensor=, would have parts of weights"
             raise UsageError(what, "export() writes it whole, and every checkpoint has it")
 
-    def _part(self, layer: _Layer, length: int) -> Part:
+    def _part(self, layer: _Layer, length: int) -> Division:
         size, how = self.unit.size, layer.how
         count = how.count or size
         sections = how.lengths(length)
-        uneven = how.kind in (VOCABULARY, GATHERED)
-        if sections is None or size % count or not (uneven or all(section % count == 0 for section in sections)):
+        part = Division(0, sections or (), count)
+        if sections is None or size % count or not (part.even or how.kind in (VOCABULARY, GATHERED)):
             of = f"{length} {_OF[how.kind]}"
             if how.sections != (1,):
                 of = f"{length} {_OF[how.kind]} in sections {how}"
             raise UsageError(f"tensor={size} does not divide the {of} of {layer.name}", self._fits(length))
-        return Part(0, sections, count)
+        return part
 
     def _fits(self, length: int) -> str:
         fits = [n for n in range(2, self.unit.size) if length % n == 0]
         return f"say tensor={fits[-1]}" if fits else f'say "{WHOLE}" of it in tensor='
 
-    def _divide(self, layer: _Layer, module: nn.Module, key: str, dim: int, part: Part, path: str = "") -> None:
+    def _divide(self, layer: _Layer, module: nn.Module, key: str, dim: int, part: Division, path: str = "") -> None:
         """Puts the own piece of a parameter where the whole one is, everywhere in the model."""
         whole, path = cast(nn.Parameter, getattr(module, key)), path or key
         if id(whole) in self._made:  # tied to one that is cut already
@@ -244,9 +244,8 @@ class TensorCut:
         vars(own).update(marks_of(whole))
         mark(own, part)
         self._made[id(own)] = own, cut
-        if (
-            part.count < self.unit.size and own.requires_grad
-        ):  # of neighbours that have the same, each has a part of the gradient
+        # Of neighbours that have the same, each has a part of the gradient.
+        if part.count < self.unit.size and own.requires_grad:
             own.register_hook(partial(self._among_holders, part))
         for name, other in self.job.model.named_modules(remove_duplicate=False):
             for field_, param in other._parameters.items():
@@ -254,7 +253,7 @@ class TensorCut:
                     other._parameters[field_] = own
                     self.job.cuts[f"{name}.{field_}".lstrip(".")] = cut
 
-    def _among_holders(self, part: Part, gradient: torch.Tensor) -> torch.Tensor:
+    def _among_holders(self, part: Division, gradient: torch.Tensor) -> torch.Tensor:
         """The sum over those that have the same piece."""
         everyone = gradient.new_zeros(part.count, *gradient.shape)
         everyone[self.moves.index(part)] = gradient
@@ -263,7 +262,7 @@ class TensorCut:
     # -- forwards of the layers ---------------------------------------------------------------------------------------
 
     def _column(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        module, part = cast(Any, layer.module), cast(Part, layer.part)
+        module, part = cast(Any, layer.module), cast(Division, layer.part)
         if self._uncut:
             return cast(torch.Tensor, type(module).forward(module, x))
         with torch._C.DisableTorchFunction():
@@ -272,11 +271,11 @@ class TensorCut:
                 made = torch.matmul(x, module.weight) + module.bias
             else:
                 made = F.linear(x, module.weight, module.bias)
-            made = mark(made, Part(made.dim() - 1, part.sections, part.count))
+            made = mark(made, Division(made.dim() - 1, part.sections, part.count))
             return self._parts.whole(made) if layer.how.kind == GATHERED else made
 
     def _row(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        module, part = cast(Any, layer.module), cast(Part, layer.part)
+        module, part = cast(Any, layer.module), cast(Division, layer.part)
         if self._uncut:
             return cast(torch.Tensor, type(module).forward(module, x))
         with torch._C.DisableTorchFunction():
@@ -285,15 +284,15 @@ class TensorCut:
             found = self.moves.sum(found)
             return found if module.bias is None else found + module.bias
 
-    def _taken_in(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+    def _taken_in(self, x: torch.Tensor, part: Division) -> torch.Tensor:
         """The own piece of what a row layer takes. Where parts are not followed it comes as a piece, or as a whole."""
-        has, wanted = part_of(x), Part(x.dim() - 1, part.sections, part.count)
+        has, wanted = part_of(x), Division(x.dim() - 1, part.sections, part.count)
         if has == wanted or (has is None and x.shape[-1] == part.own != part.length):
             return x
         return self.moves.take(self._parts.whole(x), wanted)
 
     def _vocabulary(self, layer: _Layer, ids: torch.Tensor) -> torch.Tensor:
-        module, part = cast(nn.Embedding, layer.module), cast(Part, layer.part)
+        module, part = cast(nn.Embedding, layer.module), cast(Division, layer.part)
         if self._uncut:
             return nn.Embedding.forward(module, ids)
         with torch._C.DisableTorchFunction():
@@ -428,14 +427,15 @@ class TensorCut:
         backward = model.training and torch.is_grad_enabled() and self._fits_whole()
         whole, expected = self._computed(model, batch, True, backward)
         output, gradients = self._computed(model, batch, False, backward)
-        apart = max((_apart(a, b) for a, b in zip(output, whole, strict=True)), default=0.0)
-        if any(_apart(a, b) > _allowed(b) for a, b in zip(output, whole, strict=True)):
+        distances = [_apart(a, b) for a, b in zip(output, whole, strict=True)]
+        if any(distance > _allowed(b) for distance, b in zip(distances, whole, strict=True)):
             where = self._first_apart(model, batch)
             what = f"{where} gives something else when {self._name} is cut by tensor="
             raise UsageError(what, f'leave its layers out of tensor=, or say "{COLUMN}:3" of a weight of three')
-        most, farthest = sum(float(b.double().norm()) ** 2 for b in expected.values()) ** 0.5 * _OF_ALL, 0.0
+        norms, farthest = {name: float(b.double().norm()) for name, b in expected.items()}, 0.0
+        most = math.hypot(*norms.values()) * _OF_ALL
         for name, b in expected.items():
-            scale = max(float(b.double().norm()), most, 1e-300)
+            scale = max(norms[name], most, 1e-300)
             distance = float((gradients[name].double() - b.double()).norm()) / scale
             farthest = max(farthest, distance)
             if distance > 10 * _allowed(b):
@@ -443,7 +443,7 @@ class TensorCut:
                 raise UsageError(what, 'leave its layer out of tensor=, or say "whole" of it')
         if model.training:
             gradients_too = f"and gradients {farthest:.1g} apart" if backward else "apart (a backward would not fit)"
-            figures = f"outputs {apart:.1g} {gradients_too}"
+            figures = f"outputs {max(distances, default=0.0):.1g} {gradients_too}"
             what = f"one micro-batch was computed with whole layers, too: {figures}"
             if self._joined:
                 some = sorted(self._joined)
@@ -512,17 +512,12 @@ class TensorCut:
         """Forwards in here leave buffers and streams as they were. Where `uncut`, layers compute as if they were
         whole.
         """
-        kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._uncut = uncut
         try:
-            with self._streams.lent():
+            with without_a_trace(model, self._streams):
                 yield
         finally:
             self._uncut = False
-            with torch.no_grad():
-                for buffer, value in kept:
-                    if not torch.equal(buffer, value):  # BatchNorm's change without a new version
-                        buffer.copy_(value)
 
 
 def _available() -> float:

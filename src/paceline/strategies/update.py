@@ -17,7 +17,7 @@ from paceline.step import Agreed
 from paceline.strategies.job import Job, Options
 from paceline.strategies.offload import Hosted
 from paceline.strategies.state import held, load_optimizer, optimizer_state, same_number
-from paceline.strategies.whole import Whole
+from paceline.strategies.whole import WholeCopies
 
 
 class Update:
@@ -28,7 +28,7 @@ class Update:
     def __init__(self, job: Job, home: Landing) -> None:
         self.job, self.home = job, home
         self.rows = list(job.own.values())
-        self.hosted: Hosted | Whole | None = Hosted(self.rows) if job.offload else None
+        self.hosted: Hosted | WholeCopies | None = Hosted(self.rows) if job.offload else None
         if self.hosted is not None:
             job.own = dict(zip(job.own, self.hosted.copies, strict=True))
         self.own = list(job.own.values())
@@ -37,7 +37,7 @@ class Update:
 
     def see_whole(self, replica: Group) -> None:
         """Optimizers are to hold whole copies of what is cut."""
-        self.hosted = made = Whole(dict(self.job.own), self.job.own_cuts, self.job.place, replica)
+        self.hosted = made = WholeCopies(dict(self.job.own), self.job.own_cuts, self.job.place, replica)
         self.job.own, self.job.own_cuts = made.copies, {}
         self.own = list(made.copies.values())
         self.names |= {id(copy): name for name, copy in made.copies.items()}

@@ -11,11 +11,11 @@ import torch
 from torch.nn import Parameter
 
 from paceline.comm.group import Group
-from paceline.pieces import Cut, assemble
+from paceline.pieces import Cut, Held
 from paceline.strategies.state import marked, marks_of
 
 
-class Whole:
+class WholeCopies:
     """Copies of `own` parameters of which the `cuts` leave a piece here, at a `place` in a `replica`. Optimizers hold
     the copies, which have numbers in an update alone.
     """
@@ -27,11 +27,8 @@ class Whole:
             for name, param in own.items()
         }
 
-    def _gathered(self, cut: Cut, piece: torch.Tensor) -> torch.Tensor:
-        shapes = (cut.at(number).shape for number in range(self._replica.size))
-        theirs = [flat.view(shape) for flat, shape in zip(self._replica.gather(piece.reshape(-1)), shapes, strict=True)]
-        blocks = ((block.at, block.of(tensor)) for n, tensor in enumerate(theirs) for block in cut.at(n).blocks)
-        return assemble(piece.new_empty(cut.shape), blocks)
+    def _whole(self, cut: Cut, piece: torch.Tensor) -> torch.Tensor:
+        return self._replica.whole(Held(piece, cut, self._place))
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -39,8 +36,8 @@ class Whole:
         self._replica.enter("whole copies for the optimizer", check=False, kind="weights")
         for name, cut in self._cuts.items():
             copy, piece = self.copies[name], self._own[name]
-            copy.detach().copy_(self._gathered(cut, piece.detach()))
-            copy.grad = None if piece.grad is None else self._gathered(cut, piece.grad)
+            copy.detach().copy_(self._whole(cut, piece))
+            copy.grad = None if piece.grad is None else self._whole(cut, piece.grad)
         yield
         for name, cut in self._cuts.items():
             self._own[name].detach().copy_(cut.at(self._place).of(self.copies[name].detach()))
