@@ -27,6 +27,12 @@ TEAMS = [
     ["--workers", "3", "--shares", "1,0,6"],
 ]
 CASES = ["mlp", "dropout", "batchnorm", "partly", "tokens"]
+# Of the same cut, which decides the order of sums inside of layers.
+CUT = ["dropout", "wide", "llama", "llama, tied"]
+CUT_TEAMS = {
+    "tensor=2": [("2", "1,1"), ("4", "1,1,2,2"), ("6", "3,3,0,0,1,1")],
+    "shard=2 zero=1 tensor=2": [("4", "1,1,1,1"), ("8", "1,1,0,0,2,2,1,1")],
+}
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -105,20 +111,28 @@ def test_losses_of_all_micro_batches_add_up_to_the_same_bits(losses, chance):
     assert math.isnan(exact_sum([1.0, math.inf, -math.inf]))
 
 
-def outcome(folder: Path, team: list[str]) -> tuple[bytes, object]:
-    paceline("run", *team, SCRIPTS / "contract.py", folder / "out", *CASES, "exact", cwd=folder)
+def outcome(folder: Path, team: list[str], *words: str) -> tuple[bytes, object]:
+    folder.mkdir()
+    paceline("run", *team, SCRIPTS / "contract.py", folder / "out", *(words or CASES), "exact", cwd=folder)
     return (folder / "out.safetensors").read_bytes(), json.loads((folder / "out.json").read_text())
 
 
 @pytest.mark.parametrize("teams", [[TEAMS[0], TEAMS[5]], pytest.param(TEAMS, marks=pytest.mark.slow)])
 def test_weights_losses_norms_and_evaluations_have_the_same_bits(tmp_path, teams):
-    outcomes = []
-    for number, team in enumerate(teams):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        outcomes.append(outcome(folder, team))
+    outcomes = [outcome(tmp_path / str(number), team) for number, team in enumerate(teams)]
     for team, found in zip(teams, outcomes, strict=True):
         assert found == outcomes[0], team
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", pytest.param("shard=2 zero=1 tensor=2", marks=pytest.mark.slow)])
+def test_any_number_of_replicas_of_one_cut_have_the_same_bits(tmp_path: Path, plan: str) -> None:
+    outcomes = [
+        outcome(
+            tmp_path / workers, ["--workers", workers, "--max-restarts", "0", "--shares", shares], *CUT, *plan.split()
+        )
+        for workers, shares in CUT_TEAMS[plan]
+    ]
+    assert all(found == outcomes[0] for found in outcomes[1:])
 
 
 GROWS = """

@@ -202,7 +202,7 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
             "server=1 staleness=inf exact",
             "exact and staleness=inf contradict each other; leave exact or staleness=inf out",
         ),
-        ("tensor=2 exact", "exact and tensor=2 are not built together yet; leave exact or tensor out"),
+        ("tensor=2 compile", "compile and tensor=2 are not built together yet; leave compile or tensor out"),
         ("shard=2 tensor=2", "zero=3 and tensor=2 are not built together yet; say zero=1"),
         (
             "tensor=2 precision=fp16",

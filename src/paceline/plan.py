@@ -184,7 +184,7 @@ class Plan:
         for row, value, word in self._said():
             if self.exact and row.name in ("codec", "staleness") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
-            if (self.tensor or 1) > 1 and word in ("exact", "compile", "zero=2", "zero=3", "precision=fp16"):
+            if (self.tensor or 1) > 1 and word in ("compile", "zero=2", "zero=3", "precision=fp16"):
                 what = f"{word} and tensor={self.tensor} are not built together yet"
                 raise PlanError(what, "say zero=1" if row.name == "zero" else f"leave {word} or tensor out")
             if self.auto and (row.metadata["axis"] or row.name == "server"):

@@ -2,7 +2,7 @@
 the body, the user's own state. Usage: survivor.py OUT STEPS [LOADERS]
 
 With BALLAST there are that many megabytes of frozen parameters besides, so that so many workers write a checkpoint.
-All is of DTYPE, if it is given.
+All is of DTYPE, if it is given. With ATTENTION the model has blocks that drop inside of attention.
 """
 
 import json
@@ -25,6 +25,10 @@ data, held_out = TensorDataset(*rows), TensorDataset(rows[0][:40], rows[1][:40])
 
 
 def model():
+    if os.environ.get("ATTENTION"):
+        # No bias, or the keys' would do nothing but what Adam makes of rounding.
+        blocks = [nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True, bias=False) for _ in range(2)]
+        return nn.Sequential(nn.Linear(8, 32), nn.Unflatten(1, (4, 8)), *blocks, nn.Flatten(), nn.Linear(32, 3))
     # No bias before a BatchNorm: its gradient is zero in theory, rounding in practice, and Adam makes much of that.
     layers = nn.Linear(8, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU()
     made = nn.Sequential(*layers, nn.Linear(32, 3))

@@ -438,7 +438,7 @@ class TensorCut:
             scale = max(norms[name], most, 1e-300)
             distance = float((gradients[name].double() - b.double()).norm()) / scale
             farthest = max(farthest, distance)
-            if distance > 10 * _allowed(b):
+            if distance > 10 * max(map(_allowed, [b, *whole])):
                 what = f"the gradient of {name} is another when {self._name} is cut by tensor="
                 raise UsageError(what, 'leave its layer out of tensor=, or say "whole" of it')
         if model.training:
@@ -534,7 +534,8 @@ def _nothing(module: nn.Module, given: Any) -> None:
 
 
 def _allowed(tensor: torch.Tensor) -> float:
-    return _ROUNDING.get(tensor.dtype, _COARSE)
+    mixed = torch.is_autocast_enabled(tensor.device.type)  # a float32 may come of coarser numbers
+    return _COARSE if mixed else _ROUNDING.get(tensor.dtype, _COARSE)
 
 
 def _apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
