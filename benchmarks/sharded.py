@@ -1,6 +1,6 @@
 """A training step of a sharded Trainer beside torch's fully_shard by hand, over Paceline's transport and over gloo.
 
-    python benchmarks/sharded.py [MODEL ...] [--levels 1 2 3] [--rounds 15] [--record FILE]
+    python benchmarks/sharded.py [MODEL ...] [--levels 1 2 3] [--rounds 15] [--before SRC] [--record FILE]
 
 Teams of two workers take turns like the sides of step_time.py, all surrounded by what `paceline run` surrounds its
 workers with (cores, allocator, huge pages), one thread each. For the levels 2 and 3:
@@ -9,7 +9,8 @@ trainer   `paceline run --plan "shard=2 zero=LEVEL"`
 paceline  fully_shard as people write it, the same blocks, over Paceline's transport
 gloo      the same over gloo
 
-For level 1 the sides are `shard=2 zero=1` and `data=2` of a Trainer. All get the same rows, in one micro-batch for each
+For level 1 the sides are `shard=2 zero=1` and `data=2` of a Trainer. `before` is the Trainer of another checkout, whose
+`src` is given. All get the same rows, in one micro-batch for each
 worker; their losses must agree to 1e-4 of their size in every step.
 """
 
@@ -35,9 +36,9 @@ from turns import WARM_UP, WORKERS, Processes, compare, give, launch, medians, r
 
 import paceline
 from paceline.comm.autoload import register
-from paceline.launch.tuning import surround
 
 AGREE = 1e-4
+OURS = ("trainer", "data", "before")
 BLOCKS = (nn.Linear, nn.TransformerEncoderLayer)
 
 
@@ -87,34 +88,37 @@ def ours(model: str, plan: str, steps: int) -> Iterator[float]:
 
 def worker(side: str, address: str, model: str, level: int, steps: int) -> None:
     rank = int(os.environ.get("RANK", os.environ.get("PACELINE_RANK", "0")))
-    if side in ("trainer", "data"):
+    if side in OURS:
         stepping = ours(model, "data=2" if side == "data" else f"shard={WORKERS} zero={level}", steps)
     else:
         register()
         dist.init_process_group(side)
         stepping = by_hand(model, level, steps)
     take(address, side, rank, stepping)
-    if side not in ("trainer", "data"):
+    if side not in OURS:
         dist.destroy_process_group()
 
 
-def start(model: str, level: int, steps: int, folder: Path, side: str, address: str) -> Processes:
+def start(model: str, level: int, steps: int, folder: Path, before: Path | None, side: str, address: str) -> Processes:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     script = [str(Path(__file__).resolve()), "--worker", side, address, model, str(level), str(steps)]
-    if side in ("trainer", "data"):
+    if side in OURS:
+        environment |= {"PYTHONPATH": str(before)} if side == "before" else {}
         command = ["-m", "paceline.cli", "run", "--quiet", "--workers", str(WORKERS), "--run-dir", str(folder / side)]
         command += ["--save-every", "1000000", "--max-restarts", "0"]
         return [subprocess.Popen([sys.executable, *command, *script], env=environment)]
+    from paceline.launch.tuning import surround  # another checkout may have it elsewhere
+
     variables, pins, _ = surround(WORKERS, environment, sorted(os.sched_getaffinity(0)))
     return launch(script, environment | variables, pins)
 
 
-def measure(model: str, level: int, rounds: int) -> dict[str, object]:
-    sides = ("trainer", "data") if level == 1 else ("trainer", "paceline", "gloo")
+def measure(model: str, level: int, rounds: int, before: Path | None) -> dict[str, object]:
+    sides = ["trainer", *(["data"] if level == 1 else ["paceline", "gloo"]), *(["before"] if before else [])]
     each = JOBS[model].steps
     steps = WARM_UP + each * rounds + 1
     with tempfile.TemporaryDirectory() as folder:
-        taken = give(sides, partial(start, model, level, steps, Path(folder)), rounds, each)
+        taken = give(sides, partial(start, model, level, steps, Path(folder), before), rounds, each)
     medians(f"{model}, zero={level}", taken.seconds)
     found: dict[str, object] = {"seconds": taken.seconds}
     for other in sides[1:]:
@@ -132,12 +136,13 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=["mlp 64M", "gpt 10M"], metavar="MODEL")
     parser.add_argument("--levels", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--before", type=Path, metavar="SRC")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
     for model in options.models:
         for level in options.levels:
-            results.setdefault(model, {})[f"zero={level}"] = measure(model, level, options.rounds)
+            results.setdefault(model, {})[f"zero={level}"] = measure(model, level, options.rounds, options.before)
             if options.record:
                 record(options.record, workers=WORKERS, threads=1, results=results)
 

@@ -1,6 +1,6 @@
 """Step time of a Trainer beside DistributedDataParallel, plain and tuned, and beside no communication at all.
 
-    python benchmarks/step_time.py [MODEL ...] [--rounds 15] [--record FILE] [--sides NAME ...]
+    python benchmarks/step_time.py [MODEL ...] [--rounds 15] [--before SRC] [--record FILE] [--sides NAME ...]
 
 Each side is a team of two workers, in processes of their own, that wait for their turn: a round lets each side take the
 same number of steps, one side after the other, in an order that rotates. What counts is the ratio of a Trainer's
@@ -12,6 +12,7 @@ bound   the same loop without any communication, in what `paceline run` surround
 barrier the same with a barrier after each backward: the limit of what waits for the slower worker in each step
 trainer `paceline run`
 exact   `paceline run --plan exact`
+before  the Trainer of another checkout, whose `src` is given
 
 On demand, each under torch's own environment like plain, and described in peers.py:
 
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,10 +46,10 @@ from turns import WARM_UP, WORKERS, Processes, compare, give, launch, medians, r
 
 import paceline
 from paceline.comm.autoload import register
-from paceline.launch.tuning import KEEP, surround
 
 SIDES = ("plain", "tuned", "bound", "barrier", "trainer", "exact")
 ALONE = ("bound", "barrier")  # they send nothing
+OURS = ("trainer", "exact", "before")
 
 
 def by_hand(job: Job, side: str, rank: int, steps: int) -> Iterator[float]:
@@ -96,7 +98,7 @@ def worker(side: str, address: str, model: str, steps: int, folder: str) -> None
     if side == "ray":
         drive_ray(address, model, steps, folder)
         return
-    if side in ("trainer", "exact"):
+    if side in OURS:
         stepping = ours(job, side, steps)
     elif side in PEERS:
         stepping = PEERS[side](job, steps)
@@ -106,34 +108,38 @@ def worker(side: str, address: str, model: str, steps: int, folder: str) -> None
             dist.init_process_group("paceline" if side == "barrier" else "gloo")
         stepping = by_hand(job, side, rank, steps)
     take(address, side, rank, stepping)
-    if side not in ("trainer", "exact") and dist.is_initialized():
+    if side not in OURS and dist.is_initialized():
         del stepping
         dist.destroy_process_group()
 
 
-def start(side: str, address: str, model: str, steps: int, folder: Path) -> Processes:
+def start(side: str, address: str, model: str, steps: int, folder: Path, before: Path | None) -> Processes:
     """The processes of one side."""
     script = [str(Path(__file__).resolve()), "--worker", side, address, model, str(steps), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if side == "ray":
         return [subprocess.Popen([sys.executable, *script], env=environment)]
-    if side in ("trainer", "exact"):
+    if side in OURS:
+        environment |= {"PYTHONPATH": str(before)} if side == "before" else {}
         command = ["-m", "paceline.cli", "run", "--quiet", "--workers", str(WORKERS), "--run-dir", str(folder / side)]
         return [subprocess.Popen([sys.executable, *command, "--save-every", "1000000", *script], env=environment)]
     pins: list[list[int]] = []
     if side in ("tuned", *ALONE):
+        from paceline.launch.tuning import KEEP, surround  # another checkout may have it elsewhere
+
         variables, pins, _ = surround(WORKERS, environment, sorted(os.sched_getaffinity(0)))
         keep = {"MALLOC_MMAP_THRESHOLD_": KEEP, "MALLOC_TRIM_THRESHOLD_": KEEP}
         environment |= variables if side in ALONE else keep
     return launch(script, environment, pins)
 
 
-def measure(model: str, rounds: int, sides: list[str]) -> dict[str, list[float]]:
+def measure(model: str, rounds: int, sides: list[str], before: Path | None) -> dict[str, list[float]]:
     """Seconds a step of each side, by round: those of its slower worker."""
     each = JOBS[model].steps
     steps = WARM_UP + each * rounds + 1
     with tempfile.TemporaryDirectory() as folder:
-        taken = give(sides, lambda side, address: start(side, address, model, steps, Path(folder)), rounds, each)
+        begin = partial(start, model=model, steps=steps, folder=Path(folder), before=before)
+        taken = give(sides, begin, rounds, each)
     return taken.seconds
 
 
@@ -141,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(JOBS), metavar="MODEL", help=f"of {', '.join(JOBS)}")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--before", type=Path, metavar="SRC")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--sides", nargs="+", choices=[*SIDES, *PEERS], default=list(SIDES))
     options = parser.parse_args()
@@ -152,7 +159,8 @@ def main() -> None:
             parser.error(f"{side} is not installed here: pip install '{package}' -c constraints.txt")
     results: dict[str, object] = {}
     for name in options.models:
-        seconds = measure(name, options.rounds, options.sides)
+        sides = [*options.sides, *(["before"] if options.before else [])]
+        seconds = measure(name, options.rounds, sides, options.before)
         found: dict[str, object] = {"seconds": seconds}
         medians(name, seconds)
         for mine in (side for side in ("trainer", "exact") if side in seconds):
