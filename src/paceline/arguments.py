@@ -103,6 +103,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "a dict of names of layers is wanted",
         'plan="tensor=2", and tensor={"blocks.*.up": "column", "blocks.*.down": "row"} where it is not seen which',
     ),
+    "pipeline_blocks": (
+        lambda given: isinstance(given, str),
+        "the path of a list of blocks is wanted",
+        'pipeline_blocks="model.layers", or "model.layers:5,9" to say the first blocks of the later stages',
+    ),
     "collate": (callable, "a function of a list of rows is wanted", "collate=torch.utils.data.default_collate"),
     "order": (callable, "a function of (position, size, seed, epoch) is wanted", "order=paceline.sample_index"),
     "loader": (lambda given: isinstance(given, Mapping), "a dict is wanted", 'loader={"num_workers": 2}'),

@@ -73,8 +73,8 @@ class Mesh:
         return rank // self.unit
 
     def speaks(self, rank: int) -> bool:
-        """Whether it is the one of its unit that tells what all of it have: loss, counts, outputs."""
-        return rank % self.unit == 0
+        """Whether it is the one of its unit that tells loss, counts and outputs: the first that has the last stage."""
+        return rank % self.unit == (self.pipeline - 1) * self._step("pipeline")
 
     def replica_of(self, rank: int) -> int:
         return rank // self.replica

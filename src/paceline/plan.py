@@ -70,8 +70,11 @@ class Plan:
         "cpu", "the optimizer's state and rows wait in the host's memory, which updates them", of="shard", built=True
     )
     tensor: int | None = _word("N", "the model cut N times inside its layers", axis=True, built=True)
-    pipeline: int | None = _word("N", "the model cut in N stages", axis=True)
-    schedule: str | None = _word("1f1b", "the order of micro-batches through the stages", of="pipeline")
+    pipeline: int | None = _word("N", "the model cut in N stages", axis=True, built=True)
+    schedule: str | None = _word(
+        "gpipe|1f1b", "the order of micro-batches through the stages; 1f1b unless said", of="pipeline", built=True
+    )
+    virtual: int | None = _word("V", "V stages on each worker, for less waiting", of="pipeline", built=True)
     context: int | None = _word("N", "the sequence cut in N parts", axis=True)
     micro: int | None = _word("N", "rows of a micro-batch; an eighth of the global batch unless said", built=True)
     codec: str | None = _word("bf16|fp16|int8|topk:R|powersgd:R|sign|auto", "gradients on the wire")
@@ -184,9 +187,10 @@ class Plan:
         for row, value, word in self._said():
             if self.exact and row.name in ("codec", "staleness") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
-            if (self.tensor or 1) > 1 and word in ("compile", "zero=2", "zero=3", "precision=fp16"):
-                what = f"{word} and tensor={self.tensor} are not built together yet"
-                raise PlanError(what, "say zero=1" if row.name == "zero" else f"leave {word} or tensor out")
+            for axis in (axis for axis in AXES[2:] if (getattr(self, axis) or 1) > 1):
+                if word in ("compile", "zero=2", "zero=3", "precision=fp16") or (word, axis) == ("exact", "pipeline"):
+                    what = f"{word} and {axis}={getattr(self, axis)} are not built together yet"
+                    raise PlanError(what, "say zero=1" if row.name == "zero" else f"leave {word} or {axis} out")
             if self.auto and (row.metadata["axis"] or row.name == "server"):
                 raise PlanError(f"auto and {word} both decide the layout", f"leave auto or {word} out")
 

@@ -48,7 +48,7 @@ from paceline.errors import UsageError
 from paceline.evaluate import Sweep, evaluate
 from paceline.hints import Hinting
 from paceline.loops import Phase, State, grid_told, idle_text, resumed_grid
-from paceline.mesh import Mesh
+from paceline.mesh import AXES, Mesh
 from paceline.observe.ledger import Ledger
 from paceline.plan import Plan
 from paceline.predict import predicted
@@ -97,10 +97,11 @@ class Trainer:
         seed: int = 0,
         plan: str | None = None,
         tensor: Mapping[str, str] | None = None,
+        pipeline_blocks: str | None = None,
         **words: Never,
     ) -> None:
         plan = str(plan) if isinstance(plan, Plan) else plan
-        fit(clip_norm=clip_norm, plan=plan, tensor=tensor)
+        fit(clip_norm=clip_norm, plan=plan, tensor=tensor, pipeline_blocks=pipeline_blocks)
         refuse_words("Trainer", words, Trainer, plan)
         global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
         self._run = run = Run.current()
@@ -132,7 +133,7 @@ class Trainer:
             self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1
             run.need_team()
         known = run.knows(self._number)
-        self._replica = nest(self.plan, job, self._group, run.team.operations.elastic, known, tensor)
+        self._replica = nest(self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks)
         for what, why in job.decisions:
             run.decide(self._number, what, why)
             run.say(what)
@@ -330,7 +331,7 @@ class Trainer:
         micro = self._grid.micro if self._grid else self.plan.micro
         step, together = self.steps_done + 1, self.plan.together
         self._group.enter(f"step {step} by step()", kind="step()")
-        unit = self._group.along("tensor", mesh=self._mesh)
+        unit = self._group.along(*AXES[2:], mesh=self._mesh)
         whole = bring(self._group, unit, batch, micro, together, self._spare, looks)
         if together > 1 and whole.share:
             self._spare = whole.share[0]

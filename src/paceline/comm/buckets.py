@@ -58,6 +58,9 @@ class Landing:
     """
 
     maxima: torch.Tensor | None = None  # for exact sums: the largest gradient of each parameter
+    # Numbers of parameters that other workers of a unit have as well, and what adds their gradients up: these go last.
+    late: frozenset[int] = frozenset()
+    among: Callable[[int, Sequence[torch.Tensor]], None]
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         self.params = self.own = list(params)
@@ -248,6 +251,8 @@ class Buckets(Landing):
     def _take(self, number: int, param: torch.Tensor) -> None:
         self._land(number, param, first=number not in self._touched)
         self._touched.add(number)
+        if number in self.late:
+            return
         if self._armed and number not in self._counted:
             self.complete(number)
         elif self._armed and self._home[number].index < self._next:
@@ -345,6 +350,8 @@ class Buckets(Landing):
         for number in unused:
             for wire in (wire for levels in self._wires[number] for wire in levels):
                 wire.zero_()
+        for number in sorted(self.late):
+            self.among(number, [wire for levels in self._wires[number] for wire in levels])
         self.adopt()
         for bucket in self.buckets:
             bucket.missing = 0

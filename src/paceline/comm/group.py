@@ -373,6 +373,10 @@ class Group:
         with outside_inference():
             self._over(flat).send(raw_bytes(plain(flat)), rank).wait()
 
+    def start_send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
+        """Starts sending a tensor; `finish` must follow. Part of what was entered."""
+        return self._start(tensor, lambda over, flat: over.send(raw_bytes(flat), rank))
+
     def receive(self, flat: torch.Tensor, rank: int) -> None:
         with outside_inference():
             self._over(flat).receive(raw_bytes(plain(flat)), rank).wait()

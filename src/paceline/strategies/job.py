@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.strategies.blueprint import Blueprint
 
 
+ELSEWHERE = object()  # what a forward gives where its output is on another worker
 LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
 
 

@@ -56,15 +56,26 @@ def nest(
     elastic: bool,
     known: bool = False,
     placements: Mapping[str, str] | None = None,
+    blocks: str | None = None,
 ) -> Replica:
     """A worker's part of the plan. An `elastic` team may be of one worker and grow; where the others do not make this
-    trainer now, it is `known` to them. `placements` say which layers are cut. Collective if it is not known.
+    trainer now, it is `known` to them. `placements` say which layers are cut, `blocks` which list is cut in stages.
+    Collective if it is not known.
     """
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
     mesh = plan.mesh(group.size)
     job.unit = mesh.unit
     job.place, job.replica = mesh.place(group.rank), group.along(*AXES[1:], mesh=mesh)
+    pipeline = None
+    if mesh.pipeline > 1:
+        from paceline.strategies.pipeline import Pipeline
+        from paceline.strategies.stages import divide
+
+        stages = divide(job.model, mesh.pipeline * (plan.virtual or 1), mesh.pipeline, blocks)
+        line = group.along("pipeline", mesh=mesh)
+        pipeline = Pipeline(job, line, stages, plan.schedule or "1f1b", mesh.context * mesh.tensor)
+        job.decisions.append(pipeline.told)
     if mesh.tensor > 1:
         from paceline.strategies.tensor import TensorCut
 
@@ -75,13 +86,15 @@ def nest(
         job.decisions.append(recompute(job.model))
     if plan.compile:
         job.decisions.append(compiled(job.model, plan.together > 1, plan.exact))
+    if pipeline is not None:
+        pipeline.leave()
     outer = group.along("data", mesh=mesh)
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
-        return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh)
+        return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline)
     replica = group.along("shard", mesh=mesh)
     if plan.zero == 1:
-        return Replica(job, Shard(job, replica), group, outer, mesh)
+        return Replica(job, Shard(job, replica), group, outer, mesh, pipeline)
     from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
 
     filled = None if known else partial(share, group=group)

@@ -16,7 +16,7 @@ from paceline.strategies.streams import Streams
 if TYPE_CHECKING:
     from paceline.strategies.job import Job, Options, Sums
 
-Loss = Callable[[Chunk], Any]  # has `total` and `count`
+Computes = Callable[[Chunk], Any]  # has `total` and `count`
 # What a forward raises that was not made for other rows than a micro-batch has, or for being at rest.
 USERS_OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
 HOOKED = "a gradient hook is to see the gradient of one micro-batch"
@@ -60,7 +60,7 @@ class Observer:
             _not_divided(sums, f"a part of one fails {_told(error)}")
 
     def observe(
-        self, loss: Loss, models: Sequence[nn.Module], some: Sequence[MicroBatch], sums: Sums, options: Options
+        self, loss: Computes, models: Sequence[nn.Module], some: Sequence[MicroBatch], sums: Sums, options: Options
     ) -> None:
         """After a step's micro-batches, of which `some` count."""
         first, self.done = not self.done, self.done or bool(some)
@@ -83,7 +83,7 @@ class Observer:
         if self.streams.moved(mark):  # it is another loss each time
             sums.news.pop("mixes", None)
 
-    def _observe(self, loss: Loss, some: Sequence[MicroBatch], sums: Sums, test: bool, first: bool) -> None:
+    def _observe(self, loss: Computes, some: Sequence[MicroBatch], sums: Sums, test: bool, first: bool) -> None:
         """Whether the loss of two micro-batches together is the sum of theirs, and that of one the sum of its parts':
         observed, not guessed. What cannot be merged is divided only the `first` time.
         """
@@ -116,7 +116,7 @@ class Observer:
         elif differ and test:
             _not_divided(sums, "one gives {}, its rows in two parts {}".format(*differ))
 
-    def _one(self, loss: Loss, chunk: Chunk, sums: Sums, first: bool) -> Any | None:
+    def _one(self, loss: Computes, chunk: Chunk, sums: Sums, first: bool) -> Any | None:
         """The loss of one micro-batch, computed again the `first` time, with the same draws; None if it is another."""
         mark, buffers = self.streams.mark(), getattr(getattr(self.job.loss, "call", None), "named_buffers", tuple)
         before = {name: buffer.clone() for name, buffer in buffers()} if first else {}

@@ -19,7 +19,9 @@ from paceline.step import Agreed, exact_sum
 from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.layout import Layout
+from paceline.strategies.pipeline import Pipeline
 from paceline.strategies.runner import Runner
+from paceline.strategies.staged import StagedRunner
 from paceline.strategies.state import held, in_pieces, load_model
 from paceline.strategies.update import Update
 
@@ -29,13 +31,16 @@ class Replica:
     workers, `outer` those that hold equal parts, whose gradients are summed.
     """
 
-    def __init__(self, job: Job, layout: Layout, group: Group, outer: Group, mesh: Mesh) -> None:
+    def __init__(
+        self, job: Job, layout: Layout, group: Group, outer: Group, mesh: Mesh, pipeline: Pipeline | None = None
+    ) -> None:
         self.mesh = mesh
         self.job, self.layout, self.group = job, layout, group
         layout.own()
         self.landing = layout.land()
         self.home = self.landing.home
-        self.runner = Runner(job, self.landing, layout.gathers)
+        made = (job, self.landing, layout.gathers)
+        self.runner = Runner(*made) if pipeline is None else StagedRunner(pipeline, *made)
         self.updater = Update(job, self.home)
         whole = partial(Cut.whole, places=mesh.replica)
         cuts = [job.own_cuts.get(name) or whole(param.shape) for name, param in job.own.items()]

@@ -18,7 +18,7 @@ from paceline.step import exact_sum, stream_seed
 from paceline.strategies.buffers import DECLARED, Carried
 from paceline.strategies.chunks import Chunk, MicroBatch, merged
 from paceline.strategies.hooks import weighed
-from paceline.strategies.job import LOSS_FORMS, Job, Options, Sums
+from paceline.strategies.job import ELSEWHERE, LOSS_FORMS, Job, Options, Sums
 from paceline.strategies.observing import HOOKED, USERS_OWN, Observer
 from paceline.strategies.side_effects import OTHERS, BufferWatch
 from paceline.strategies.streams import Streams
@@ -91,8 +91,15 @@ class Runner:
         sums.strict = bool(sums.why and order)
         order = order[::-1] if options.reverse else order
         blanks = [Chunk([m], m.batch) for m in micro_batches if m.blank]
-        queue = deque([*blanks, *merged(order, 1 if sums.strict else options.merge)])
-        parts: list[_Loss] = []
+        parts = self._through([*blanks, *merged(order, 1 if sums.strict else options.merge)], sums, options)
+        self.observer.observe(partial(self._observed, sums), self.models, order, sums, options)
+        self._add_up(parts, sums)
+        sums.unused, sums.maxima = self.landing.flush(), self.landing.maxima
+        return sums
+
+    def _through(self, chunks: Sequence[Chunk], sums: Sums, options: Options) -> list[Loss]:
+        """Forward and backward of all, one after another."""
+        queue, parts = deque(chunks), list[Loss]()
         while queue and not sums.failed:
             chunk = queue.popleft()
             if chunk.micro_batches[0].blank:
@@ -105,12 +112,9 @@ class Runner:
                 parts.append(part)
             elif not sums.failed:  # it is merged and may not be: its micro-batches one by one
                 queue.extendleft(Chunk([m], m.batch) for m in reversed(chunk.micro_batches))
-        self.observer.observe(partial(self._observed, sums), self.models, order, sums, options)
-        self._add_up(parts, sums)
-        sums.unused, sums.maxima = self.landing.flush(), self.landing.maxima
-        return sums
+        return parts
 
-    def _run(self, chunk: Chunk, sums: Sums, options: Options, last: bool) -> _Loss | None:
+    def _run(self, chunk: Chunk, sums: Sums, options: Options, last: bool) -> Loss | None:
         """Forward and backward of one chunk, the `last` of the step or not; None if it may not be computed so."""
         if sums.strict and len(chunk.micro_batches) > 1:
             return None
@@ -138,7 +142,7 @@ class Runner:
             sums.news["rows"] = odd[0], ""
         return part.detached()
 
-    def _backward(self, part: _Loss, options: Options, last: bool, blank: bool = False) -> None:
+    def _backward(self, part: Loss, options: Options, last: bool, blank: bool = False) -> None:
         """Where there are hooks, of the mean, and what they have seen is weighed."""
         hooked = options.hooked or self.observer.hooks.where
         weight = float(part.count) / options.expected if hooked else None
@@ -159,7 +163,7 @@ class Runner:
         self._backward(self._loss(chunk), options, last, blank=True)
         self.restore()
 
-    def _forward(self, chunk: Chunk, sums: Sums, options: Options) -> _Loss | None:
+    def _forward(self, chunk: Chunk, sums: Sums, options: Options) -> Loss | None:
         """Forward and loss of one chunk, under the stream of its first micro-batch."""
         self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
         looks = not sums.strict
@@ -193,20 +197,22 @@ class Runner:
                 return None
         return part
 
-    def _observed(self, sums: Sums, chunk: Chunk) -> _Loss:
+    def _observed(self, sums: Sums, chunk: Chunk) -> Loss:
         """The loss of one chunk, from the buffers that the step began with where all micro-batches start from them."""
         if sums.records is not None:
             self.carried.restore()
         return self._loss(chunk).detached()
 
-    def _loss(self, chunk: Chunk) -> _Loss:
+    def _loss(self, chunk: Chunk) -> Loss:
         job = self.job
         with job.arithmetic():
             output = job.forward(job.model, chunk.batch)
+            if output is ELSEWHERE:
+                return Loss(torch.zeros(()), 0.0, {}, chunk.sources, chunk.micro_batches[0].index)
             result = job.loss(output, chunk.batch)
-        return _Loss.of(result, chunk, any(param.requires_grad for param in self.params))
+        return Loss.of(result, chunk, any(param.requires_grad for param in self.params))
 
-    def _add_up(self, parts: Sequence[_Loss], sums: Sums) -> None:
+    def _add_up(self, parts: Sequence[Loss], sums: Sums) -> None:
         if not parts:
             return
         losses = torch.stack([part.total for part in parts]).cpu().double().tolist()
@@ -225,7 +231,7 @@ class Runner:
 
 
 @dataclass
-class _Loss:
+class Loss:
     """The loss of one chunk: its sum (a tensor), its count, its metrics."""
 
     total: torch.Tensor
@@ -236,7 +242,7 @@ class _Loss:
     mean: torch.Tensor | None = None  # if that is what the loss returned
 
     @staticmethod
-    def of(result: Any, chunk: Chunk, trainable: bool) -> _Loss:
+    def of(result: Any, chunk: Chunk, trainable: bool) -> Loss:
         metrics: Mapping[str, tuple[Any, Any]] = {}
         mean = result if isinstance(result, torch.Tensor) else None
         if isinstance(result, torch.Tensor):
@@ -254,11 +260,11 @@ class _Loss:
             raise LossError("the loss does not depend on any trainable parameter", cure)
         if not isinstance(metrics, Mapping) or any(not _is_pair(pair) for pair in metrics.values()):
             raise LossError(f"the loss returned metrics {metrics!r:.80}", LOSS_FORMS)
-        return _Loss(total.reshape(()), count, metrics, chunk.sources, chunk.micro_batches[0].index, mean)
+        return Loss(total.reshape(()), count, metrics, chunk.sources, chunk.micro_batches[0].index, mean)
 
-    def detached(self) -> _Loss:
+    def detached(self) -> Loss:
         metrics = {name: (_bare(total), _bare(count)) for name, (total, count) in self.metrics.items()}
-        return _Loss(self.total.detach(), _bare(self.count), metrics, self.sources, self.index)
+        return Loss(self.total.detach(), _bare(self.count), metrics, self.sources, self.index)
 
 
 def _bare(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import json
 import random
@@ -110,6 +111,19 @@ class Streams:
         if len(mark) > count + 1:
             _NUMPY.restore(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 
+    def moves(self, mark: tuple[Any, ...]) -> list[Any]:
+        """What was drawn from since `mark`, as JSON has it: which generators, and how far they are."""
+        pairs = enumerate(zip(self.mark(), mark, strict=False))
+        return [[number, _said(now)] for number, (now, before) in pairs if not _same(now, before)]
+
+    def follow(self, moves: list[Any]) -> None:
+        """Goes as far as others of the same seed were."""
+        if moves:
+            marks = list(self.mark())
+            for number, said in moves:
+                marks[number] = _heard(said)
+            self.restore(tuple(marks))
+
     @contextmanager
     def lent(self) -> Iterator[None]:
         """What is drawn inside does not move the user's own streams outside."""
@@ -118,3 +132,26 @@ class Streams:
             yield
         finally:
             self.restore(mark)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def _said(state: Any) -> Any:
+    """A generator's state, in lists and text."""
+    if isinstance(state, torch.Tensor):
+        return {"tensor": base64.b64encode(state.numpy().tobytes()).decode()}
+    if isinstance(state, bytes):
+        return {"bytes": base64.b64encode(state).decode()}
+    return {"tuple": [_said(inner) for inner in state]} if isinstance(state, tuple) else state
+
+
+def _heard(said: Any) -> Any:
+    if not isinstance(said, dict):
+        return said
+    ((kind, value),) = said.items()
+    if kind == "tuple":
+        return tuple(map(_heard, value))
+    data = base64.b64decode(value)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if kind == "tensor" else data

@@ -1,0 +1,377 @@
+"""A model in stages (Huang et al., "GPipe", 2019): each worker of a line has some of its blocks, and micro-batches pass
+through all of them.
+
+The user's own forward runs on each stage; how is in `passage`. Along with the values that later stages need goes a
+head: their shapes, what blocks gave but for values, and how far the random generators have come. Gradients of these
+values come back. In which order forwards and backwards are made is in `schedule`, who has what in `stages`. Weights
+that several stages have, as tied ones, are held by all of them, and their gradients added up at the end of a step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from paceline.comm.group import Group
+from paceline.errors import UsageError
+from paceline.pieces import Cut, Piece
+from paceline.strategies.chunks import digest_of
+from paceline.strategies.job import ELSEWHERE, Job
+from paceline.strategies.passage import (
+    Heard,
+    Key,
+    LeftError,
+    Passage,
+    form_of,
+    made_like,
+    placed,
+    stand_in,
+    tensors_in,
+)
+from paceline.strategies.schedule import Action, table
+from paceline.strategies.side_effects import without_a_trace
+from paceline.strategies.stages import Stages
+from paceline.strategies.state import marked, marks_of
+from paceline.strategies.streams import Streams
+
+HEAD = 1024  # bytes of the first message; a longer head goes on in a second one
+MOST = 64  # messages on their way, before a sender waits
+
+
+@dataclass
+class _Under:
+    """A micro-batch that is under way in a stage: what came, and what went on."""
+
+    came: list[torch.Tensor]
+    went: list[torch.Tensor]
+
+
+class Pipeline:
+    """The part that a worker of the `line` has of a job's model: every so many `stages`. Schedules are of a `kind`.
+
+    It is made in two steps, between which others may cut what is here; `leave` is the second one. `inner` workers have
+    the same place in their lines.
+    """
+
+    def __init__(self, job: Job, line: Group, stages: Stages, kind: str, inner: int) -> None:
+        self.job, self.line, self.stages, self.kind, self._inner = job, line, stages, kind, inner
+        self.own = range(line.rank, stages.count, line.size)
+        self.last = stages.count - 1
+        self._streams, self._model = Streams(job.device), type(job.model).__name__
+        homes, keys = stages.homes(job.model), dict[int, Key]()
+        named = list(job.model.named_parameters(remove_duplicate=False))
+        self._homes = {name: homes[id(param)] for name, param in named}
+        self._keys = {name: keys.setdefault(id(param), ("param", len(keys))) for name, param in named}
+        self.absent = {name for name, stages in self._homes.items() if not {*stages} & {*self.own}}
+        self._held: dict[Key, nn.Parameter] = {}  # by key, what is here
+        self._slots: list[tuple[int, nn.Module, str, nn.Parameter]] = []  # stand-ins, and whose the parameter is
+        self._stand_ins: dict[int, Key] = {}
+        self._ways: dict[tuple[str, bool], list[list[Key]]] = {}  # by kind of forward: what each stage sends on
+        self._passage: Passage | None = None
+        self._stage: int | None = None  # that a runner has said
+        self._heard, self._want, self._surveys = Heard(), frozenset[Key](), False
+        self._under: dict[int, _Under] = {}  # of each stage, what has passed last
+        self._sent: list[Any] = []
+        self._plain, job.forward = job.forward, self._inside
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """For people."""
+        stages, names = self.stages, self.stages.blocks
+        numbers = [name.rpartition(".")[2] for name in names]
+        own = [[numbers[number] for number in stages.own(stage)] for stage in range(stages.count)]
+        parts = ", ".join(some[0] if len(some) == 1 else f"{some[0]} to {some[-1]}" for some in own)
+        what = f"{stages.count} stages have the blocks {parts} of {names[0].rpartition('.')[0] or self._model}"
+        once = {self._keys[name]: name for name in reversed(self._homes) if len(self._homes[name]) > 1}
+        held = f"; the first and the last hold {', '.join(once.values())}" if once else ""
+        return what + held, "each has about the same arithmetic"
+
+    # -- which parameters ---------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Leaves to others what is theirs."""
+        job, model = self.job, self.job.model
+        inside = tuple(f"{block}." for block in self.stages.blocks)
+        empties: dict[Key, nn.Parameter] = {}
+        for prefix, module in list(model.named_modules(remove_duplicate=False)):
+            for key, param in list(module._parameters.items()):
+                name = f"{prefix}.{key}".lstrip(".")
+                if param is None:
+                    continue
+                known, homes = self._keys[name], self._homes[name]
+                job.cuts[name] = self._cut(job.cuts.get(name) or Cut.whole(param.shape), homes)
+                if name not in self.absent:
+                    self._held[known] = param
+                    continue
+                if not name.startswith(inside):
+                    other = nn.Parameter(stand_in(param.shape, param.dtype, param.device), requires_grad=False)
+                    vars(other).update(vars(param))
+                    self._slots.append((homes[0], module, key, other))
+                    self._stand_ins[id(other)] = known
+                if known not in empties:
+                    empty = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
+                    empties[known] = marked(empty, marks_of(param))
+                    empties[known].requires_grad = param.requires_grad
+                module._parameters[key] = empties[known]
+        job.named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        modules = dict(model.named_modules())
+        for number, name in enumerate(self.stages.blocks):
+            modules[name].forward = partial(self._block, number, name, modules[name].forward)
+        model.forward = partial(self._called, model.forward)
+        self._cut_forward, job.forward = job.forward, self.forward
+
+    def _cut(self, cut: Cut, homes: Sequence[int]) -> Cut:
+        """That of what stages have, of which others have nothing."""
+        none = Piece((0, *cut.shape[1:]), ())
+        workers = {stage % self.line.size for stage in homes}
+        inside = [cut.pieces[place % len(cut.pieces)] for place in range(self._inner)]
+        return Cut(cut.shape, tuple(p if at in workers else none for at in range(self.line.size) for p in inside))
+
+    def shared(self) -> dict[int, list[int]]:
+        """The numbers of trainable parameters that several workers of the line have, and which."""
+        found = {}
+        for number, name in enumerate(self.job.named):
+            workers = sorted({stage % self.line.size for stage in self._homes[name]})
+            if len(workers) > 1:
+                found[number] = workers
+        return found
+
+    # -- forwards -----------------------------------------------------------------------------------------------------
+
+    def _block(self, number: int, name: str, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        if self._passage is None:
+            what = f"{name} is called by itself, and {self._model} is cut in stages"
+            raise UsageError(what, "call the whole model, on all workers")
+        return self._passage.block(number, name, forward, given, named)
+
+    def _inside(self, model: nn.Module, batch: Any) -> Any:
+        """The user's own forward, on the stage under way: its output, or what it has for the next ones."""
+        if model is not self.job.model:
+            return self._plain(model, batch)
+        return self._passing(partial(self._plain, model, batch))
+
+    def _passing(self, call: Callable[[], Any]) -> Any:
+        stage = cast(int, self._stage)
+        own, arrived = self.stages.own(stage), partial(self._streams.follow, self._heard.drawn)
+        about = self._heard, self._stand_ins, self._want, arrived, self.job.device, self._surveys
+        self._passage = passage = Passage(own, *about)
+        slots = [(module, key, other) for home, module, key, other in self._slots if home < stage]
+        try:
+            with placed(slots), passage:
+                output = call()
+                if stage == self.last:
+                    return passage.real(output)
+        except LeftError:
+            return tuple(passage.kept.values())
+        finally:
+            self._passage, self._passed = None, passage
+        what = f"the forward of {self._model} ended without a call of {self.stages.blocks[own.stop]}"
+        raise UsageError(what, "let it call all blocks, one after another, or leave pipeline= out")
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """One micro-batch through the stage that a runner has said, or else through all that are here."""
+        if model is not self.job.model:
+            return self._plain(model, batch)
+        calls = partial(self._cut_forward, model, batch), partial(self._inside, model, batch)
+        return self._forwards(("forward", model.training), *calls)
+
+    def _forwards(
+        self, kind: tuple[str, bool], call: Callable[[], Any], surveyed: Callable[[], Any] | None = None
+    ) -> Any:
+        """`surveyed` is the same call without anything around it that looks at values."""
+        self.line.enter("the stages of a pipeline", check=False, kind="pipeline")
+        if kind not in self._ways:
+            self._survey(kind, surveyed or call)
+        output = ELSEWHERE
+        for stage in [self._stage] if self._stage is not None else self.own:
+            output = self._ahead(stage, self._ways[kind], call)
+        return output
+
+    def _ahead(self, stage: int, sends: list[list[Key]], call: Callable[[], Any]) -> Any:
+        before, self._stage, mark = self._stage, stage, self._streams.mark()
+        comes, goes = sends[stage - 1] if stage else [], sends[stage]
+        try:
+            self._heard = heard = self._receive(stage, comes) if stage else Heard()
+            self._want = frozenset(goes)
+            output = call()
+        finally:
+            self._stage, self._want = before, frozenset()
+        self._under[stage] = under = _Under([heard.values[key] for key in comes], [])
+        if stage == self.last:
+            return output
+        made = dict(zip(self._passed.kept, output, strict=True))
+        for key in goes:
+            places: tuple[Mapping[Key, torch.Tensor], ...] = (made, heard.values, self._held)
+            under.went.append(next(values[key] for values in places if key in values))
+        self._send(stage, self._passed.forms, self._streams.moves(mark), under.went)
+        return ELSEWHERE
+
+    # -- what stages tell each other ----------------------------------------------------------------------------------
+
+    def _send(self, stage: int, forms: list[Any], drawn: list[Any], values: Sequence[torch.Tensor]) -> None:
+        kinds = [[str(v.dtype).removeprefix("torch."), list(v.shape), v.requires_grad] for v in values]
+        head = json.dumps([forms, drawn, kinds]).encode()
+        data = len(head).to_bytes(8, "little") + head
+        first = torch.frombuffer(bytearray(data[:HEAD].ljust(HEAD)), dtype=torch.uint8)
+        rest = [torch.frombuffer(bytearray(data[HEAD:]), dtype=torch.uint8)] if len(data) > HEAD else []
+        self._to(stage + 1, [first, *rest, *(value.detach() for value in values)])
+
+    def _to(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+        self._sent = [work for work in self._sent if work is not None and not work.is_completed()]
+        while len(self._sent) > MOST:
+            self.line.finish(self._sent.pop(0))
+        self._sent += [self.line.start_send(tensor.contiguous(), stage % self.line.size) for tensor in tensors]
+
+    def _from(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:
+        self.line.receive(tensor, stage % self.line.size)
+        return tensor
+
+    def _receive(self, stage: int, keys: list[Key]) -> Heard:
+        first = bytes(self._from(stage - 1, torch.empty(HEAD, dtype=torch.uint8)).numpy())
+        length = int.from_bytes(first[:8], "little")
+        head = first[8 : 8 + length]
+        if length > HEAD - 8:
+            head += bytes(self._from(stage - 1, torch.empty(length - HEAD + 8, dtype=torch.uint8)).numpy())
+        forms, drawn, kinds = json.loads(head)
+        values = {}
+        for key, (dtype, shape, grad) in zip(keys, kinds, strict=True):
+            made = torch.empty(shape, dtype=getattr(torch, dtype), device=self.job.device)
+            values[key] = self._from(stage - 1, made).requires_grad_(grad)
+        return Heard(forms, drawn, values)
+
+    def finish(self) -> None:
+        """Waits until all that was sent has been taken."""
+        for work in self._sent:
+            self.line.finish(work)
+        self._sent.clear()
+
+    def _survey(self, kind: tuple[str, bool], call: Callable[[], Any]) -> None:
+        """One forward on stand-ins, stage by stage, to see which values stages need of earlier ones."""
+        found: dict[int, tuple[list[Key], tuple[int, int]]] = {}
+        before, self._surveys, self._want = self._stage, True, frozenset()
+        try:
+            for stage in self.own:
+                self._stage = stage
+                self._heard = self._receive(stage, []) if stage else Heard()
+                with without_a_trace(self.job.model, self._streams), torch.no_grad():
+                    call()
+                passed = self._passed
+                found[stage] = sorted(passed.needs, key=str), (passed.calls.start, passed.calls.stop)
+                if stage < self.last:
+                    self._send(stage, passed.forms, [], [])
+        finally:
+            self._surveys, self._stage = False, before
+        self.finish()
+        said = [(int(stage), value) for mine in self.line.gather_json(found) for stage, value in mine.items()]
+        needs, calls = list[set[Key]](), list[range]()
+        for _, (keys, (begin, end)) in sorted(said):
+            needs.append({(key[0], key[1]) for key in keys})
+            calls.append(range(begin, end))
+        self._ways[kind] = [self._sends(stage, needs, calls) for stage in range(self.stages.count)]
+
+    def _sends(self, stage: int, needs: list[set[Key]], calls: list[range]) -> list[Key]:
+        """What later stages need of this one and those before it."""
+        wanted = set[Key]().union(*needs[stage + 1 :])
+        there = {key for key in wanted if self._source(key, calls) <= stage}
+        return sorted(there, key=str)
+
+    def _source(self, key: Key, calls: list[range]) -> int:
+        if key[0] == "param":
+            return next(self._homes[name][0] for name, known in self._keys.items() if known == key)
+        return next(stage for stage, some in enumerate(calls) if key[0] in some)
+
+    # -- what a runner does -------------------------------------------------------------------------------------------
+
+    def actions(self, micro_batches: int) -> Sequence[Action]:
+        """Of this worker, in order."""
+        return table(self.kind, self.line.size, self.stages.count // self.line.size, micro_batches)[self.line.rank]
+
+    def at(self, stage: int | None) -> None:
+        self._stage = stage
+
+    def under(self, stage: int) -> _Under:
+        """What has passed last through a stage."""
+        return self._under.pop(stage)
+
+    def back(self, stage: int, under: _Under, begin: Callable[[], None] | None) -> None:
+        """The backward of what has passed: `begin` begins it on the last stage."""
+        if begin is not None:
+            begin()
+        else:
+            went = [value for value in under.went if value.requires_grad]
+            grads = [self._from(stage + 1, torch.empty_like(v, memory_format=torch.contiguous_format)) for v in went]
+            if went:
+                torch.autograd.backward(went, grads)
+        came = [value for value in under.came if value.requires_grad]
+        if came:
+            self._to(stage - 1, [torch.zeros_like(v) if v.grad is None else v.grad for v in came])
+
+    def add_up(self, number: int, parts: Sequence[torch.Tensor]) -> None:
+        """The gradients of a parameter that several workers have."""
+        workers, me = self.shared()[number], self.line.rank
+        if me not in workers:
+            return
+        for part in parts:
+            if me != workers[0]:
+                self._to(workers[0], [part.clone()])
+                self._from(workers[0], part)
+                continue
+            for other in workers[1:]:
+                part.add_(self._from(other, torch.empty_like(part)))
+            for other in workers[1:]:
+                self._to(other, [part.clone()])
+
+    def abandon(self) -> None:
+        """Nothing is under way any more."""
+        self._sent.clear()
+        self._under.clear()
+        self._stage = None
+
+    # -- what a script may do -----------------------------------------------------------------------------------------
+
+    def _called(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """The model itself: by the user's forward, or by the script, when all of the line compute it together."""
+        if self._passage is not None:
+            return forward(*given, **named)
+        if torch.is_grad_enabled():
+            what = f"{self._model} is cut in stages by pipeline=, and called outside of its own trainer's forward"
+            cure = 'call it under torch.no_grad(), or let that other trainer\'s model whole: plan="pipeline=1"'
+            raise UsageError(what, cure)
+        self.line.enter(f"a call of {self._model}, which is cut in stages", kind="pipeline")
+        digests = self.line.gather_json(digest_of((given, named)))
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            one, two = self.line.names[0], self.line.names[other]
+            what = f"worker {two} calls {self._model} with another input than worker {one}, and pipeline= cuts it"
+            cure = "they compute it together: give all of them the same, as torch.cat(paceline.join().gather(x)) is"
+            raise UsageError(what, cure)
+        call = partial(self._passing, partial(forward, *given, **named))
+        output = self._forwards(("call", self.job.model.training), call)
+        self.finish()
+        return self._to_all(output)
+
+    def _to_all(self, output: Any) -> Any:
+        """The last stage's output, on all workers of the line."""
+        source, here = self.last % self.line.size, output is not ELSEWHERE
+        mine = dict(output) if isinstance(output, Mapping) else output
+        form = self.line.gather_json(form_of(mine, f"a call of {self._model}") if here else None)[source]
+        made = mine if here else made_like(form, self.job.device)
+        for tensor in tensors_in([made]):
+            self.line.broadcast(tensor, source)
+        return Output(made) if isinstance(made, dict) else made
+
+
+class Output(dict[str, Any]):
+    """A mapping whose values are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None

@@ -1,0 +1,132 @@
+"""Which stage of a pipeline has which part of a model: by the names of its blocks and the order of its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.strategies.blocks import blocks_of
+
+NAMED = 'say which: Trainer(..., pipeline_blocks="model.layers")'
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Of `blocks`, by name and in the order in which they are called, each stage has those from its entry of `starts`
+    to the next one. What was registered before the first block is the first stage's, what after the last one the last
+    one's; what stands between two blocks belongs to the first of these.
+    """
+
+    blocks: tuple[str, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.starts)
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return (*self.starts[1:], len(self.blocks))
+
+    def own(self, stage: int) -> range:
+        """The numbers of a stage's blocks."""
+        return range(self.starts[stage], self._ends[stage])
+
+    def of_block(self, number: int) -> int:
+        return next(stage for stage, end in enumerate(self._ends) if number < end)
+
+    def homes(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
+        """The stages that have a parameter, by its identity: several, where it has several names."""
+        found: dict[int, set[int]] = {}
+        passed = 0  # blocks
+        for name, param in model.named_parameters(remove_duplicate=False):
+            number = next((n for n, block in enumerate(self.blocks) if name.startswith(f"{block}.")), None)
+            if number is not None:
+                passed = max(passed, number + 1)
+                stage = self.of_block(number)
+            elif 0 < passed < len(self.blocks):
+                stage = self.of_block(passed - 1)
+            else:
+                stage = 0 if passed == 0 else self.count - 1
+            found.setdefault(id(param), set()).add(stage)
+        return {known: tuple(sorted(stages)) for known, stages in found.items()}
+
+
+def divide(model: nn.Module, count: int, workers: int, said: str | None) -> Stages:
+    """The blocks of a model in so many stages, which are `said` by the path of their list, and maybe the first blocks
+    of the later stages: ``model.layers:5,9``. Else so that each stage has about the same arithmetic, that of a matrix
+    counted by its elements. Raises UsageError.
+    """
+    path, _, cuts = (said or "").partition(":")
+    blocks = _listed(model, path) if path else _found(model)
+    if len(blocks) < count:
+        what = f"{len(blocks)} blocks of {path or next(iter(blocks)).rpartition('.')[0]} do not make {count} stages"
+        virtual = ", or leave virtual out" if count > workers else ""
+        raise UsageError(what, f"say pipeline={len(blocks)} at most{virtual}")
+    names = tuple(blocks)
+    if not cuts:
+        return Stages(names, _even(_weights(model, names), count))
+    starts = tuple(int(text) if text.strip().isdecimal() else -1 for text in cuts.split(","))
+    if len(starts) != count - 1 or any(not a < b for a, b in pairwise((0, *starts, len(names)))):
+        what = f"pipeline_blocks={said!r} does not say the first blocks of {count - 1} later stages"
+        raise UsageError(what, f"write {count - 1} numbers that grow and are less than {len(names)}, as {path}:1,2")
+    return Stages(names, (0, *starts))
+
+
+def _listed(model: nn.Module, path: str) -> dict[str, nn.Module]:
+    named = dict(model.named_modules())
+    if path not in named:
+        raise UsageError(f"pipeline_blocks= names {path!r}, and the model has no such module", "write its path")
+    children = {f"{path}.{name}": child for name, child in named[path].named_children()}
+    return {name: child for name, child in children.items() if next(child.parameters(), None) is not None}
+
+
+def _found(model: nn.Module) -> dict[str, nn.Module]:
+    """The one list of blocks that a model has."""
+    blocks = blocks_of(model)
+    lists: dict[str, dict[str, nn.Module]] = {}
+    for name, block in blocks.items():
+        lists.setdefault(name.rpartition(".")[0], {})[name] = block
+    if len(lists) != 1:
+        kind = type(model).__name__
+        what = f"no part of {kind} repeats" if not lists else f"{kind} has several lists of blocks: {', '.join(lists)}"
+        raise UsageError(f"{what}, and pipeline= cuts one", NAMED)
+    return next(iter(lists.values()))
+
+
+def _weights(model: nn.Module, names: Sequence[str]) -> list[int]:
+    """About the arithmetic of each block; what is after the last one belongs to it."""
+    found, passed = [0] * len(names), False
+    for name, param in model.named_parameters(remove_duplicate=False):
+        number = next((n for n, block in enumerate(names) if name.startswith(f"{block}.")), None)
+        if number is not None:
+            passed = True
+            found[number] += param.numel()
+        elif passed and param.dim() > 1:
+            found[-1] += param.numel()
+    return found
+
+
+def _even(weights: Sequence[int], count: int) -> tuple[int, ...]:
+    """Where stages begin, so that the heaviest one is as light as can be, and those before it have as many blocks."""
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    nowhere: tuple[float, tuple[int, ...]] = (math.inf, ())
+    best = [[(0.0, nowhere[1]), *[nowhere] * len(weights)]]
+    for stage in range(count):
+        row: list[tuple[float, tuple[int, ...]]] = []
+        for end in range(len(weights) + 1):
+            found = nowhere
+            for start in range(stage, end):
+                heaviest, starts = best[-1][start]
+                found = min(found, (max(heaviest, float(sums[end] - sums[start])), (*starts, start)))
+            row.append(found)
+        best.append(row)
+    return best[count][len(weights)][1]
