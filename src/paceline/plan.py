@@ -20,7 +20,7 @@ from paceline.mesh import AXES, Mesh
 
 # A word's value is a literal or one of these: its pattern, and what the user is told it stands for.
 _NUMBERS = {
-    **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFS"},
+    **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFSV"},
     "K": ("[0-9]{1,9}", "K a whole number from 0 to 999999999"),
     "topk:R": (r"topk:0?\.[0-9]*[1-9][0-9]*", "topk:R with a fraction R of the gradient, as 0.01"),
     "powersgd:R": ("powersgd:[1-9][0-9]{0,3}", "powersgd:R with a rank R from 1 to 9999"),

@@ -222,7 +222,7 @@ class Stepper:
             merge=self.merging.size,
             test=self.merging.undecided and not self.plan.one_by_one,
             collect=group.size > 1 or self.plan.exact,
-            probe=self.plan.together == 1 and step.whole.count > 1,
+            probe=self.plan.together == 1 and step.whole.count > 1 and self.replica.mesh.pipeline == 1,
             reverse=self.run.reverse,
             hooked="hooks" in self.told,
             cure=step.whole.cure,

@@ -1,8 +1,8 @@
 """The user's own forward, run on a stage that has some of the model's blocks.
 
 What comes before the stage's first block runs on stand-ins: tensors of the right shape, dtype and device that are NaN
-everywhere and take no memory. They are followed, with the number of the call that each comes from: all stages run the
-same code, hence count the same calls. Where one of them, or what was made of it, meets the stage's own blocks or what
+everywhere and take no memory. They are followed, with the number of the call that each comes from, counted anew from
+each block: all stages run the same code, hence count the same calls. Where one of them, or what was made of it, meets the stage's own blocks or what
 comes after, the value is taken that the stage which computed it has sent. What comes after the stage's last block is
 left by an exception.
 """
@@ -22,7 +22,10 @@ from torch.utils import _pytree as pytree
 from paceline.errors import UsageError, a
 
 Tensor = torch.Tensor
-Key = tuple[str | int, int]  # of a value: the number of the call that made it and which result; or "param" and which
+# Of a value: how many blocks had been called, which call since then made it, and which of its results it is. For
+# parameters PARAM, and which.
+Key = tuple[int, int, int]
+PARAM = -1
 
 # Asked of any tensor; what they say a stand-in says as well.
 _ASKS = {
@@ -36,6 +39,12 @@ _READS = {
     *("__bool__", "__int__", "__float__", "__index__", "__contains__"),
 }
 _DRAWS = ("rand", "normal", "bernoulli", "multinomial", "dropout", "uniform", "exponential", "poisson", "gumbel")
+
+
+ANOTHER_WAY = (
+    "the forward takes another way than at first, and a stage needs what no earlier one of the pipeline sends",
+    "let the forward make the same calls for all rows, or leave pipeline= out",
+)
 
 
 class LeftError(BaseException):
@@ -84,17 +93,11 @@ class Passage(TorchFunctionMode):
         self.own, self.heard, self.want, self.surveys, self._device = own, heard, want, surveys, device
         self._arrive = arrive
         self._void: dict[int, tuple[Tensor | None, Key]] = {known: (None, key) for known, key in stand_ins.items()}
-        self._next, self._calls, self._quiet = 0, 0, False
+        self._next, self._calls, self._quiet = 0, 0, False  # the next block, calls since the one before
         self.here = own.start == 0
         self.forms: list[Any] = list(heard.forms)  # of the blocks until the end of the stage
         self.kept: dict[Key, Tensor] = {}
         self.needs: set[Key] = set()
-        self.began = 0  # the first call that is done for real
-
-    @property
-    def calls(self) -> range:
-        """Those that were done for real."""
-        return range(self.began, self._calls + 1)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -105,24 +108,21 @@ class Passage(TorchFunctionMode):
         if number != self._next:
             what = f"{name} is not called after the block before it, and pipeline= has blocks on several workers"
             raise UsageError(what, 'name a list whose blocks are called one after another: pipeline_blocks="path"')
-        self._next += 1
+        self._next, self._calls = self._next + 1, 0
         if number < self.own.start:
-            self._calls += 1
             with self._aside():
                 made = made_like(self.heard.forms[number], self._device, stands_in=True)
             self._note(made)
             return made
         if not self.here:
-            self.here, self.began = True, self._calls + 1
+            self.here = True
             with self._aside():
                 self._arrive()
         given, named = self.real((given, named))
-        self._calls += 1
-        call = self._calls
         with self._aside():
             made = forward(*given, **named)
         self.forms.append(form_of(made, name))
-        self._keep(made, call)
+        self._keep(made)
         return made
 
     @contextlib.contextmanager
@@ -151,13 +151,11 @@ class Passage(TorchFunctionMode):
         if asks or self._quiet:
             return function(*given, **named)
         self._calls += 1
-        call = self._calls
         if self.here:
             if self._void:
                 given, named = self.real((given, named))
             made = function(*given, **named)
-            if self.want:
-                self._keep(given[0] if made is None and given else made, call)
+            self._keep(given[0] if made is None and given else made)
             return made
         void = any(id(tensor) in self._void for tensor in tensors_in((*given, *named.values())))
         if void and name in _READS:
@@ -173,13 +171,13 @@ class Passage(TorchFunctionMode):
     def _note(self, made: Any) -> None:
         """What the last call made has no values."""
         for number, tensor in enumerate(tensors_in([made])):
-            self._void[id(tensor)] = tensor, (self._calls, number)
+            self._void[id(tensor)] = tensor, (self._next, self._calls, number)
 
-    def _keep(self, made: Any, call: int) -> None:
-        if self.want:
-            for number, tensor in enumerate(tensors_in([made])):
-                if (call, number) in self.want:
-                    self.kept[call, number] = tensor
+    def _keep(self, made: Any) -> None:
+        for number, tensor in enumerate(tensors_in([made])) if self.want else ():
+            key = self._next, self._calls, number
+            if key in self.want:
+                self.kept[key] = tensor
 
     def real(self, values: Any) -> Any:
         """The same with what has been sent in the place of stand-ins."""
@@ -195,8 +193,7 @@ class Passage(TorchFunctionMode):
         if found is not None:
             return found
         if not self.surveys:
-            what = "the forward takes another way than at first: it needs what no earlier stage of the pipeline sends"
-            raise UsageError(what, "let the forward make the same calls for all rows, or leave pipeline= out")
+            raise UsageError(*ANOTHER_WAY)
         self.needs.add(known[1])
         return tensor
 

@@ -24,6 +24,8 @@ from paceline.pieces import Cut, Piece
 from paceline.strategies.chunks import digest_of
 from paceline.strategies.job import ELSEWHERE, Job
 from paceline.strategies.passage import (
+    ANOTHER_WAY,
+    PARAM,
     Heard,
     Key,
     LeftError,
@@ -67,7 +69,7 @@ class Pipeline:
         homes, keys = stages.homes(job.model), dict[int, Key]()
         named = list(job.model.named_parameters(remove_duplicate=False))
         self._homes = {name: homes[id(param)] for name, param in named}
-        self._keys = {name: keys.setdefault(id(param), ("param", len(keys))) for name, param in named}
+        self._keys = {name: keys.setdefault(id(param), (PARAM, len(keys), 0)) for name, param in named}
         self.absent = {name for name, stages in self._homes.items() if not {*stages} & {*self.own}}
         self._held: dict[Key, nn.Parameter] = {}  # by key, what is here
         self._slots: list[tuple[int, nn.Module, str, nn.Parameter]] = []  # stand-ins, and whose the parameter is
@@ -208,7 +210,10 @@ class Pipeline:
         made = dict(zip(self._passed.kept, output, strict=True))
         for key in goes:
             places: tuple[Mapping[Key, torch.Tensor], ...] = (made, heard.values, self._held)
-            under.went.append(next(values[key] for values in places if key in values))
+            found = next((values[key] for values in places if key in values), None)
+            if found is None:
+                raise UsageError(*ANOTHER_WAY)
+            under.went.append(found)
         self._send(stage, self._passed.forms, self._streams.moves(mark), under.went)
         return ELSEWHERE
 
@@ -253,7 +258,7 @@ class Pipeline:
 
     def _survey(self, kind: tuple[str, bool], call: Callable[[], Any]) -> None:
         """One forward on stand-ins, stage by stage, to see which values stages need of earlier ones."""
-        found: dict[int, tuple[list[Key], tuple[int, int]]] = {}
+        found: dict[int, list[Key]] = {}
         before, self._surveys, self._want = self._stage, True, frozenset()
         try:
             for stage in self.own:
@@ -261,30 +266,26 @@ class Pipeline:
                 self._heard = self._receive(stage, []) if stage else Heard()
                 with without_a_trace(self.job.model, self._streams), torch.no_grad():
                     call()
-                passed = self._passed
-                found[stage] = sorted(passed.needs, key=str), (passed.calls.start, passed.calls.stop)
+                found[stage] = sorted(self._passed.needs)
                 if stage < self.last:
-                    self._send(stage, passed.forms, [], [])
+                    self._send(stage, self._passed.forms, [], [])
         finally:
             self._surveys, self._stage = False, before
         self.finish()
-        said = [(int(stage), value) for mine in self.line.gather_json(found) for stage, value in mine.items()]
-        needs, calls = list[set[Key]](), list[range]()
-        for _, (keys, (begin, end)) in sorted(said):
-            needs.append({(key[0], key[1]) for key in keys})
-            calls.append(range(begin, end))
-        self._ways[kind] = [self._sends(stage, needs, calls) for stage in range(self.stages.count)]
+        said = {int(stage): keys for mine in self.line.gather_json(found) for stage, keys in mine.items()}
+        needs: list[set[Key]] = [{(a, b, c) for a, b, c in said[stage]} for stage in range(self.stages.count)]
+        self._ways[kind] = [self._sends(stage, needs) for stage in range(self.stages.count)]
 
-    def _sends(self, stage: int, needs: list[set[Key]], calls: list[range]) -> list[Key]:
+    def _sends(self, stage: int, needs: list[set[Key]]) -> list[Key]:
         """What later stages need of this one and those before it."""
         wanted = set[Key]().union(*needs[stage + 1 :])
-        there = {key for key in wanted if self._source(key, calls) <= stage}
-        return sorted(there, key=str)
+        return sorted(key for key in wanted if self._source(key) <= stage)
 
-    def _source(self, key: Key, calls: list[range]) -> int:
-        if key[0] == "param":
-            return next(self._homes[name][0] for name, known in self._keys.items() if known == key)
-        return next(stage for stage, some in enumerate(calls) if key[0] in some)
+    def _source(self, key: Key) -> int:
+        blocks, which, _ = key
+        if blocks == PARAM:
+            return self._homes[next(name for name, known in self._keys.items() if known[1] == which)][0]
+        return self.stages.of_block(blocks - 1) if blocks else 0
 
     # -- what a runner does -------------------------------------------------------------------------------------------
 
