@@ -489,7 +489,7 @@ def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
 
 def refuse_other_places(places: int, before: int) -> None:
     """Refuses a trainer whose replicas are not those of the trainers before it."""
-    if places != before:
+    if places not in (1, before):
         raise PlanError(
             f"this trainer has shard={places} and those before it shard={before}, and a worker that is lost takes a "
             "replica with it",

@@ -132,6 +132,12 @@ class Plan:
         axes = {axis: getattr(self, axis) or 1 for axis in AXES if axis != "data"}
         return Mesh(**axes).over(workers)
 
+    def without(self, script: str, workers: int) -> Plan:
+        """This plan, for a trainer whose own one says that its model is whole: `pipeline=1`, `context=1`, `tensor=1`."""
+        said = {axis for axis in AXES[2:] if f"{axis}=1" in script.split() and (getattr(self, axis) or 1) > 1}
+        out: dict[str, Any] = {row.name: None for row in fields(self) if {row.name, row.metadata["of"]} & said}
+        return replace(self, data=None, **out).validate(workers) if out else self
+
     @cached_property
     def together(self) -> int:
         """How many workers gather a model's parameters from one another, and therefore run it equally often."""

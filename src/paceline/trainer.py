@@ -111,14 +111,16 @@ class Trainer:
         self._seed = seed
         self._device = device_of(run.team.world.local_rank)
         said, origin = choose_plan(run.team.world.plan, run.team.world.plan_origin, plan)
-        self.plan = Plan.parse(said).validate(run.team.world.size)
+        whole = Plan.parse(said).validate(run.team.world.size)
+        self.plan = whole.without(plan or "", run.team.world.size)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
         mesh = self._mesh = self.plan.mesh(self._group.size)
         if run.team.operations.elastic and run.members:
             refuse_other_places(mesh.replica, self._group.mesh.replica)
-        self._group.mesh = max(self._group.mesh, mesh, key=lambda mesh: mesh.replica)
-        run.begin(str(self.plan), origin, seed, self._device)
+        meshes = self._group.mesh, mesh, whole.mesh(self._group.size)
+        self._group.mesh = max(meshes, key=lambda mesh: mesh.replica)
+        run.begin(str(whole), origin, seed, self._device)
         self._streams = Streams(self._device)
         self.model, told = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.together > 1)
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}

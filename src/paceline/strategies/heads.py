@@ -41,20 +41,22 @@ def attention(
     )
     mask = _mask(module, moves.index(heads), q, k, *masks)
     scores = q @ k.transpose(-2, -1) / math.sqrt(size)
-    found = (scores if mask is None else scores + mask).softmax(-1)
+    scores, seen = scores if mask is None else scores + mask, asked.arguments["need_weights"]
+    # Of a row that is masked wholly torch's fast kernels, which give no weights, make zeros.
+    found = scores.softmax(-1) if seen else torch.ops.aten._safe_softmax.default(scores, -1)
     if module.training and module.dropout > 0:
         found = found * parts.masked(found, heads, lambda whole: F.dropout(whole, module.dropout, True))
     made = (found @ v).permute(2, 0, 1, 3).flatten(2)  # as torch lays it out, by which a dropout draws
     output = moves.sum(F.linear(made, module.out_proj.weight))
     if module.out_proj.bias is not None:
         output = output + module.out_proj.bias
-    seen: Any = None
-    if asked.arguments["need_weights"]:
-        seen = moves.join(found, heads)
-        seen = seen.mean(1) if asked.arguments["average_attn_weights"] else seen
+    told: torch.Tensor | None = None
+    if seen:
+        told = moves.join(found, heads)
+        told = told.mean(1) if asked.arguments["average_attn_weights"] else told
     if alone:
-        return output.squeeze(1), None if seen is None else seen.squeeze(0)
-    return output.transpose(0, 1) if module.batch_first else output, seen
+        return output.squeeze(1), None if told is None else told.squeeze(0)
+    return output.transpose(0, 1) if module.batch_first else output, told
 
 
 def _mask(

@@ -39,7 +39,7 @@ from paceline.strategies.passage import (
 from paceline.strategies.schedule import Action, table
 from paceline.strategies.side_effects import without_a_trace
 from paceline.strategies.stages import Stages
-from paceline.strategies.state import marked, marks_of
+from paceline.strategies.state import marked, marks_of, refuse_state
 from paceline.strategies.streams import Streams
 
 HEAD = 1024  # bytes of the first message; a longer head goes on in a second one
@@ -81,6 +81,10 @@ class Pipeline:
         self._under: dict[int, _Under] = {}  # of each stage, what has passed last
         self._sent: list[Any] = []
         self._plain, job.forward = job.forward, self._inside
+
+    def __deepcopy__(self, memo: Any) -> Pipeline:
+        what = f"{self._model} is cut in stages, and a copy would be of this worker's"
+        raise UsageError(what, "export() writes it whole; leave pipeline= out to keep a copy, as an average is")
 
     @property
     def told(self) -> tuple[str, str]:
@@ -126,6 +130,7 @@ class Pipeline:
         for number, name in enumerate(self.stages.blocks):
             modules[name].forward = partial(self._block, number, name, modules[name].forward)
         model.forward = partial(self._called, model.forward)
+        refuse_state(model, f"{self._model}, which is cut in stages")
         self._cut_forward, job.forward = job.forward, self.forward
 
     def _cut(self, cut: Cut, homes: Sequence[int]) -> Cut:
@@ -352,16 +357,18 @@ class Pipeline:
             what = f"worker {two} calls {self._model} with another input than worker {one}, and pipeline= cuts it"
             cure = "they compute it together: give all of them the same, as torch.cat(paceline.join().gather(x)) is"
             raise UsageError(what, cure)
-        call = partial(self._passing, partial(forward, *given, **named))
+        call, mark = partial(self._passing, partial(forward, *given, **named)), self._streams.mark()
         output = self._forwards(("call", self.job.model.training), call)
         self.finish()
-        return self._to_all(output)
+        return self._to_all(output, self._streams.moves(mark))
 
-    def _to_all(self, output: Any) -> Any:
-        """The last stage's output, on all workers of the line."""
+    def _to_all(self, output: Any, drawn: list[Any]) -> Any:
+        """The last stage's output, on all workers of the line; its generators are everybody's."""
         source, here = self.last % self.line.size, output is not ELSEWHERE
         mine = dict(output) if isinstance(output, Mapping) else output
-        form = self.line.gather_json(form_of(mine, f"a call of {self._model}") if here else None)[source]
+        said = [form_of(mine, f"a call of {self._model}"), drawn] if here else None
+        form, drawn = self.line.gather_json(said)[source]
+        self._streams.follow(drawn)
         made = mine if here else made_like(form, self.job.device)
         for tensor in tensors_in([made]):
             self.line.broadcast(tensor, source)

@@ -367,7 +367,7 @@ def _attention(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights: Tensor = scores.softmax(-1)
+    weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1)  # zeros where all is masked
     part, dim = divided
     part = replace(part, dim=weights.dim() + dim)
     mark(weights, part)

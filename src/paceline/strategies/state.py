@@ -45,6 +45,17 @@ def marked(tensor: torch.Tensor, marks: Mapping[str, Any]) -> nn.Parameter:
     return param
 
 
+def refuse_state(module: nn.Module, whose: str) -> None:
+    """Refuses a script the `state_dict()` of a module with parts of weights. Our own parts read it with `keep_vars`."""
+
+    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:
+            what = f"state_dict() of {whose}, would have parts of weights"
+            raise UsageError(what, "export() writes it whole, and every checkpoint has it")
+
+    module.register_state_dict_pre_hook(refuse)
+
+
 def cut_in_rows(
     params: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], count: int, unit: int = 1
 ) -> dict[str, Cut]:

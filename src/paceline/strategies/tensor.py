@@ -45,7 +45,7 @@ from paceline.strategies.placing import (
 )
 from paceline.strategies.rules import RULES
 from paceline.strategies.side_effects import without_a_trace
-from paceline.strategies.state import marks_of
+from paceline.strategies.state import marks_of, refuse_state
 from paceline.strategies.streams import Streams
 
 _SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
@@ -104,6 +104,8 @@ class TensorCut:
             raise UsageError(f"nothing of {self._name} can be cut: looked for {looked}", _SAY)
         for layer in self.layers:
             self._cut(layer)
+        self._bytes = sum(own.element_size() * math.prod(cut.shape) for own, cut in self._made.values())  # of the whole
+        self._made.clear()
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
         self._uncut = self._turning = False  # with whole layers, a forward is going on
         self._frames: list[_Frame] = []
@@ -206,12 +208,7 @@ class TensorCut:
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         vars(module)["forward"] = forward
         module.register_forward_pre_hook(_nothing)  # or TransformerEncoderLayer takes the weights past a forward
-        module.register_state_dict_pre_hook(self._refuse_state)
-
-    def _refuse_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars:  # as our own parts read it
-            what = f"state_dict() of {self._name}, which is cut by tensor=, would have parts of weights"
-            raise UsageError(what, "export() writes it whole, and every checkpoint has it")
+        refuse_state(module, f"{self._name}, which is cut by tensor=")
 
     def _part(self, layer: _Layer, length: int) -> Division:
         size, how = self.unit.size, layer.how
@@ -381,7 +378,7 @@ class TensorCut:
         finally:
             self._turning, self._frames = False, []
             self.moves.rest()
-        if regions is None:
+        if regions is None and (torch.is_grad_enabled() or not training):
             self._regions[training] = self._seen | ({""} if frame.noted else set())
             if training:
                 self.job.inside = self.moves.sent - sent
@@ -452,8 +449,7 @@ class TensorCut:
 
     def _fits_whole(self) -> bool:
         """Whether all whole weights and their gradients have room on each worker of the unit."""
-        need = 2 * sum(own.element_size() * math.prod(cut.shape) for own, cut in self._made.values())
-        free = _available()
+        need, free = 2 * self._bytes, _available()
         if self.job.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.job.device)[0]
         return all(self.unit.gather_json(need <= free))
