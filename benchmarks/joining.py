@@ -56,6 +56,7 @@ def train(out: Path) -> None:
             return torch.relu(super().forward(Pause.apply(x)))
 
     torch.manual_seed(0)
+    torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(ROWS, WIDTH), torch.randint(0, 8, (ROWS,)))
     layers = [Layer(WIDTH, WIDTH) for _ in range(LAYERS)]
     trainer = paceline.Trainer(

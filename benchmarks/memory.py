@@ -70,6 +70,7 @@ def formula(side: str, workers: int) -> dict[str, float]:
 
 def ours(plan: str, out: Path) -> None:
     workers = paceline.join().size
+    torch.manual_seed(0)
     data = TensorDataset(torch.randn(STEPS * workers, WIDTH))
 
     def train(function: object, rows: TensorDataset) -> None:

@@ -80,7 +80,7 @@ class Sweep:
             batch = to_device(micro_batch.batch, self.job.device)
             streams.seed(stream_seed(self.job.seed, _STREAM, number))
             with Chunk([micro_batch], batch).noted, self.job.arithmetic():
-                output = self.job.forward(self.model, batch)
+                output = self.job.whole(self.job.forward(self.model, batch))
                 if speaks and not micro_batch.blank:
                     use(number, micro_batch.rows, output, batch)
             PULSE.beat()

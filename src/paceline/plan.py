@@ -75,7 +75,7 @@ class Plan:
         "gpipe|1f1b", "the order of micro-batches through the stages; 1f1b unless said", of="pipeline", built=True
     )
     virtual: int | None = _word("V", "V stages on each worker, for less waiting", of="pipeline", built=True)
-    context: int | None = _word("N", "the sequence cut in N parts", axis=True)
+    context: int | None = _word("N", "the sequence cut in N parts", axis=True, built=True)
     micro: int | None = _word("N", "rows of a micro-batch; an eighth of the global batch unless said", built=True)
     codec: str | None = _word("bf16|fp16|int8|topk:R|powersgd:R|sign|auto", "gradients on the wire")
     precision: str | None = _word("bf16|fp16", "arithmetic of forward and backward", built=True)
@@ -133,7 +133,7 @@ class Plan:
         return Mesh(**axes).over(workers)
 
     def without(self, script: str, workers: int) -> Plan:
-        """This plan, for a trainer whose own one says that its model is whole: `pipeline=1`, `context=1`, `tensor=1`."""
+        """This plan for a trainer whose own one says that its model is whole: `pipeline=1`, `context=1`, `tensor=1`."""
         said = {axis for axis in AXES[2:] if f"{axis}=1" in script.split() and (getattr(self, axis) or 1) > 1}
         out: dict[str, Any] = {row.name: None for row in fields(self) if {row.name, row.metadata["of"]} & said}
         return replace(self, data=None, **out).validate(workers) if out else self

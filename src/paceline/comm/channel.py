@@ -135,6 +135,11 @@ class Channel:
         what = what or Asked("all_gather", flat.dtype)
         return self.start(what, len(flat), root, lambda fp: self.hosts.all_gather(outs, flat, fp), manner)
 
+    def all_to_all(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Operation:
+        """Flat bytes: each worker's part of `ins` for another one fills that one's part of `outs` from it."""
+        size = sum(map(len, ins))
+        return self.start(Asked("all_to_all", torch.uint8), size, 0, lambda fp: self.hosts.all_to_all(outs, ins, fp))
+
     def start(
         self, what: Asked, numel: int, detail: int, make: Callable[[int], Steps], manner: Manner = PLAIN
     ) -> Operation:

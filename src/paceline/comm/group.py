@@ -381,6 +381,17 @@ class Group:
         with outside_inference():
             self._over(flat).receive(raw_bytes(plain(flat)), rank).wait()
 
+    def exchange(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
+        """A flat tensor to each worker, and one from each into those of `taken`, of any lengths. Part of the entered
+        collective.
+        """
+        outs = [raw_bytes(one) for one in taken]
+
+        def swap(over: Channel | Nccl, _: torch.Tensor) -> dist.Work:
+            return over.all_to_all(outs, [raw_bytes(plain(one)) for one in given])
+
+        self._start(given[0], swap).wait()
+
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every worker's flat tensor of one dtype, lengths may differ. Part of the entered collective."""
         if self.size == 1:

@@ -57,6 +57,9 @@ class Nccl:
     def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor) -> dist.Work:
         return self.group.allgather([[*outs]], [flat])  # type: ignore[no-any-return]
 
+    def all_to_all(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> dist.Work:
+        return self.group.alltoall([*outs], [*ins], c10d.AllToAllOptions())  # type: ignore[no-any-return]
+
     def send(self, flat: torch.Tensor, rank: int) -> dist.Work:
         return self.group.send([flat], rank, 0)  # type: ignore[no-any-return]
 

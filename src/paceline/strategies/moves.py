@@ -65,7 +65,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _applied(_Sum, grad, ctx.unit), None
+        return applied(_Sum, grad, ctx.unit), None
 
 
 class _Sum(torch.autograd.Function):
@@ -78,7 +78,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _applied(_Split, grad, ctx.unit), None
+        return applied(_Split, grad, ctx.unit), None
 
 
 class _Join(torch.autograd.Function):
@@ -92,11 +92,24 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         moves, part = cast(Moves, ctx.moves), cast(Division, ctx.part)
-        own = moves.narrow(_applied(_Split, grad, moves.unit), part)
+        own = moves.narrow(applied(_Split, grad, moves.unit), part)
         return own if moves.first(part) else own * 0.0, None, None
 
 
-def _applied(function: Any, x: torch.Tensor, *more: Any) -> torch.Tensor:
+class _Exchange(torch.autograd.Function):
+    """Pieces along one dimension become pieces along another one; gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, moves: Moves, have: Division, want: Division) -> torch.Tensor:
+        ctx.moves, ctx.have, ctx.want = moves, have, want
+        return moves.exchanged(x, have, want)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return applied(_Exchange, grad, ctx.moves, ctx.want, ctx.have), None, None, None
+
+
+def applied(function: Any, x: torch.Tensor, *more: Any) -> torch.Tensor:
     return cast(torch.Tensor, function.apply(x, *more))
 
 
@@ -154,7 +167,7 @@ class Moves:
             return whole
         known = self._shared.pop(id(whole), None)
         if known is None or known[0]() is not whole:
-            known = weakref.ref(whole), _applied(_Split, whole, self.unit)
+            known = weakref.ref(whole), applied(_Split, whole, self.unit)
             self.sent += whole.nbytes
         self._shared[id(whole)] = known
         if len(self._shared) > _SHARED:
@@ -168,12 +181,26 @@ class Moves:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """What each has a summand of."""
         self.sent += x.nbytes
-        return _applied(_Sum, x, self.unit)
+        return applied(_Sum, x, self.unit)
 
     def join(self, x: torch.Tensor, part: Division) -> torch.Tensor:
         """The whole of what each has a piece of."""
         self.sent += x.nbytes
-        return _applied(_Join, x, self, part)
+        return applied(_Join, x, self, part)
+
+    def exchange(self, x: torch.Tensor, have: Division, want: Division) -> torch.Tensor:
+        """Of what each has a piece of along one dimension, a piece along another one that all have whole."""
+        self.sent += x.nbytes * (2 if x.requires_grad and torch.is_grad_enabled() else 1)
+        return applied(_Exchange, x, self, have, want)
+
+    def exchanged(self, x: torch.Tensor, have: Division, want: Division) -> torch.Tensor:
+        given = [_sections(x, want, index) for index in range(self.size)]
+        shape, mine = list(given[self.unit.rank].shape), []
+        for index in range(self.size):
+            shape[have.dim] = sum(map(len, have.rows(index)))
+            mine.append(x.new_empty(shape))
+        self.unit.exchange([one.reshape(-1) for one in given], [one.view(-1) for one in mine])
+        return torch.cat(mine, have.dim)
 
     def joined(self, x: torch.Tensor, part: Division) -> torch.Tensor:
         order, back = memory_order(x)
@@ -214,6 +241,9 @@ class Imagined(Moves):
 
     def join(self, x: torch.Tensor, part: Division) -> torch.Tensor:
         return x.view_as(x)
+
+    def exchange(self, x: torch.Tensor, have: Division, want: Division) -> torch.Tensor:
+        return x
 
 
 def _sections(x: torch.Tensor, part: Division, index: int) -> torch.Tensor:

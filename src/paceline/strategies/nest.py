@@ -80,6 +80,10 @@ def nest(
         from paceline.strategies.tensor import TensorCut
 
         job.decisions.append(TensorCut(job, group.along("tensor", mesh=mesh), placements).told)
+    if mesh.context > 1:
+        from paceline.strategies.context import Sequences
+
+        job.decisions.append(Sequences(job, group.along("context", mesh=mesh)).told)
     if plan.exact:
         set_apart(job.model)
     if plan.recompute:
@@ -88,7 +92,7 @@ def nest(
         job.decisions.append(compiled(job.model, plan.together > 1, plan.exact))
     if pipeline is not None:
         pipeline.leave()
-    outer = group.along("data", mesh=mesh)
+    outer = group.along("data", "context", mesh=mesh)
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
         return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline)

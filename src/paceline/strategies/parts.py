@@ -118,6 +118,10 @@ class Parts(_Mode):
 
     def otherwise(self, function: Any, given: Any, named: Any) -> Any:
         """A function without parts among its arguments."""
+        return self.alike(function, given, named)
+
+    def alike(self, function: Any, given: Any, named: Any) -> Any:
+        """What all workers compute alike."""
         return function(*given, **named)
 
     def _with_wholes(self, function: Any, name: str, given: Any, named: Any) -> Any:
@@ -127,7 +131,7 @@ class Parts(_Mode):
         parts = [part for part in map(part_of, tensors_in((*given, *named.values()))) if part is not None]
         self.note(name, parts, self._cuts, self._count)
         given, named = pytree.tree_map_only(Tensor, self.whole, (given, named))
-        return function(*given, **named)
+        return self.alike(function, given, named)
 
     def note(
         self, name: str, parts: Sequence[Division], cuts: list[int] | None = None, count: int | None = None

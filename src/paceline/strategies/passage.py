@@ -2,9 +2,9 @@
 
 What comes before the stage's first block runs on stand-ins: tensors of the right shape, dtype and device that are NaN
 everywhere and take no memory. They are followed, with the number of the call that each comes from, counted anew from
-each block: all stages run the same code, hence count the same calls. Where one of them, or what was made of it, meets the stage's own blocks or what
-comes after, the value is taken that the stage which computed it has sent. What comes after the stage's last block is
-left by an exception.
+each block: all stages run the same code, hence count the same calls. Where one of them, or what was made of it, meets
+the stage's own blocks or what comes after, the value is taken that the stage which computed it has sent. What comes
+after the stage's last block is left by an exception.
 """
 
 from __future__ import annotations

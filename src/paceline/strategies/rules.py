@@ -254,7 +254,7 @@ def _matmul(on: Parts, function: Any, given: Any, named: Any) -> Any:
     return on.product(torch.matmul, (a, b), letters, batch + "RC")
 
 
-def _asked(given: Sequence[Any], named: Mapping[str, Any], *names: str) -> list[Any]:
+def asked_of(given: Sequence[Any], named: Mapping[str, Any], *names: str) -> list[Any]:
     """Arguments by their order or names; None where there is none."""
     known = {**dict(zip(names, given, strict=False)), **named}
     return [known.get(name) for name in names]
@@ -262,7 +262,7 @@ def _asked(given: Sequence[Any], named: Mapping[str, Any], *names: str) -> list[
 
 @_rule("linear")
 def _linear(on: Parts, function: Any, given: Any, named: Any) -> Any:
-    x, weight, bias = _asked(given, named, "input", "weight", "bias")
+    x, weight, bias = asked_of(given, named, "input", "weight", "bias")
     rows = ascii_lowercase[: x.dim() - 1]
     made = on.product(F.linear, (x, weight), [rows + "K", "OK"], rows + "O")
     return made if made is UNKNOWN or bias is None else _sum_of(on, made, bias)
@@ -276,7 +276,7 @@ def _sum_of(on: Parts, a: Tensor, b: Tensor) -> Any:
 
 @_rule("addmm")
 def _addmm(on: Parts, function: Any, given: Any, named: Any) -> Any:
-    bias, a, b = _asked(given, named, "input", "mat1", "mat2")
+    bias, a, b = asked_of(given, named, "input", "mat1", "mat2")
     if named.keys() & {"beta", "alpha", "out"}:
         return UNKNOWN
     made = on.product(torch.mm, (a, b), ["RK", "KC"], "RC")
