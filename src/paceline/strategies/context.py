@@ -27,9 +27,10 @@ from paceline.strategies.blocks import blocks_of
 from paceline.strategies.chunks import tensors_of
 from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves, applied
-from paceline.strategies.parts import UNKNOWN, Parts, Rule, Tensor, logical, mark, part_of, tensors_in
+from paceline.strategies.parts import UNKNOWN, Parts, Rule, Tensor, changes, logical, mark, part_of, tensors_in
 from paceline.strategies.rules import RULES, asked_of
 
+_ORIGIN = "_paceline_origin"
 _ATTENTION = "scaled_dot_product_attention"
 _ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
 
@@ -58,18 +59,46 @@ class _Stretches(Parts):
     """Follows stretches."""
 
     def alike(self, function: Any, given: Any, named: Any) -> Any:
+        origin = given[0].__dict__.get(_ORIGIN) if given and isinstance(given[0], Tensor) else None
+        if origin is not None and changes(function.__name__):
+            made = function(*given, **named)
+            x, view, *how = origin
+            self._written(lambda whole, value: view(whole, *how[0], **how[1]).copy_(value), "copy", (x, given[0]), {})
+            return made
         if not torch.is_grad_enabled() or function.__name__ == "__get__":
             return function(*given, **named)
         if any(isinstance(t, nn.Parameter) and t.requires_grad for t in tensors_in((*given, *named.values()))):
             given, named = pytree.tree_map_only(nn.Parameter, self._once, (given, named))
         return function(*given, **named)
 
+    def _with_wholes(self, function: Any, name: str, given: Any, named: Any) -> Any:
+        if changes(name) and part_of(given[0]):
+            return self._written(function, name, given, named)
+        made = super()._with_wholes(function, name, given, named)
+        if isinstance(made, Tensor) and made._is_view() and part_of(given[0]):
+            made = made.clone()  # what is written into it is written into what it is a view of
+            made.__dict__[_ORIGIN] = given[0], function, given[1:], named
+        return made
+
+    def _written(self, function: Any, name: str, given: Any, named: Any) -> Any:
+        """Writes into the own stretch what is written into the whole."""
+        part = part_of(given[0])
+        assert part is not None
+        self.note(name, [part])
+        whole, rest = self.whole(given[0]).clone(), pytree.tree_map_only(Tensor, self.whole, (given[1:], named))
+        made = self.alike(function, (whole, *rest[0]), rest[1])
+        given[0].copy_(self.moves.take(whole, part))
+        return made if made is None else given[0]
+
     def _once(self, weight: nn.Parameter) -> Any:
         return applied(_Once, weight, self.moves.unit.rank == 0) if weight.requires_grad else weight
 
 
 class Sequences:
-    """Divides what the blocks of a job's model take among the workers of a `unit`, where its length allows."""
+    """Divides what the blocks of a job's model take among the workers of a `unit`, where its length allows.
+
+    It is made in two steps, between which others may wrap what blocks compute; `narrow` is the second one.
+    """
 
     def __init__(self, job: Job, unit: Group) -> None:
         self.job, self.unit, self._model = job, unit, type(job.model).__name__
@@ -81,9 +110,9 @@ class Sequences:
         if not blocks:
             what = f"no part of {self._model} repeats, and context= divides what such parts take"
             raise UsageError(what, "leave context= out")
-        for block in blocks.values():
+        self._blocks = list(blocks.values())
+        for block in self._blocks:
             block.forward = partial(self._block, block.forward)
-            block.register_forward_pre_hook(self._narrowed, with_kwargs=True)
         self._plain, job.forward = job.forward, self._forward
         self._judge, job.loss = job.loss, self._judged
         job.whole = self._whole
@@ -131,21 +160,29 @@ class Sequences:
         with torch._C.DisableTorchFunction():
             return pytree.tree_map_only(Tensor, self._parts.whole, values)
 
-    def _narrowed(self, block: nn.Module, given: Any, named: Any) -> Any:
-        """The own stretch of the first tensor that a block takes: rows, tokens, width."""
-        if not self._parts.on:
-            return None
+    def narrow(self) -> None:
+        """Lets blocks take stretches."""
+        for block in self._blocks:
+            block.forward = partial(self._narrowed, block.forward)
+
+    def _narrowed(self, forward: Any, *given: Any, **named: Any) -> Any:
+        """With the own stretch of the first tensor that a block takes: rows, tokens, width."""
+        if self._parts.on:
+            given, named = self._stretch_of(given, named)
+        return forward(*given, **named)
+
+    def _stretch_of(self, given: Any, named: Any) -> Any:
         leaves, spec = pytree.tree_flatten((given, named))
         place = next(
             (n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
         )
         if place is None or leaves[place].dim() != 3 or part_of(leaves[place]):
-            return None
+            return given, named
         whole = leaves[place]
         length = Tensor.size(whole, 1)
         if length % self.unit.size:
             self._odd.add(length)
-            return None
+            return given, named
         part = Division(1, (length,), self.unit.size)
         with torch._C.DisableTorchFunction():
             leaves[place] = mark(self._moves.take(whole, part), part)

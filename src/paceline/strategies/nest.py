@@ -80,16 +80,20 @@ def nest(
         from paceline.strategies.tensor import TensorCut
 
         job.decisions.append(TensorCut(job, group.along("tensor", mesh=mesh), placements).told)
+    sequences = None
     if mesh.context > 1:
         from paceline.strategies.context import Sequences
 
-        job.decisions.append(Sequences(job, group.along("context", mesh=mesh)).told)
+        sequences = Sequences(job, group.along("context", mesh=mesh))
+        job.decisions.append(sequences.told)
     if plan.exact:
         set_apart(job.model)
     if plan.recompute:
         job.decisions.append(recompute(job.model))
     if plan.compile:
         job.decisions.append(compiled(job.model, plan.together > 1, plan.exact))
+    if sequences is not None:
+        sequences.narrow()
     if pipeline is not None:
         pipeline.leave()
     outer = group.along("data", "context", mesh=mesh)
