@@ -68,7 +68,7 @@ class _Stretches(Parts):
         if not torch.is_grad_enabled() or function.__name__ == "__get__":
             return function(*given, **named)
         if any(isinstance(t, nn.Parameter) and t.requires_grad for t in tensors_in((*given, *named.values()))):
-            given, named = pytree.tree_map_only(nn.Parameter, self._once, (given, named))
+            given, named = pytree.tree_map_only(nn.Parameter, self.once, (given, named))
         return function(*given, **named)
 
     def _with_wholes(self, function: Any, name: str, given: Any, named: Any) -> Any:
@@ -90,7 +90,7 @@ class _Stretches(Parts):
         given[0].copy_(self.moves.take(whole, part))
         return made if made is None else given[0]
 
-    def _once(self, weight: nn.Parameter) -> Any:
+    def once(self, weight: nn.Parameter) -> Any:
         return applied(_Once, weight, self.moves.unit.rank == 0) if weight.requires_grad else weight
 
 
@@ -115,7 +115,7 @@ class Sequences:
             block.forward = partial(self._block, block.forward)
         self._plain, job.forward = job.forward, self._forward
         self._judge, job.loss = job.loss, self._judged
-        job.whole = self._whole
+        job.whole, job.once = self._whole, self._parts.once
 
     def __deepcopy__(self, memo: Any) -> Sequences:
         return self  # a copy of the model, as an average is, is computed whole

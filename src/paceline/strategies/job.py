@@ -62,6 +62,7 @@ class Job:
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
     blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet
     whole: Callable[[Any], Any] = lambda output: output  # of outputs of which workers have parts
+    once: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight  # one that all of a unit use alike
     # Where weights do not change meanwhile: what is gathered may be kept until the end.
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
     decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why

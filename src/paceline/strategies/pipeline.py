@@ -218,7 +218,7 @@ class Pipeline:
             found = next((values[key] for values in places if key in values), None)
             if found is None:
                 raise UsageError(*ANOTHER_WAY)
-            under.went.append(found)
+            under.went.append(self.job.once(found) if isinstance(found, nn.Parameter) else found)
         self._send(stage, self._passed.forms, self._streams.moves(mark), under.went)
         return ELSEWHERE
 
