@@ -103,7 +103,7 @@ class Sequences:
     def __init__(self, job: Job, unit: Group) -> None:
         self.job, self.unit, self._model = job, unit, type(job.model).__name__
         self._moves = _Moves(unit)
-        self._parts = _Stretches(self._moves, RULES | _RULES, lambda: self._model, self._noted)
+        self._parts = _Stretches(self._moves, RULES | _RULES, lambda: self._model, self._noted, "_paceline_stretch")
         self._gathered, self._odd = set[str](), set[int]()
         self._known = False  # what is exchanged in a micro-batch
         blocks = blocks_of(job.model)
@@ -155,9 +155,7 @@ class Sequences:
         return result
 
     def _whole(self, values: Any) -> Any:
-        if not any(map(part_of, tensors_of(values))):
-            return values
-        with torch._C.DisableTorchFunction():
+        with self._parts.asked():
             return pytree.tree_map_only(Tensor, self._parts.whole, values)
 
     def narrow(self) -> None:
@@ -168,7 +166,8 @@ class Sequences:
     def _narrowed(self, forward: Any, *given: Any, **named: Any) -> Any:
         """With the own stretch of the first tensor that a block takes: rows, tokens, width."""
         if self._parts.on:
-            given, named = self._stretch_of(given, named)
+            with self._parts.asked():
+                given, named = self._stretch_of(given, named)
         return forward(*given, **named)
 
     def _stretch_of(self, given: Any, named: Any) -> Any:
@@ -184,12 +183,13 @@ class Sequences:
             self._odd.add(length)
             return given, named
         part = Division(1, (length,), self.unit.size)
-        with torch._C.DisableTorchFunction():
-            leaves[place] = mark(self._moves.take(whole, part), part)
+        leaves[place] = mark(self._moves.take(whole, part), part)
         return pytree.tree_unflatten(leaves, spec)
 
     def _block(self, forward: Any, *given: Any, **named: Any) -> Any:
-        follows = any(map(part_of, tensors_of((given, named)))) and not self._parts.on  # computed again in a backward
+        with self._parts.asked():
+            parts = any(map(part_of, tensors_of((given, named))))
+        follows = parts and not self._parts.on  # it is computed again in a backward
         with self._parts if follows else nullcontext():
             return forward(*given, **named)
 

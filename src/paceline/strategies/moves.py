@@ -110,7 +110,11 @@ class _Exchange(torch.autograd.Function):
 
 
 def applied(function: Any, x: torch.Tensor, *more: Any) -> torch.Tensor:
-    return cast(torch.Tensor, function.apply(x, *more))
+    """What one of these makes of a tensor; who follows functions sees a function of this name."""
+    if torch.overrides.has_torch_function((x,)):
+        return torch.overrides.handle_torch_function(applied, (x,), function, x, *more)
+    with torch._C.DisableTorchFunction():
+        return cast(torch.Tensor, function.apply(x, *more))
 
 
 def memory_order(x: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from paceline.comm.group import Group
@@ -94,6 +95,8 @@ def nest(
         job.decisions.append(compiled(job.model, plan.together > 1, plan.exact))
     if sequences is not None:
         sequences.narrow()
+        # Those along the outer axis hold the same pieces.
+        job.cuts = {name: replace(cut, pieces=cut.pieces * mesh.context) for name, cut in job.cuts.items()}
     if pipeline is not None:
         pipeline.leave()
     outer = group.along("data", "context", mesh=mesh)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, product
 from string import ascii_lowercase
@@ -25,7 +26,8 @@ from paceline.strategies.moves import Division, Moves, memory_order
 
 Tensor = torch.Tensor
 Rule = Callable[["Parts", Any, tuple[Any, ...], dict[str, Any]], Any]
-_PART = "_paceline_part"
+PART = "_paceline_part"
+_attribute = PART  # under which the part is kept that is asked for: a tensor may be one in two ways
 UNKNOWN = object()  # what a rule returns that does not know a case
 _MOST = 16  # sections of a fused weight that are looked for
 
@@ -40,11 +42,11 @@ _OF_ONE = ("__bool__", "__int__", "__float__", "__index__", "__contains__")  # n
 
 def part_of(tensor: Any) -> Division | None:
     """Which part a tensor is, if it is one."""
-    return tensor.__dict__.get(_PART) if isinstance(tensor, Tensor) else None
+    return tensor.__dict__.get(_attribute) if isinstance(tensor, Tensor) else None
 
 
 def mark(tensor: Tensor, part: Division | None) -> Tensor:
-    tensor.__dict__[_PART] = part
+    tensor.__dict__[_attribute] = part
     return tensor
 
 
@@ -64,11 +66,46 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 class _Mode(TorchFunctionMode):
-    """Sees every function of torch's while it is `on`; so often it has been entered."""
+    """Sees every function of torch's while it is `on` (so often it has been entered) and not asleep. What is a part is
+    kept as an `attribute` of tensors.
+    """
 
-    def __init__(self, moves: Moves) -> None:
+    def __init__(self, moves: Moves, attribute: str = PART) -> None:
         super().__init__()
-        self.moves, self.on = moves, 0
+        self.moves, self.on, self.attribute = moves, 0, attribute
+        self._asleep = 0
+
+    @contextmanager
+    def sleeping(self) -> Iterator[None]:
+        """Functions in here are carried out as they stand."""
+        self._asleep += 1
+        try:
+            yield
+        finally:
+            self._asleep -= 1
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Parts in here are those of this one."""
+        global _attribute
+        before, _attribute = _attribute, self.attribute
+        try:
+            yield
+        finally:
+            _attribute = before
+
+    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        if self._asleep:
+            return function(*given, **(named or {}))
+        global _attribute
+        before, _attribute = _attribute, self.attribute
+        try:
+            return self.follow(function, given, named or {})
+        finally:
+            _attribute = before
+
+    def follow(self, function: Any, given: Any, named: Any) -> Any:
+        raise NotImplementedError
 
     def __enter__(self) -> Any:
         self.on += 1
@@ -95,13 +132,13 @@ class Parts(_Mode):
         rules: Mapping[str, Rule],
         where: Callable[[], str],
         noted: Callable[..., None] | None = None,
+        attribute: str = PART,
     ) -> None:
-        super().__init__(moves)
+        super().__init__(moves, attribute)
         self._rules, self.where, self._noted = rules, where, noted
 
-    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        named = named or {}
-        if not any(t.__dict__.get(_PART) for t in tensors_in((*given, *named.values()))):
+    def follow(self, function: Any, given: Any, named: Any) -> Any:
+        if not any(map(part_of, tensors_in((*given, *named.values())))):
             return self.otherwise(function, given, named)
         name = function.__name__
         if name == "__get__":
@@ -267,12 +304,11 @@ class Parts(_Mode):
 class Wholes(_Mode):
     """Whatever meets a part gets the whole: with weights that are parts, code computes what it does with whole ones."""
 
-    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        named = named or {}
+    def follow(self, function: Any, given: Any, named: Any) -> Any:
         asks = function.__name__ in _AS_IT_IS or (
             function.__name__ == "__get__" and function.__self__.__name__ != "shape"
         )
-        if not asks and any(t.__dict__.get(_PART) for t in tensors_in((*given, *named.values()))):
+        if not asks and any(map(part_of, tensors_in((*given, *named.values())))):
             given, named = pytree.tree_map_only(Tensor, self.whole, (given, named))
         return function(*given, **named)
 

@@ -98,15 +98,15 @@ class _Trace(Parts):
             return None
         return next((name for t in tensors_in((*given, *named.values())) if (name := self._layers.get(id(t)))), None)
 
-    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        layer = self._layer(function, given, named or {})
+    def follow(self, function: Any, given: Any, named: Any) -> Any:
+        layer = self._layer(function, given, named)
         if layer is None:
-            return super().__torch_function__(function, types, given, named)
+            return super().follow(function, given, named)
         self.called.add(layer)
         parts = [(t, part) for t in given if (part := part_of(t)) is not None]
         if parts and parts[0][1].dim == parts[0][0].dim() - 1 and parts[0][1].count == self.moves.size:
             self.rows[layer] = parts[0][1]
-        return super().__torch_function__(function, types, given, named)
+        return super().follow(function, given, named)
 
     def otherwise(self, function: Any, given: Any, named: Any) -> Any:
         made, layer = function(*given, **named), self._layer(function, given, named)

@@ -62,6 +62,12 @@ def _elementwise(on: Parts, function: Any, given: Any, named: Any) -> Any:
     return on.elementwise(call, [leaves[place] for place in places])
 
 
+@_rule("applied")
+def _moved(on: Parts, function: Any, given: Any, named: Any) -> Any:
+    """What others move along another dimension."""
+    return mark(function(*given), part_of(given[1]))
+
+
 @_rule("shape size len")
 def _size(on: Parts, function: Any, given: Any, named: Any) -> Any:
     shape = torch.Size(logical(given[0]))

@@ -262,7 +262,7 @@ class TensorCut:
         module, part = cast(Any, layer.module), cast(Division, layer.part)
         if self._uncut:
             return cast(torch.Tensor, type(module).forward(module, x))
-        with torch._C.DisableTorchFunction():
+        with self._parts.sleeping():
             x = self.moves.share(self._parts.whole(x))
             if is_conv1d(module):
                 made = torch.matmul(x, module.weight) + module.bias
@@ -275,7 +275,7 @@ class TensorCut:
         module, part = cast(Any, layer.module), cast(Division, layer.part)
         if self._uncut:
             return cast(torch.Tensor, type(module).forward(module, x))
-        with torch._C.DisableTorchFunction():
+        with self._parts.sleeping():
             x = self._taken_in(x, part)
             found = torch.matmul(x, module.weight) if is_conv1d(module) else F.linear(x, module.weight)
             found = self.moves.sum(found)
@@ -292,7 +292,7 @@ class TensorCut:
         module, part = cast(nn.Embedding, layer.module), cast(Division, layer.part)
         if self._uncut:
             return nn.Embedding.forward(module, ids)
-        with torch._C.DisableTorchFunction():
+        with self._parts.sleeping():
             (rows,) = part.rows(self.moves.index(part))
             here = ids - rows.start
             others = (here < 0) | (here >= len(rows))
@@ -308,7 +308,7 @@ class TensorCut:
         module = cast(nn.MultiheadAttention, layer.module)
         if self._uncut:
             return nn.MultiheadAttention.forward(module, *given, **named)
-        with torch._C.DisableTorchFunction():
+        with self._parts.sleeping():
             return attention(module, self._parts, *given, **named)
 
     # -- forwards of what holds them ----------------------------------------------------------------------------------
