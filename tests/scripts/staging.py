@@ -9,24 +9,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from cutting import HEADS, WIDTH, Fused, ids, images, numbers, words
+from cutting import HEADS, WIDTH, images, words
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
 
-LAYERS = 4
+LAYERS, LENGTH = 4, 8
+generator = torch.Generator().manual_seed(1)
+ids = TensorDataset(torch.randint(0, 96, (16, LENGTH), generator=generator))
+odd = TensorDataset(torch.randint(0, 96, (16, 17), generator=generator))
+numbers = TensorDataset(torch.randn(16, LENGTH, WIDTH, generator=generator, dtype=torch.float64))
 SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 64}
 DROPPED = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 
 class Block(nn.Module):
+    """Attention with a bias of its own on the scores."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.norm = Fused(), nn.LayerNorm(WIDTH)
+        self.qkv, self.out, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.bias = nn.Parameter(torch.zeros(HEADS, LENGTH, LENGTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.attention(self.norm(x))
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        bias, p = self.bias[:, :length, :length], 0.1 if self.training else 0.0
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
+        return x + self.out(found.transpose(1, 2).reshape(rows, length, width))
 
 
 class Skips(nn.Module):
@@ -36,7 +47,7 @@ class Skips(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places = nn.Parameter(torch.zeros(6, WIDTH))
+        self.places = nn.Parameter(torch.zeros(LENGTH, WIDTH))
         self.words = nn.Embedding(97, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.scale = nn.Parameter(torch.ones(WIDTH))
@@ -118,6 +129,7 @@ def vit() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], TensorDataset, Any]] = {
     "gpt2": (gpt2, ids, words),
     "llama": (llama, ids, masked),
+    "llama, odd": (llama, odd, masked),
     "llama, tied, eager": (lambda: llama("eager", True), ids, words),
     "bert": (bert, ids, masked),
     "vit": (vit, images, lambda model, batch: model(pixel_values=batch[0]).logits),

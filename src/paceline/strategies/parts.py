@@ -266,8 +266,8 @@ class Parts(_Mode):
 
     def _wish_for(self, before: Sequence[int], part: Division, shape: Sequence[int]) -> None:
         """Looks for a division of what was cut with which it could be reshaped."""
-        counts = [count for count in range(part.count, 1, -1) if part.count % count == 0] + [1]
-        for sections, count in product(range(1, _MOST), counts):
+        counts = [count for count in range(part.count, 1, -1) if part.count % count == 0]
+        for sections, count in [*product(range(1, _MOST), counts), (1, 1)]:
             cut = replace(part, sections=(part.length // sections,) * sections, count=count)
             if part.length % sections == 0 and cut.even and regrouped(before, cut, shape) is not None:
                 self._cuts, self._count = [*accumulate(cut.sections)], count

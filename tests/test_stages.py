@@ -1,0 +1,327 @@
+"""Who computes what of a pipeline, and when: the tables of its schedules, and which stage has which part of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.strategies.schedule import BACKWARD, FORWARD, KINDS, Action, Simulated, drawn, simulate, table
+from paceline.strategies.stages import NAMED, Stages, _even, divide
+
+WIDTH = 4
+WEIGHT = WIDTH * WIDTH + WIDTH  # of a Block
+NUMBERS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
+TABLES = st.tuples(st.sampled_from(KINDS), st.integers(2, 8), st.integers(1, 4), st.integers(0, 20))
+
+
+def run(kind: str, workers: int, virtual: int, micro_batches: int) -> Simulated:
+    """As if a backward took twice as long as a forward, and a worker's stages together as long as its only one."""
+    stages = workers * virtual
+    return simulate(table(kind, workers, virtual, micro_batches), [1 / virtual] * stages, [2 / virtual] * stages)
+
+
+@given(TABLES)
+def test_every_action_is_done_once_and_by_the_worker_of_its_stage(what: tuple[str, int, int, int]) -> None:
+    _, workers, virtual, micro_batches = what
+    rows = table(*what)
+    assert len(rows) == workers
+    for worker, row in enumerate(rows):
+        stages = [stage for stage in range(workers * virtual) if stage % workers == worker]
+        wanted = [Action(k, s, number) for k in (BACKWARD, FORWARD) for s in stages for number in range(micro_batches)]
+        assert sorted(row) == wanted
+        for stage in stages:  # gradients are summed in this order, whatever the schedule
+            assert [a.micro_batch for a in row if a[:2] == (BACKWARD, stage)] == [*range(micro_batches)]
+    assert [[*spans] for spans in run(*what).spans] == [[*row] for row in rows]
+
+
+@given(TABLES, st.data())
+@settings(max_examples=50)
+def test_an_action_begins_when_its_worker_is_free_and_what_it_needs_is_done(
+    what: tuple[str, int, int, int], data: st.DataObject
+) -> None:
+    kind, workers, virtual, micro_batches = what
+    stages = workers * virtual
+    times = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)  # whole numbers add up exactly
+    taken = {FORWARD: data.draw(times), BACKWARD: data.draw(times)}
+    simulated = simulate(table(*what), taken[FORWARD], taken[BACKWARD])
+    ends = {action: end for row in simulated.spans for action, (_, end) in row.items()}
+    for row in simulated.spans:
+        free = 0.0
+        for action, (begin, end) in row.items():
+            kind, stage, number = action
+            needed = []
+            if kind == BACKWARD:
+                needed = [(FORWARD, stage, number), *[(BACKWARD, stage + 1, number)] * (stage + 1 < stages)]
+            elif stage:
+                needed = [(FORWARD, stage - 1, number)]
+            assert begin == max([free, *(ends[Action(*before)] for before in needed)])
+            assert end == begin + taken[kind][stage]
+            free = end
+    assert simulated.end == max([0, *ends.values()])
+    busy = micro_batches * (sum(taken[FORWARD]) + sum(taken[BACKWARD]))
+    assert simulated.bubble * simulated.end * workers == pytest.approx(simulated.end * workers - busy)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_workers_wait_as_long_as_the_papers_say(workers: int, virtual: int, times: int) -> None:
+    micro_batches = times * workers
+    wanted = (workers - 1) / (virtual * micro_batches + workers - 1)
+    assert run("1f1b", workers, virtual, micro_batches).bubble == pytest.approx(wanted, rel=0, abs=1e-9)
+    if virtual == 1:
+        assert run("gpipe", workers, virtual, micro_batches).bubble == pytest.approx(wanted, rel=0, abs=1e-9)
+
+
+def test_nobody_waits_where_there_is_nothing_to_do() -> None:
+    for kind in KINDS:
+        simulated = run(kind, 3, 2, 0)
+        assert (simulated.end, simulated.bubble, simulated.kept) == (0.0, 0.0, [0, 0, 0])
+        assert drawn(simulated) == ["", "", ""]
+
+
+@given(TABLES)
+def test_a_worker_keeps_what_its_schedule_promises(what: tuple[str, int, int, int]) -> None:
+    _, workers, virtual, micro_batches = what
+    few = run("1f1b", workers, 1, micro_batches).kept
+    assert few == [min(workers - worker, micro_batches) for worker in range(workers)]
+    assert run("gpipe", workers, virtual, micro_batches).kept == [virtual * micro_batches] * workers
+
+
+def row_of(text: str) -> list[Action]:
+    """``F1.0 B1.0``: the kind, the stage and the micro-batch."""
+    return [Action(word[0], *map(int, word[1:].split("."))) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (
+            ["B0.0 F0.0", "B1.0 F1.0"],
+            "all wait for each other: worker 0 before B0 of stage 0, worker 1 before B0 of stage 1",
+        ),
+        (
+            ["F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.1 B1.0"],
+            "all wait for each other: worker 0 before B0 of stage 0, worker 1 before F1 of stage 1",
+        ),
+        (["F0.0", "F1.0 F1.3 B1.0"], "all wait for each other: worker 1 before F3 of stage 1"),
+    ],
+)
+def test_a_table_that_waits_for_itself_is_refused(rows: list[str], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        simulate([row_of(row) for row in rows], [1.0, 1.0], [2.0, 2.0])
+    assert str(caught.value) == text
+
+
+def test_a_schedule_is_drawn_to_scale() -> None:
+    assert drawn(run("1f1b", 2, 1, 2), 18) == [
+        "0-1-    [0 ]  [1 ]",
+        "  0-[0 ]1-[1 ]",
+    ]
+    assert drawn(run("gpipe", 2, 1, 2), 27) == [
+        "-0--1-         [ 0  ][ 1  ]",
+        "   -0--1-[ 0  ][ 1  ]",
+    ]
+    assert drawn(run("1f1b", 2, 1, 2), 9) == ["01  [0 [1", " 0[01[1"]  # too narrow for whole brackets
+
+
+def test_what_takes_no_time_at_the_end_is_still_drawn() -> None:
+    assert drawn(simulate([row_of("F0.0 B0.0")], [1.0], [0.0]), 4) == ["-0--["]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+class Model(nn.Module):
+    """Only what it has matters here: it is never called."""
+
+    def __init__(self, blocks: int = 8, words: int = 1, out: int = 0, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        if out:
+            self.head = nn.Linear(WIDTH, out)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+class Two(nn.Module):
+    """Of two lists neither is the one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Block() for _ in range(3))
+        self.decoder = nn.Sequential(Block(), nn.ReLU(), Block(), nn.ReLU(), Block(), Block())
+
+
+def heaviest(weights: Sequence[int], starts: Sequence[int]) -> int:
+    return max(sum(weights[begin:end]) for begin, end in pairwise([*starts, len(weights)]))
+
+
+@given(NUMBERS, st.data())
+def test_no_other_cut_has_a_lighter_heaviest_stage(weights: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(weights)))
+    cuts = [(0, *later) for later in combinations(range(1, len(weights)), count - 1)]
+    found = _even(weights, count)
+    assert found in cuts
+    assert heaviest(weights, found) == min(heaviest(weights, starts) for starts in cuts)
+
+
+@given(st.integers(1, 9), st.integers(1, 24), st.data())
+def test_of_equal_blocks_no_stage_has_two_more_than_another(weight: int, blocks: int, data: st.DataObject) -> None:
+    starts = _even([weight] * blocks, data.draw(st.integers(1, blocks)))
+    lengths = [end - begin for begin, end in pairwise([*starts, blocks])]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] - lengths[0] <= 1
+
+
+def test_equal_blocks_are_divided_evenly() -> None:
+    stages = divide(Model(), 4, 4, None)
+    assert stages == Stages(tuple(f"blocks.{number}" for number in range(8)), (0, 2, 4, 6))
+    assert divide(Model(), 4, 2, None) == stages  # two stages on each of two workers
+    assert divide(Model(), 8, 8, None).starts == (*range(8),)
+    assert divide(Model(), 1, 1, None).starts == (0,)
+
+
+def test_a_large_head_counts_as_blocks_and_an_embedding_does_not() -> None:
+    head = 2 * WEIGHT // WIDTH  # as much arithmetic as two blocks
+    assert divide(Model(out=head), 2, 2, None).starts == (0, 5)
+    assert divide(Model(out=head), 4, 4, None).starts == (0, 2, 4, 7)
+    assert divide(Model(out=100 * head), 2, 2, None).starts == (0, 7)
+    assert divide(Model(words=100 * head), 2, 2, None).starts == (0, 4)
+    assert divide(Model(words=head, out=head, tied=True), 2, 2, None).starts == (0, 5)
+
+
+def test_a_stage_has_the_blocks_from_its_start_to_the_next_one() -> None:
+    stages = divide(Model(), 3, 3, "blocks:1,5")
+    assert stages.count == 3
+    assert [stages.own(stage) for stage in range(3)] == [range(1), range(1, 5), range(5, 8)]
+    assert [stages.of_block(number) for number in range(8)] == [0, 1, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("said", "starts"),
+    [
+        ("blocks:1,3", (0, 1, 3)),
+        ("blocks: 1, 3", (0, 1, 3)),
+        ("blocks:6,7", (0, 6, 7)),
+        ("blocks", (0, 2, 5)),
+        (None, (0, 2, 5)),
+    ],
+)
+def test_what_is_said_decides(said: str | None, starts: tuple[int, ...]) -> None:
+    assert divide(Model(), 3, 3, said).starts == starts
+
+
+def test_a_path_says_which_of_several_lists() -> None:
+    assert divide(Two(), 3, 3, "encoder") == Stages(("encoder.0", "encoder.1", "encoder.2"), (0, 1, 2))
+    names = ("decoder.0", "decoder.2", "decoder.4", "decoder.5")  # without those that have no parameters
+    assert divide(Two(), 2, 2, "decoder:1") == Stages(names, (0, 1))
+    assert divide(nn.Sequential(Two()), 2, 2, "0.encoder").blocks == ("0.encoder.0", "0.encoder.1", "0.encoder.2")
+
+
+def homes(model: nn.Module, stages: Stages) -> dict[str, tuple[int, ...]]:
+    """By name, where a parameter lives."""
+    found = stages.homes(model)
+    assert {*found} == {id(param) for param in model.parameters()}
+    return {name: found[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
+
+
+def test_what_is_before_the_blocks_is_the_first_stages_and_what_is_after_them_the_last_ones() -> None:
+    model = Model(blocks=12, words=3, out=3)
+    found = homes(model, divide(model, 3, 3, "blocks:2,11"))
+    assert found.pop("embedding.weight") == (0,)
+    assert [found.pop(name) for name in ("norm.weight", "norm.bias", "head.weight", "head.bias")] == [(2,)] * 4
+    wanted = [0, 0, *[1] * 9, 2]  # also of blocks.1, whose name begins that of blocks.11
+    kinds = ("weight", "bias")
+    assert found == {f"blocks.{number}.linear.{kind}": (wanted[number],) for number in range(12) for kind in kinds}
+
+
+def test_what_is_between_two_blocks_belongs_to_the_one_before() -> None:
+    model = nn.Sequential(Block(), nn.LayerNorm(WIDTH), Block())
+    stages = divide(model, 2, 2, None)
+    assert stages == Stages(("0", "2"), (0, 1))
+    assert homes(model, stages) == {
+        "0.linear.weight": (0,),
+        "0.linear.bias": (0,),
+        "1.weight": (0,),
+        "1.bias": (0,),
+        "2.linear.weight": (1,),
+        "2.linear.bias": (1,),
+    }
+
+
+@given(st.lists(st.booleans(), max_size=12).filter(any), st.data())
+@settings(max_examples=50)
+def test_every_module_belongs_to_the_last_block_until_there(kinds: list[bool], data: st.DataObject) -> None:
+    """Or to the first one, where there is none before."""
+    model = nn.Sequential(*(Block() if kind else nn.LayerNorm(WIDTH) for kind in kinds))
+    blocks = tuple(str(place) for place, kind in enumerate(kinds) if kind)
+    later = data.draw(st.sets(st.integers(1, len(blocks) - 1))) if len(blocks) > 1 else set()
+    stages = Stages(blocks, (0, *sorted(later)))
+    for name, found in homes(model, stages).items():
+        last = max(0, sum(kinds[: int(name.partition(".")[0]) + 1]) - 1)
+        assert found == (sum(start <= last for start in later),)
+
+
+def test_a_tied_weight_lives_in_both_stages() -> None:
+    model = Model(words=3, out=3, tied=True)
+    found = homes(model, divide(model, 4, 4, None))
+    assert found["embedding.weight"] == found["head.weight"] == (0, 3)
+    assert found["head.bias"] == (3,)
+    assert homes(model, divide(model, 1, 1, None))["head.weight"] == (0,)
+
+
+def refusal(model: nn.Module, count: int, workers: int, said: str | None) -> str:
+    with pytest.raises(UsageError) as caught:
+        divide(model, count, workers, said)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    ["1", "1,2,3", "0,3", "3,1", "2,2", "1,8", "1,9", "-1,3", "one,3", "1.5,3", "1,", ",", "1;3", "1:3", "1,\u00b2"],
+)
+def test_numbers_that_cut_nothing_are_refused(numbers: str) -> None:
+    assert refusal(Model(), 3, 3, f"blocks:{numbers}") == (
+        f"pipeline_blocks='blocks:{numbers}' does not say the first blocks of 2 later stages; "
+        "write 2 numbers that grow and are less than 8, as blocks:1,2"
+    )
+
+
+@pytest.mark.parametrize("said", ["layers", "layers:1", "blocks.8", " blocks"])
+def test_a_path_that_the_model_does_not_have_is_refused(said: str) -> None:
+    path = said.partition(":")[0]
+    assert refusal(Model(), 2, 2, said) == (
+        f"pipeline_blocks= names {path!r}, and the model has no such module; write its path"
+    )
+
+
+@pytest.mark.parametrize("said", [None, "blocks", "blocks:1,2,3,4,5,6,7,8"])
+def test_fewer_blocks_than_stages_are_refused(said: str | None) -> None:
+    assert refusal(Model(), 9, 9, said) == "8 blocks of blocks do not make 9 stages; say pipeline=8 at most"
+    assert refusal(Model(), 10, 5, said) == (
+        "8 blocks of blocks do not make 10 stages; say pipeline=8 at most, or leave virtual out"
+    )
+
+
+def test_without_one_list_that_repeats_its_path_is_wanted() -> None:
+    assert NAMED == 'say which: Trainer(..., pipeline_blocks="model.layers")'
+    assert refusal(Two(), 2, 2, None) == (
+        f"Two has several lists of blocks: encoder, decoder, and pipeline= cuts one; {NAMED}"
+    )
+    assert refusal(Model(blocks=1), 2, 2, None) == f"no part of Model repeats, and pipeline= cuts one; {NAMED}"
+    shared = Block()  # called twice, it would have to be on two stages at once
+    assert refusal(nn.Sequential(shared, shared), 2, 2, None) == (
+        f"no part of Sequential repeats, and pipeline= cuts one; {NAMED}"
+    )
