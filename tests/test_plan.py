@@ -29,7 +29,8 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "offload": st.just("cpu"),
     "tensor": NUMBERS,
     "pipeline": NUMBERS,
-    "schedule": st.just("1f1b"),
+    "schedule": st.sampled_from(["gpipe", "1f1b"]),
+    "virtual": NUMBERS,
     "context": NUMBERS,
     "micro": NUMBERS,
     "codec": st.sampled_from(["bf16", "fp16", "int8", "topk:0.01", "topk:.5", "powersgd:4", "sign", "auto"]),
@@ -117,8 +118,8 @@ def test_what_is_suggested_fits(axes: dict[str, int], workers: int) -> None:
         assert error is not None
         assert error.cure == f"leave data out, or say data={workers // product}"
     else:
-        apart = "shard" in others and others.get("tensor", 1) > 1  # that wants zero=1
-        assert (error is None) == (not others.keys() - {"shard", "tensor"} and not apart)
+        apart = "shard" in others and any(size > 1 for axis, size in others.items() if axis != "shard")  # or zero=1
+        assert (error is None) == (not others.keys() - {"shard", "tensor", "pipeline", "context"} and not apart)
 
 
 @given(st.text())
@@ -203,6 +204,10 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
             "exact and staleness=inf contradict each other; leave exact or staleness=inf out",
         ),
         ("tensor=2 compile", "compile and tensor=2 are not built together yet; leave compile or tensor out"),
+        ("pipeline=2 exact", "exact and pipeline=2 are not built together yet; leave exact or pipeline out"),
+        ("context=2 exact", "exact and context=2 are not built together yet; leave exact or context out"),
+        ("shard=2 context=2", "zero=3 and context=2 are not built together yet; say zero=1"),
+        ("virtual=2", "virtual=2 needs pipeline; add pipeline=N, or leave virtual=2 out"),
         ("shard=2 tensor=2", "zero=3 and tensor=2 are not built together yet; say zero=1"),
         (
             "tensor=2 precision=fp16",
@@ -216,8 +221,8 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
     assert refusal(text) == message
 
 
-BUILT = "use only what is: data=N, shard=N, zero=1|2|3, offload=cpu, tensor=N, micro=N, "
-BUILT += "precision=bf16|fp16, recompute=blocks, compile, exact"
+BUILT = "use only what is: data=N, shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
+BUILT += "virtual=V, context=N, micro=N, precision=bf16|fp16, recompute=blocks, compile, exact"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,6 @@ BUILT += "precision=bf16|fp16, recompute=blocks, compile, exact"
     [
         ("local=2 every=50", "local=2 every=50 are"),
         ("server=1 staleness=0 exact", "server=1 staleness=0 are"),
-        ("tensor=2 pipeline=2 context=2", "pipeline=2 context=2 are"),
         ("codec=topk:0.01", "codec=topk:0.01 is"),
         ("auto", "auto is"),
     ],
@@ -256,8 +260,8 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
         (
             "quick",
             "unknown plan word 'quick'; the known ones are data=N local=N every=H outer=nesterov fragments=F "
-            "server=S staleness=K|inf shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N schedule=1f1b "
-            "context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto precision=bf16|fp16 "
+            "server=S staleness=K|inf shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N schedule=gpipe|1f1b "
+            "virtual=V context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto precision=bf16|fp16 "
             "recompute=blocks compile exact auto",
         ),
         ("data=2 data=3", "plan word 'data' is said twice: data=2 and data=3; keep one of them"),
@@ -302,7 +306,8 @@ def test_words_that_cannot_be_read(text: str, message: str) -> None:
 def test_axes_are_checked_before_pairs_and_pairs_before_what_is_built() -> None:
     assert refusal("shard=3 every=50 exact").startswith("shard=3 does not divide")
     assert refusal("shard=4 every=50 exact").startswith("every=50 needs local")
-    assert refusal("shard=4 pipeline=2 exact").startswith("pipeline=2 is not built yet")
+    assert refusal("shard=4 pipeline=2 codec=int8").startswith("zero=3 and pipeline=2 are not built together yet")
+    assert refusal("pipeline=2 codec=int8").startswith("codec=int8 is not built yet")
 
 
 def test_the_help_has_one_line_per_word() -> None:
@@ -312,7 +317,7 @@ def test_the_help_has_one_line_per_word() -> None:
     assert lines[7].endswith("parameters, gradients and optimizer state in N shards")
     assert lines[9].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
     assert lines[10] == "tensor=N             the model cut N times inside its layers"
-    assert lines[18] == "compile              torch.compile"
+    assert lines[19] == "compile              torch.compile"
 
 
 def test_the_plan_needs_no_torch() -> None:

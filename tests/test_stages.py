@@ -94,6 +94,16 @@ def test_a_worker_keeps_what_its_schedule_promises(what: tuple[str, int, int, in
     assert run("gpipe", workers, virtual, micro_batches).kept == [virtual * micro_batches] * workers
 
 
+@given(st.integers(2, 8), st.integers(2, 4), st.integers(0, 4))
+def test_of_several_stages_a_worker_keeps_what_the_paper_says(workers: int, virtual: int, times: int) -> None:
+    """However many micro-batches there are: one round for each of its stages but one, and two for each worker after
+    it.
+    """
+    ahead = [(virtual - 1) * workers + 2 * (workers - worker - 1) for worker in range(workers)]
+    most = virtual * times * workers
+    assert run("1f1b", workers, virtual, times * workers).kept == [min(number + 1, most) for number in ahead]
+
+
 def row_of(text: str) -> list[Action]:
     """``F1.0 B1.0``: the kind, the stage and the micro-batch."""
     return [Action(word[0], *map(int, word[1:].split("."))) for word in text.split()]
@@ -295,7 +305,7 @@ def refusal(model: nn.Module, count: int, workers: int, said: str | None) -> str
 def test_numbers_that_cut_nothing_are_refused(numbers: str) -> None:
     assert refusal(Model(), 3, 3, f"blocks:{numbers}") == (
         f"pipeline_blocks='blocks:{numbers}' does not say the first blocks of 2 later stages; "
-        "write 2 numbers that grow and are less than 8, as blocks:1,2"
+        "write numbers that grow and are less than 8, as blocks:2,5"
     )
 
 
@@ -311,7 +321,7 @@ def test_a_path_that_the_model_does_not_have_is_refused(said: str) -> None:
 def test_fewer_blocks_than_stages_are_refused(said: str | None) -> None:
     assert refusal(Model(), 9, 9, said) == "8 blocks of blocks do not make 9 stages; say pipeline=8 at most"
     assert refusal(Model(), 10, 5, said) == (
-        "8 blocks of blocks do not make 10 stages; say pipeline=8 at most, or leave virtual out"
+        "8 blocks of blocks do not make 10 stages; say pipeline=4 at most, or leave virtual out"
     )
 
 

@@ -29,6 +29,7 @@ from paceline.plan import Plan
 from paceline.schedules import cosine
 from paceline.strategies.state import THEIRS
 from paceline.strategies.streams import Streams
+from paceline.world import World
 
 Schedule = Callable[..., Any]
 T = TypeVar("T")
@@ -212,11 +213,16 @@ def refused_exports(script: str) -> Iterator[str]:
                 yield f"{what}: only .safetensors files are written; name it {better}"
 
 
-def choose_plan(outside: str | None, origin: str, script: str | None) -> tuple[str, str]:
-    """The plan's text and where it came from; what was said outside of the script wins."""
-    if outside is not None:
-        return outside, origin + (f" (over the script's {script!r})" if script and script != outside else "")
-    return (script, "script") if script else ("", "default")
+def choose_plan(world: World, script: str | None) -> tuple[Plan, Plan, str]:
+    """The plan, that of a trainer whose model may be whole, and where it came from. What was said outside of the script
+    wins. PlanError.
+    """
+    said, origin = script or "", "script" if script else "default"
+    if world.plan is not None:
+        over = f" (over the script's {script!r})" if script and script != world.plan else ""
+        said, origin = world.plan, world.plan_origin + over
+    plan = Plan.parse(said).validate(world.size)
+    return plan, plan.without(script or "", world.size), origin
 
 
 def device_of(local_rank: int) -> torch.device:

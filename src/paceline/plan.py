@@ -194,7 +194,7 @@ class Plan:
             if self.exact and row.name in ("codec", "staleness") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
             for axis in (axis for axis in AXES[2:] if (getattr(self, axis) or 1) > 1):
-                if word in ("compile", "zero=2", "zero=3", "precision=fp16") or (word, axis) == ("exact", "pipeline"):
+                if word in ("compile", "zero=2", "zero=3", "precision=fp16") or (word == "exact" and axis != "tensor"):
                     what = f"{word} and {axis}={getattr(self, axis)} are not built together yet"
                     raise PlanError(what, "say zero=1" if row.name == "zero" else f"leave {word} or {axis} out")
             if self.auto and (row.metadata["axis"] or row.name == "server"):

@@ -75,7 +75,8 @@ class Trainer:
     `forward(model, batch)` is by default ``model(batch)`` for a tensor, ``model(batch[0])`` for a tuple or list,
     ``model(**batch)`` for a mapping. `schedule` is a factor as a function of the step (from 0) or a scheduler class of
     torch's, plain or as functools.partial. `clip_norm` bounds the norm of the mean gradient. `plan` says how the work
-    is spread; ``--plan`` wins over it.
+    is spread; ``--plan`` wins over it. `tensor` names the layers that are cut and how, `pipeline_blocks` the list of
+    blocks that is cut in stages, where these should not be found.
 
     Raises PlanError, UsageError, and WorkersDifferError; CheckpointError when a run cannot be resumed.
     """
@@ -110,16 +111,13 @@ class Trainer:
         self._number = len(run.members)
         self._seed = seed
         self._device = device_of(run.team.world.local_rank)
-        said, origin = choose_plan(run.team.world.plan, run.team.world.plan_origin, plan)
-        whole = Plan.parse(said).validate(run.team.world.size)
-        self.plan = whole.without(plan or "", run.team.world.size)
+        whole, self.plan, origin = choose_plan(run.team.world, plan)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
         mesh = self._mesh = self.plan.mesh(self._group.size)
         if run.team.operations.elastic and run.members:
             refuse_other_places(mesh.replica, self._group.mesh.replica)
-        meshes = self._group.mesh, mesh, whole.mesh(self._group.size)
-        self._group.mesh = max(meshes, key=lambda mesh: mesh.replica)
+        self._group.mesh = max(self._group.mesh, whole.mesh(self._group.size), key=lambda mesh: mesh.replica)
         run.begin(str(whole), origin, seed, self._device)
         self._streams = Streams(self._device)
         self.model, told = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.together > 1)

@@ -1,4 +1,4 @@
-"""Models with blocks, none of which knows that it may be cut in stages, each trained a little: `staging.py NAME ...`."""
+"""Models with blocks, none of which knows that it may be in stages, each trained a little: `staging.py NAME ...`."""
 
 from __future__ import annotations
 
@@ -94,6 +94,12 @@ class Tuples(nn.Module):
         return {"out": self.out(x) * seen[0], "seen": seen[1].unsqueeze(-1)}
 
 
+def flat() -> nn.Module:
+    """All tokens of a row go into one layer."""
+    layers = [nn.TransformerEncoderLayer(WIDTH, HEADS, 64, 0.1, batch_first=True, bias=False) for _ in range(LAYERS)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(LENGTH * WIDTH, 3))
+
+
 def stack() -> nn.Module:
     layers = [nn.TransformerEncoderLayer(WIDTH, HEADS, 64, 0.1, batch_first=True) for _ in range(LAYERS)]
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
@@ -136,6 +142,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], TensorDataset, Any]] = {
     "skips": (Skips, ids, None),
     "tuples": (Tuples, numbers, None),
     "stack": (stack, numbers, None),
+    "flat": (flat, numbers, None),
 }
 
 

@@ -277,7 +277,7 @@ def _linear(on: Parts, function: Any, given: Any, named: Any) -> Any:
 def _sum_of(on: Parts, a: Tensor, b: Tensor) -> Any:
     if part_of(a) or part_of(b):
         return on.elementwise(torch.add, (a, b))
-    return a + b
+    return on.alike(torch.add, (a, b), {})
 
 
 @_rule("addmm")

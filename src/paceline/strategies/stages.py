@@ -66,24 +66,29 @@ def divide(model: nn.Module, count: int, workers: int, said: str | None) -> Stag
     path, _, cuts = (said or "").partition(":")
     blocks = _listed(model, path) if path else _found(model)
     if len(blocks) < count:
-        what = f"{len(blocks)} blocks of {path or next(iter(blocks)).rpartition('.')[0]} do not make {count} stages"
-        virtual = ", or leave virtual out" if count > workers else ""
-        raise UsageError(what, f"say pipeline={len(blocks)} at most{virtual}")
+        where = path or next(iter(blocks)).rpartition(".")[0] or type(model).__name__
+        most = len(blocks) * workers // count
+        cure = f"say pipeline={most} at most" if most > 1 else "leave pipeline= out"
+        virtual = ", or leave virtual out" if workers <= len(blocks) else ""
+        raise UsageError(f"{len(blocks)} blocks of {where} do not make {count} stages", cure + virtual)
     names = tuple(blocks)
     if not cuts:
         return Stages(names, _even(_weights(model, names), count))
     starts = tuple(int(text) if text.strip().isdecimal() else -1 for text in cuts.split(","))
     if len(starts) != count - 1 or any(not a < b for a, b in pairwise((0, *starts, len(names)))):
         what = f"pipeline_blocks={said!r} does not say the first blocks of {count - 1} later stages"
-        raise UsageError(what, f"write {count - 1} numbers that grow and are less than {len(names)}, as {path}:1,2")
+        example = ",".join(map(str, _even([1] * len(names), count)[1:]))
+        raise UsageError(what, f"write numbers that grow and are less than {len(names)}, as {path}:{example}")
     return Stages(names, (0, *starts))
 
 
 def _listed(model: nn.Module, path: str) -> dict[str, nn.Module]:
-    named = dict(model.named_modules())
+    named = dict(model.named_modules(remove_duplicate=False))
     if path not in named:
         raise UsageError(f"pipeline_blocks= names {path!r}, and the model has no such module", "write its path")
     children = {f"{path}.{name}": child for name, child in named[path].named_children()}
+    if any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in children.values()):
+        raise UsageError(f"pipeline_blocks= names {path!r}, which has lists of blocks", "write the path of one of them")
     return {name: child for name, child in children.items() if next(child.parameters(), None) is not None}
 
 
@@ -101,15 +106,16 @@ def _found(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _weights(model: nn.Module, names: Sequence[str]) -> list[int]:
-    """About the arithmetic of each block; what is after the last one belongs to it."""
-    found, passed = [0] * len(names), False
+    """About the arithmetic of each block; what is between it and the next one, or after the last one, belongs to it."""
+    found, last, inside = [0] * len(names), -1, set[int]()
     for name, param in model.named_parameters(remove_duplicate=False):
         number = next((n for n, block in enumerate(names) if name.startswith(f"{block}.")), None)
         if number is not None:
-            passed = True
+            last = max(last, number)
+            inside.add(id(param))
             found[number] += param.numel()
-        elif passed and param.dim() > 1:
-            found[-1] += param.numel()
+        elif last >= 0 and param.dim() > 1 and id(param) not in inside:
+            found[last] += param.numel()
     return found
 
 
