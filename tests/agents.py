@@ -142,7 +142,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter when it ends between open and read
         return False
 
 

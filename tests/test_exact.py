@@ -30,7 +30,8 @@ CASES = ["mlp", "dropout", "batchnorm", "partly", "tokens"]
 # Of the same cut, which decides the order of sums inside of layers.
 CUT = ["dropout", "wide", "llama", "llama, tied"]
 CUT_TEAMS = {
-    "tensor=2": [("2", "1,1"), ("4", "1,1,2,2"), ("6", "3,3,0,0,1,1")],
+    "tensor=2": [("2", "1,1"), ("4", "1,1,2,2")],
+    "micro=1 tensor=2": [("2", "1,1"), ("6", "3,3,0,0,1,1")],
     "shard=2 zero=1 tensor=2": [("4", "1,1,1,1"), ("8", "1,1,0,0,2,2,1,1")],
 }
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -124,7 +125,7 @@ def test_weights_losses_norms_and_evaluations_have_the_same_bits(tmp_path, teams
         assert found == outcomes[0], team
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", pytest.param("shard=2 zero=1 tensor=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", [p if p == "tensor=2" else pytest.param(p, marks=pytest.mark.slow) for p in CUT_TEAMS])
 def test_any_number_of_replicas_of_one_cut_have_the_same_bits(tmp_path: Path, plan: str) -> None:
     outcomes = [
         outcome(
