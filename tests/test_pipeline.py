@@ -165,13 +165,14 @@ def test_other_losses(kind: str, calm: Calm, monkeypatch: pytest.MonkeyPatch, tm
 
 TRIES = """
 import copy
+from paceline.errors import UsageError
 import basics
 from staging import Block, LENGTH, WIDTH, loss, numbers
 def tried(name, action):
     try:
         found = action()
         said[name] = "" if found is None else found
-    except Exception as error:
+    except UsageError as error:
         said[name] = f"{type(error).__name__}: {error}"
 said, team = {}, paceline.join()
 x = numbers.tensors[0]

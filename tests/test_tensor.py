@@ -424,6 +424,7 @@ REFUSED = {
 }
 TRIES = f"""
 import basics, copy
+from paceline.errors import UsageError
 from attending import *
 class Row(torch.autograd.Function):
     @staticmethod
@@ -448,7 +449,7 @@ for name, call in {[(name, call) for name, (call, _) in REFUSED.items()]!r}:
     try:
         eval(call)
         said = "nothing"
-    except Exception as error:
+    except UsageError as error:
         said = f"{{type(error).__name__}}: {{error}} {{getattr(error, '__notes__', '')}}"
     if paceline.join().rank == 0:
         print(name, said, sep=": ", flush=True)

@@ -85,13 +85,14 @@ class Tuples(nn.Module):
         self.out = nn.Linear(WIDTH, 3)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        mask = x.sum(-1) > 3.0
+        mask, early = x.sum(-1) > 3.0, x
         state: tuple[Any, ...] = (x, (torch.zeros((), dtype=torch.long), torch.zeros(x.shape[:2], dtype=x.dtype)))
         for pair in self.layer.values():
             x, seen, nothing = pair(state, mask=mask)
             assert nothing is None
+            early = x if pair is self.layer["number 0"] else early
             state = (x, seen)
-        return {"out": self.out(x) * seen[0], "seen": seen[1].unsqueeze(-1)}
+        return {"out": self.out(x) * seen[0], "seen": seen[1].unsqueeze(-1), "early": early}
 
 
 def flat() -> nn.Module:

@@ -6,12 +6,15 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from paceline.errors import Noting, UsageError
+
+if TYPE_CHECKING:
+    from paceline.comm.group import Group
 
 _SHOWN = 12  # numbers of rows
 
@@ -101,6 +104,19 @@ def digest_of(batch: Any) -> str:
     for tensor in tensors_of(batch):
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def refuse_other_input(group: Group, given: Any, model: str, why: str) -> None:
+    """Refuses what workers of a group give a model that they compute together, where it is not the same. Part of the
+    entered collective.
+    """
+    digests = group.gather_json(digest_of(given))
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        one, two = group.names[0], group.names[other]
+        what = f"worker {two} calls {model} with another input than worker {one}, and {why}"
+        cure = "they compute it together: give all of them the same, as torch.cat(paceline.join().gather(x)) is"
+        raise UsageError(what, cure)
 
 
 def rows_of(batch: Any) -> int:

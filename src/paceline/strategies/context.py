@@ -12,7 +12,6 @@ Summed over the workers, on the way that gradients go, that is the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from paceline.strategies.chunks import tensors_of
 from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves, applied
 from paceline.strategies.parts import UNKNOWN, Parts, Rule, Tensor, changes, logical, mark, part_of, tensors_in
-from paceline.strategies.rules import RULES, asked_of
+from paceline.strategies.rules import RULES, asked_of, rule_of
 
 _ORIGIN = "_paceline_origin"
 _ATTENTION = "scaled_dot_product_attention"
@@ -187,9 +186,10 @@ class Sequences:
         return pytree.tree_unflatten(leaves, spec)
 
     def _block(self, forward: Any, *given: Any, **named: Any) -> Any:
+        if self._parts.on:
+            return forward(*given, **named)
         with self._parts.asked():
-            parts = any(map(part_of, tensors_of((given, named))))
-        follows = parts and not self._parts.on  # it is computed again in a backward
+            follows = any(map(part_of, tensors_of((given, named))))  # it is computed again in a backward
         with self._parts if follows else nullcontext():
             return forward(*given, **named)
 
@@ -199,12 +199,7 @@ class Sequences:
 _RULES: dict[str, Rule] = {}
 
 
-def _rule(*names: str) -> Callable[[Rule], Rule]:
-    def known(rule: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(names, rule))
-        return rule
-
-    return known
+_rule = partial(rule_of, _RULES)
 
 
 @_rule(_ATTENTION)

@@ -57,12 +57,14 @@ def logical(tensor: Tensor) -> tuple[int, ...]:
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, and in lists of them."""
+    """The tensors among arguments, and in nestings of them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (tuple, list)):
             yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())
 
 
 class _Mode(TorchFunctionMode):

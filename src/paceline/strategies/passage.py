@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError, a
+from paceline.strategies.parts import Tensor, tensors_in
 
-Tensor = torch.Tensor
 # Of a value: how many blocks had been called, which call since then made it, and which of its results it is. For
 # parameters PARAM, and which.
 Key = tuple[int, int, int]
@@ -47,7 +47,7 @@ ANOTHER_WAY = (
 )
 
 
-class LeftError(BaseException):
+class StageEndError(BaseException):
     """The stage's last block is behind: what follows is another stage's. Nothing of the user's should catch it."""
 
 
@@ -62,21 +62,10 @@ class Heard:
     values: dict[Key, Tensor] = field(default_factory=dict)
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, and in nestings of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors_in(value)
-        elif isinstance(value, Mapping):
-            yield from tensors_in(value.values())
-
-
 class Passage(TorchFunctionMode):
-    """One forward through a stage that has the blocks `own`. `stand_ins` are parameters that earlier
-    stages have. Of what is made here, and of parameters, what others `want` is in `kept` afterwards. Where it
-    `surveys`, what would be needed of others is noted in `needs`.
+    """One forward through a stage that has the blocks `own`. `stand_ins` are parameters that earlier stages have. Of
+    what is made here, what others `want` is in `kept` afterwards. Where it `surveys`, what would be needed of others is
+    noted in `needs`.
     """
 
     def __init__(
@@ -104,7 +93,7 @@ class Passage(TorchFunctionMode):
     def block(self, number: int, name: str, forward: Callable[..., Any], given: Any, named: Any) -> Any:
         """A call of a block by the user's code."""
         if number == self.own.stop:
-            raise LeftError
+            raise StageEndError
         if number != self._next:
             what = f"{name} is not called after the block before it, and pipeline= has blocks on several workers"
             raise UsageError(what, 'name a list whose blocks are called one after another: pipeline_blocks="path"')
@@ -181,7 +170,7 @@ class Passage(TorchFunctionMode):
 
     def real(self, values: Any) -> Any:
         """The same with what has been sent in the place of stand-ins."""
-        if not any(id(tensor) in self._void for tensor in tensors_in(values)):
+        if not any(id(tensor) in self._void for tensor in tensors_in([values])):
             return values
         return pytree.tree_map_only(Tensor, self._value, values)
 

@@ -21,20 +21,20 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.pieces import Cut, Piece
-from paceline.strategies.chunks import digest_of
+from paceline.strategies.chunks import refuse_other_input
 from paceline.strategies.job import ELSEWHERE, Job
+from paceline.strategies.parts import tensors_in
 from paceline.strategies.passage import (
     ANOTHER_WAY,
     PARAM,
     Heard,
     Key,
-    LeftError,
     Passage,
+    StageEndError,
     form_of,
     made_like,
     placed,
     stand_in,
-    tensors_in,
 )
 from paceline.strategies.schedule import Action, table
 from paceline.strategies.side_effects import without_a_trace
@@ -132,6 +132,7 @@ class Pipeline:
         model.forward = partial(self._called, model.forward)
         refuse_state(model, f"{self._model}, which is cut in stages")
         self._cut_forward, job.forward = job.forward, self.forward
+        self.shared = self._several()
 
     def _cut(self, cut: Cut, homes: Sequence[int]) -> Cut:
         """That of what stages have, of which others have nothing."""
@@ -140,7 +141,7 @@ class Pipeline:
         inside = [cut.pieces[place % len(cut.pieces)] for place in range(self._inner)]
         return Cut(cut.shape, tuple(p if at in workers else none for at in range(self.line.size) for p in inside))
 
-    def shared(self) -> dict[int, list[int]]:
+    def _several(self) -> dict[int, list[int]]:
         """The numbers of trainable parameters that several workers of the line have, and which."""
         found = {}
         for number, name in enumerate(self.job.named):
@@ -174,7 +175,7 @@ class Pipeline:
                 output = call()
                 if stage == self.last:
                     return passage.real(output)
-        except LeftError:
+        except StageEndError:
             return tuple(passage.kept.values())
         finally:
             self._passage, self._passed = None, passage
@@ -201,7 +202,8 @@ class Pipeline:
         return output
 
     def _ahead(self, stage: int, sends: list[list[Key]], call: Callable[[], Any]) -> Any:
-        before, self._stage, mark = self._stage, stage, self._streams.mark()
+        before, self._stage = self._stage, stage
+        mark = self._streams.mark() if stage < self.last else ()  # the last one tells nobody what was drawn
         comes, goes = sends[stage - 1] if stage else [], sends[stage]
         try:
             self._heard = heard = self._receive(stage, comes) if stage else Heard()
@@ -320,7 +322,7 @@ class Pipeline:
 
     def add_up(self, number: int, parts: Sequence[torch.Tensor]) -> None:
         """The gradients of a parameter that several workers have."""
-        workers, me = self.shared()[number], self.line.rank
+        workers, me = self.shared[number], self.line.rank
         if me not in workers:
             return
         for part in parts:
@@ -350,13 +352,7 @@ class Pipeline:
             cure = 'call it under torch.no_grad(), or let that other trainer\'s model whole: plan="pipeline=1"'
             raise UsageError(what, cure)
         self.line.enter(f"a call of {self._model}, which is cut in stages", kind="pipeline")
-        digests = self.line.gather_json(digest_of((given, named)))
-        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-        if other is not None:
-            one, two = self.line.names[0], self.line.names[other]
-            what = f"worker {two} calls {self._model} with another input than worker {one}, and pipeline= cuts it"
-            cure = "they compute it together: give all of them the same, as torch.cat(paceline.join().gather(x)) is"
-            raise UsageError(what, cure)
+        refuse_other_input(self.line, (given, named), self._model, "pipeline= cuts it")
         call, mark = partial(self._passing, partial(forward, *given, **named)), self._streams.mark()
         output = self._forwards(("call", self.job.model.training), call)
         self.finish()
@@ -372,10 +368,10 @@ class Pipeline:
         made = mine if here else made_like(form, self.job.device)
         for tensor in tensors_in([made]):
             self.line.broadcast(tensor, source)
-        return Output(made) if isinstance(made, dict) else made
+        return Attributes(made) if isinstance(made, dict) else made
 
 
-class Output(dict[str, Any]):
+class Attributes(dict[str, Any]):
     """A mapping whose values are attributes, too."""
 
     def __getattr__(self, name: str) -> Any:

@@ -22,12 +22,17 @@ from paceline.strategies.parts import UNKNOWN, Parts, Rule, Tensor, changes, log
 RULES: dict[str, Rule] = {}
 
 
-def _rule(*names: str) -> Callable[[Rule], Rule]:
+def rule_of(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
+    """Puts a rule into a table, under the names of its functions."""
+
     def known(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(" ".join(names).split(), rule))
+        table.update(dict.fromkeys(" ".join(names).split(), rule))
         return rule
 
     return known
+
+
+_rule = partial(rule_of, RULES)
 
 
 @_rule(

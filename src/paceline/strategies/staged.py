@@ -20,7 +20,7 @@ class StagedRunner(Runner):
     def __init__(self, pipeline: Pipeline, *of_all: Any) -> None:
         super().__init__(*of_all)
         self.pipeline = pipeline
-        self.landing.late, self.landing.among = frozenset(pipeline.shared()), pipeline.add_up
+        self.landing.late, self.landing.among = frozenset(pipeline.shared), pipeline.add_up
 
     def restore(self, void: bool = False) -> None:
         super().restore(void)

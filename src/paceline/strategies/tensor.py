@@ -25,7 +25,7 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.pieces import Cut
-from paceline.strategies.chunks import digest_of, tensors_of
+from paceline.strategies.chunks import refuse_other_input, tensors_of
 from paceline.strategies.heads import attention
 from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves, summed
@@ -408,13 +408,7 @@ class TensorCut:
         if self._ours:
             return
         self.unit.enter(f"a call of {self._name}, whose layers are cut", kind="tensor")
-        digests = self.unit.gather_json(digest_of((given, named)))
-        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-        if other is not None:
-            one, two = self.unit.names[0], self.unit.names[other]
-            what = f"worker {two} calls {self._name} with another input than worker {one}, and tensor= cuts its layers"
-            cure = "they compute it together: give all of them the same, as torch.cat(paceline.join().gather(x)) is"
-            raise UsageError(what, cure)
+        refuse_other_input(self.unit, (given, named), self._name, "tensor= cuts its layers")
 
     # -- the cut model beside the whole one ---------------------------------------------------------------------------
 
