@@ -262,6 +262,23 @@ def test_unequal_workers_get_unequal_parts_and_the_same_weights(tmp_path: Path) 
     assert re.fullmatch(r"worker 0: \d\d%, worker 1: \d\d%, worker 2: \d+%; measured, changed \d times?", shares)
 
 
+def test_units_of_several_workers_are_as_fast_as_their_slowest(tmp_path: Path) -> None:
+    """The last stage of the second pipeline is slow; the first stage only waits for it."""
+    blocks = "lambda: nn.Sequential(*[nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(4)]).double()"
+    slow = SLOW.replace("[1, 2, 4]", "[1, 1, 1, 4]")
+    loop = "list(t.steps(data, count=24))\nt.export('weights.safetensors')\n"
+    body = slow + f"t = make(loss, {blocks}, global_batch=48)\n" + loop
+    train_basics(tmp_path, body, 1, "--run-dir", "one")
+    (tmp_path / "weights.safetensors").rename(tmp_path / "one.safetensors")
+    train_basics(tmp_path, body, 4, "--run-dir", "four", "--plan", "pipeline=2")
+    assert apart(load_file(tmp_path / "weights.safetensors"), load_file(tmp_path / "one.safetensors")) < 1e-12
+    assert any(one > two > 0 for one, two in parts_of(tmp_path / "four"))
+    said = [str(event["what"]) for event in read_journal(tmp_path / "four") if event["event"] == "decision"]
+    assert [what for what in said if what.startswith("the units of workers 0-1 and 2-3 compute ")]
+    shares = next(text for name, text in facts(Summary(tmp_path / "four"))["Plan"] if name == "shares")
+    assert re.fullmatch(r"workers 0-1: \d\d%, workers 2-3: \d+%; measured, changed \d times?", shares)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["exact", "micro=6"])
 def test_whole_micro_batches_where_they_may_not_be_divided(plan: str, tmp_path: Path) -> None:

@@ -323,6 +323,35 @@ ENDS = {
 }
 
 
+def test_another_cut_is_advised_where_a_stage_is_slow(tmp_path: Path) -> None:
+    slow = """
+import time
+class Slow(Row):
+    def between(self, block, x): return self.waits(block(x))
+    def waits(self, x):
+        return Waits.apply(x)
+class Waits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep([1e-3, 12e-3][team.rank])
+        return grad
+trained(made(Slow), count=17)
+"""
+    body = f"import json\nACTIONS = {{}}\n{TRIES}\n{slow}\n"
+    train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "micro=4 pipeline=2")
+    said = [(str(e["what"]), str(e["why"])) for e in journal(tmp_path / "out", "decision")]
+    ((_, why),) = [
+        pair
+        for pair in said
+        if pair[0] == 'other stages suit these workers better: Trainer(..., pipeline_blocks="blocks:3")'
+    ]
+    seconds = r"0\.\d+ s on worker"
+    pattern = rf"in a step the stages take {seconds} 0, {seconds} 1; so cut, the slowest worker would compute 0\.\d+ "
+    assert re.fullmatch(pattern + r"instead of 0\.\d+", why)
+
+
 @pytest.mark.parametrize("action", [a if "Reads" in a else pytest.param(a, marks=pytest.mark.slow) for a in ENDS])
 def test_what_ends_a_run(action: str, tmp_path: Path) -> None:
     body = f"import json\nACTIONS = {{}}\n{TRIES}\n{action}\n"

@@ -240,6 +240,23 @@ def test_a_path_says_which_of_several_lists() -> None:
     assert divide(nn.Sequential(Two()), 2, 2, "0.encoder").blocks == ("0.encoder.0", "0.encoder.1", "0.encoder.2")
 
 
+@pytest.mark.parametrize(
+    ("workers", "seconds", "better"),
+    [
+        (2, [1.0, 1.0], None),
+        (2, [1.0, 1.1], None),  # nothing that moving a block would gain
+        (2, [1.0, 3.0], ("blocks:6", 3.0, 1.5)),
+        (4, [1.0, 1.0, 4.0, 1.0], ("blocks:1,3,4", 4.0, 2.0)),
+        (2, [1.0, 3.0, 1.0, 3.0], ("blocks:3,4,7", 6.0, 3.0)),
+    ],
+)
+def test_another_cut_where_workers_are_unequal(
+    workers: int, seconds: list[float], better: tuple[str, float, float] | None
+) -> None:
+    found = divide(Model(), len(seconds), workers, None).better(seconds, workers)
+    assert found == (better if better is None else (better[0], *map(pytest.approx, better[1:])))
+
+
 def homes(model: nn.Module, stages: Stages) -> dict[str, tuple[int, ...]]:
     """By name, where a parameter lives."""
     found = stages.homes(model)

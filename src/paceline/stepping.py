@@ -373,7 +373,7 @@ class Stepper:
         balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.strict + step.agreed.whole > 0)
         change = balance.learn(step.agreed.seconds) if step.whole.full else None
         if change is not None:
-            about = {"trainer": self.trainer, "step": self.done, "workers": balance.members}
+            about = {"trainer": self.trainer, "step": self.done, "workers": balance.workers}
             self.run.journal.write("shares", **about, **dataclasses.asdict(change))
         for what, why in balance.news:
             self.run.decide(self.trainer, what, why)

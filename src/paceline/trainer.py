@@ -164,9 +164,9 @@ class Trainer:
 
     def _balance(self) -> Balance | None:
         run = self._run
-        if self._grid is None or run.team.world.shares is not None or self.plan.together > 1 or self._mesh.unit > 1:
+        if self._grid is None or run.team.world.shares is not None or self.plan.together > 1:
             return None
-        return Balance(self._grid, run.team.operations.members, run.reverse or self.plan.one_by_one)
+        return Balance(self._grid, run.team.operations.members, run.reverse or self.plan.one_by_one, self._mesh.unit)
 
     # -- what the user reads ------------------------------------------------------------------------------------
 

@@ -77,12 +77,14 @@ class Change:
 @dataclass
 class Balance:
     """The shares of the workers with these numbers, by rank. Micro-batches are `fine`, divided among workers, once they
-    were seen to be no more than their rows, unless they must stay `whole`.
+    were seen to be no more than their rows, unless they must stay `whole`. Where so many workers are a `unit`, the
+    first one stands for it here, and it takes as long as its slowest.
     """
 
     grid: Grid
-    members: tuple[int, ...]
+    workers: tuple[int, ...]
     whole: bool = False
+    unit: int = 1
     fine: bool = False
     counts: tuple[int, ...] = ()  # of units, by rank; empty: equal shares
     _costs: dict[int, Cost] = field(default_factory=dict)
@@ -98,6 +100,10 @@ class Balance:
     _hinted: bool = False
     _idle: dict[int, tuple[int, int]] = field(default_factory=dict)  # without a share: since when, to wait how long
     _trial: int | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.workers[:: self.unit]
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -126,9 +132,9 @@ class Balance:
         costs = {str(worker): [cost.fixed, cost.rate] for worker, cost in self._costs.items()}
         return {"fine": self.fine, "whole": self.whole, "costs": costs}
 
-    def reform(self, members: Sequence[int], said: Mapping[str, Any]) -> None:
+    def reform(self, workers: Sequence[int], said: Mapping[str, Any]) -> None:
         """Another team, of whose workers this much is known."""
-        self.members, self.fine, self.whole = tuple(members), said["fine"], said["whole"]
+        self.workers, self.fine, self.whole = tuple(workers), said["fine"], said["whole"]
         self._costs = {int(worker): Cost(*cost) for worker, cost in said["costs"].items()}
         self._earlier, self._idle, self._changed, self._steps = {}, {}, [], 0
         self._trial = self._before = None
@@ -155,6 +161,7 @@ class Balance:
 
     def learn(self, seconds: Sequence[float]) -> Change | None:
         """Takes everybody's seconds of a step on a full global batch; new shares if they are worth it."""
+        seconds = [max(seconds[at : at + self.unit]) for at in range(0, len(seconds), self.unit)]
         self._steps += 1
         self._kept += max(seconds)
         self._warm -= 1
@@ -294,15 +301,22 @@ class Balance:
         better = f"with the plan micro={micro}, which changes the mathematics, it would be {100 * then:.0f} %"
         return f"{100 * used:.0f} % of their speed is used, {better}"
 
+    def unit_of(self, member: int) -> str:
+        """Which workers, for people."""
+        first = self.workers.index(member)
+        return ranks(self.workers[first : first + self.unit]).split(" ", 1)[1]
+
     def text(self) -> str:
         """The shares, for people."""
         percent = [f"{100 * part:.0f}" for part in self.parts]
         one, costs = 1 / self.units, self._known() if self._costs else [Cost(0.0, 1.0)] * len(self.members)
         most = slowest(self.units, [round(part * self.units) for part in self.parts], costs)
         places = [place for place, part in enumerate(self.parts) if not part and costs[place].of(one) > 1.01 * most]
-        idle = [self.members[place] for place in places]
-        who, much = (", ".join(map(str, some[:-1])) + f" and {some[-1]}" for some in (self.members, percent))
-        what = f"workers {who} compute {much} % of each global batch"
+        idle = [w for place in places for w in self.workers[place * self.unit :][: self.unit]]
+        units = [self.unit_of(member) for member in self.members]
+        who, much = (", ".join(some[:-1]) + f" and {some[-1]}" for some in (units, percent))
+        whose = "workers" if self.unit == 1 else "the units of workers"
+        what = f"{whose} {who} compute {much} % of each global batch"
         alone = f"; without {ranks(idle)} the others are done earlier" if idle else ""
         return what + alone
 

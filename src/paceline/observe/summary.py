@@ -252,8 +252,10 @@ def _shares(s: Summary) -> str:
         unit = int(grid.get("unit") or 1)
         whose = (ranks([*range(place * unit, (place + 1) * unit)]) for place in range(len(grid.get("shares") or [])))
         return ", ".join(f"{who}: {share}" for who, share in zip(whose, grid.get("shares") or [], strict=True))
-    last = zip(s.shares[-1].get("workers") or [], s.shares[-1].get("parts") or [], strict=False)
-    parts = ", ".join(f"worker {worker}: {part:.0%}" for worker, part in last)
+    workers, dealt = s.shares[-1].get("workers") or [], s.shares[-1].get("parts") or []
+    unit = max(1, len(workers) // max(1, len(dealt)))
+    units = (ranks(workers[at : at + unit]) for at in range(0, len(workers), unit))
+    parts = ", ".join(f"{who}: {part:.0%}" for who, part in zip(units, dealt, strict=False))
     return f"{parts}; measured, changed {plural(len(s.shares), 'time')}"
 
 

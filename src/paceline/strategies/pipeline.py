@@ -10,6 +10,7 @@ that several stages have, as tied ones, are held by all of them, and their gradi
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +81,7 @@ class Pipeline:
         self._heard, self._want, self._surveys = Heard(), frozenset[Key](), False
         self._under: dict[int, _Under] = {}  # of each stage, what has passed last
         self._sent: list[Any] = []
+        self.waited = 0.0  # seconds, for other stages
         self._plain, job.forward = job.forward, self._inside
 
     def __deepcopy__(self, memo: Any) -> Pipeline:
@@ -241,7 +243,9 @@ class Pipeline:
         self._sent += [self.line.start_send(tensor.contiguous(), stage % self.line.size) for tensor in tensors]
 
     def _from(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:
+        began = time.perf_counter()
         self.line.receive(tensor, stage % self.line.size)
+        self.waited += time.perf_counter() - began
         return tensor
 
     def _receive(self, stage: int, keys: list[Key]) -> Heard:
@@ -319,6 +323,21 @@ class Pipeline:
         came = [value for value in under.came if value.requires_grad]
         if came:
             self._to(stage - 1, [torch.zeros_like(v) if v.grad is None else v.grad for v in came])
+
+    def better(self, seconds: Mapping[int, float]) -> tuple[str, str] | None:
+        """Another cut, where stages take their workers unequally long, and why. Collective in the line."""
+        line, names = self.line, self.line.names
+        took = dict(sorted((int(at), some) for mine in line.gather_json(seconds) for at, some in mine.items()))
+        found = self.stages.better([*took.values()], line.size) if len(took) == self.stages.count else None
+        if found is None:
+            return None
+        said, now, then = found
+        each = ", ".join(f"{some:.2g} s on worker {names[at % line.size]}" for at, some in took.items())
+        gain = f"so cut, the slowest worker would compute {then:.2g} instead of {now:.2g}"
+        return (
+            f'other stages suit these workers better: Trainer(..., pipeline_blocks="{said}")',
+            f"in a step the stages take {each}; {gain}",
+        )
 
     def add_up(self, number: int, parts: Sequence[torch.Tensor]) -> None:
         """The gradients of a parameter that several workers have."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from statistics import median
 from typing import Any
 
 from paceline.errors import UsageError
@@ -13,6 +17,8 @@ from paceline.strategies.pipeline import Pipeline
 from paceline.strategies.runner import Loss, Runner
 from paceline.strategies.schedule import FORWARD
 
+KEPT, FIRST = 8, 16  # steps whose seconds are looked at; the first look is after so many, then after twice as many
+
 
 class StagedRunner(Runner):
     """A runner whose micro-batches are gone through in the order of a schedule."""
@@ -20,6 +26,7 @@ class StagedRunner(Runner):
     def __init__(self, pipeline: Pipeline, *of_all: Any) -> None:
         super().__init__(*of_all)
         self.pipeline = pipeline
+        self._seconds: dict[int, deque[float]] = {stage: deque(maxlen=KEPT) for stage in pipeline.own}
         self.landing.late, self.landing.among = frozenset(pipeline.shared), pipeline.add_up
 
     def restore(self, void: bool = False) -> None:
@@ -38,11 +45,12 @@ class StagedRunner(Runner):
             raise UsageError(f"{what}, and pipeline= is not built for these yet", "leave pipeline= out")
         line, parts = self.pipeline, list[Loss]()
         under: dict[tuple[int, int], tuple[Loss, Any]] = {}
+        seconds = dict.fromkeys(line.own, 0.0)
         for action in line.actions(len(chunks)):
             _, stage, number = action
             chunk, ends = chunks[number], stage == line.last
             line.at(stage)
-            with chunk.noted:
+            with chunk.noted, self._timed(seconds, stage):
                 if action.kind == FORWARD:
                     if not under:
                         options.reached("forward")
@@ -61,4 +69,22 @@ class StagedRunner(Runner):
                 self.landing.close()
         line.at(None)
         line.finish()
+        self._look(seconds, sums, options.step + 1)
         return parts
+
+    @contextmanager
+    def _timed(self, seconds: dict[int, float], stage: int) -> Iterator[None]:
+        """Without what the stage waits for others."""
+        began = time.perf_counter() - self.pipeline.waited
+        yield
+        seconds[stage] += time.perf_counter() - self.pipeline.waited - began
+
+    def _look(self, seconds: dict[int, float], sums: Sums, step: int) -> None:
+        """Now and then: whether other stages would be better."""
+        for stage, some in seconds.items():
+            self._seconds[stage].append(some)
+        if step < FIRST or step & (step - 1):
+            return
+        better = self.pipeline.better({stage: median(some) for stage, some in self._seconds.items()})
+        if better is not None:
+            sums.news["stages"] = better

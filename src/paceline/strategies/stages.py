@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -13,6 +13,7 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.strategies.blocks import blocks_of
 
+GAIN = 0.9  # of the slowest worker's seconds, that another cut must come below to be told of
 NAMED = 'say which: Trainer(..., pipeline_blocks="model.layers")'
 
 
@@ -20,11 +21,12 @@ NAMED = 'say which: Trainer(..., pipeline_blocks="model.layers")'
 class Stages:
     """Of `blocks`, by name and in the order in which they are called, each stage has those from its entry of `starts`
     to the next one. What was registered before the first block is the first stage's, what after the last one the last
-    one's; what stands between two blocks belongs to the first of these.
+    one's; what stands between two blocks belongs to the first of these. `weights` are about the blocks' arithmetic.
     """
 
     blocks: tuple[str, ...]
     starts: tuple[int, ...]
+    weights: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def count(self) -> int:
@@ -40,6 +42,20 @@ class Stages:
 
     def of_block(self, number: int) -> int:
         return next(stage for stage, end in enumerate(self._ends) if number < end)
+
+    def better(self, seconds: Sequence[float], workers: int) -> tuple[str, float, float] | None:
+        """Where each stage took its worker so long: a cut as `pipeline_blocks` says it, the seconds of the slowest
+        worker now, and with that cut; where it would gain.
+        """
+        own = [sum(self.weights[number] for number in self.own(stage)) for stage in range(self.count)]
+        rates = [sum(seconds[at::workers]) / max(1, sum(own[at::workers])) for at in range(workers)]
+        starts = _even(self.weights, self.count, [rates[stage % workers] for stage in range(self.count)])
+        cut = replace(self, starts=starts)
+        then = [sum(self.weights[number] for number in cut.own(stage)) for stage in range(self.count)]
+        slowest = max(rate * sum(then[at::workers]) for at, rate in enumerate(rates))
+        now = max(sum(seconds[at::workers]) for at in range(workers))
+        said = f"{self.blocks[0].rpartition('.')[0]}:{','.join(map(str, starts[1:]))}"
+        return (said, now, slowest) if slowest < GAIN * now else None
 
     def homes(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
         """The stages that have a parameter, by its identity: several, where it has several names."""
@@ -72,14 +88,15 @@ def divide(model: nn.Module, count: int, workers: int, said: str | None) -> Stag
         virtual = ", or leave virtual out" if workers <= len(blocks) else ""
         raise UsageError(f"{len(blocks)} blocks of {where} do not make {count} stages", cure + virtual)
     names = tuple(blocks)
+    weights = tuple(_weights(model, names))
     if not cuts:
-        return Stages(names, _even(_weights(model, names), count))
+        return Stages(names, _even(weights, count), weights)
     starts = tuple(int(text) if text.strip().isdecimal() else -1 for text in cuts.split(","))
     if len(starts) != count - 1 or any(not a < b for a, b in pairwise((0, *starts, len(names)))):
         what = f"pipeline_blocks={said!r} does not say the first blocks of {count - 1} later stages"
         example = ",".join(map(str, _even([1] * len(names), count)[1:]))
         raise UsageError(what, f"write numbers that grow and are less than {len(names)}, as {path}:{example}")
-    return Stages(names, (0, *starts))
+    return Stages(names, (0, *starts), weights)
 
 
 def _listed(model: nn.Module, path: str) -> dict[str, nn.Module]:
@@ -119,8 +136,10 @@ def _weights(model: nn.Module, names: Sequence[str]) -> list[int]:
     return found
 
 
-def _even(weights: Sequence[int], count: int) -> tuple[int, ...]:
-    """Where stages begin, so that the heaviest one is as light as can be, and those before it have as many blocks."""
+def _even(weights: Sequence[int], count: int, rates: Sequence[float] | None = None) -> tuple[int, ...]:
+    """Where stages begin, so that the heaviest one is as light as can be, and those before it have as many blocks.
+    With `rates`, what a stage's weight is to be multiplied by.
+    """
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
@@ -132,7 +151,8 @@ def _even(weights: Sequence[int], count: int) -> tuple[int, ...]:
             found = nowhere
             for start in range(stage, end):
                 heaviest, starts = best[-1][start]
-                found = min(found, (max(heaviest, float(sums[end] - sums[start])), (*starts, start)))
+                seconds = (sums[end] - sums[start]) * (1.0 if rates is None else rates[stage])
+                found = min(found, (max(heaviest, seconds), (*starts, start)))
             row.append(found)
         best.append(row)
     return best[count][len(weights)][1]
