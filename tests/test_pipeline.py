@@ -131,7 +131,9 @@ def test_what_one_plan_saved_another_resumes(
 
 # ---- losses
 
-LOST = [(plan, moment, worker) for plan in ("pipeline=2", "context=2") for moment in MOMENTS for worker in range(4)]
+PLACES = [("pipeline=2", worker) for worker in range(4)] + [("context=2", worker) for worker in range(4)]
+# Where each worker of a unit has all of the state, and it is small, the first one alone writes it.
+LOST = [(p, moment, w) for p, w in PLACES for moment in MOMENTS if p == "pipeline=2" or moment != "writing" or w == 0]
 LOST_QUICK = {("pipeline=2", "backward", 2), ("context=2", "applied", 1)}
 
 

@@ -123,7 +123,7 @@ class Pipeline:
                     self._slots.append((homes[0], module, key, other))
                     self._stand_ins[id(other)] = known
                 if known not in empties:
-                    empty = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
+                    empty = torch.empty((0, *job.cuts[name].shape[1:]), dtype=param.dtype, device=param.device)
                     empties[known] = marked(empty, marks_of(param))
                     empties[known].requires_grad = param.requires_grad
                 module._parameters[key] = empties[known]
