@@ -1,7 +1,12 @@
 """A small Llama of Hugging Face's transformers, on the bytes of this very Python's standard library. The model is made
-from its configuration, and never whole on any worker if the plan keeps it in shards:
+from its configuration, and never whole on any worker if the plan divides it. Each of these gives the same training:
 
 paceline run --workers 2 --run-dir runs/llama --plan "shard=2 recompute=blocks" examples/llama.py
+paceline run --workers 4 --run-dir runs/llama --plan "pipeline=2 tensor=2" examples/llama.py
+paceline run --workers 2 --run-dir runs/llama --plan "context=2" examples/llama.py
+
+The same folder again resumes, under any of them. At the end:
+
 paceline export runs/llama llama     # Hugging Face's folder; CONFIG.save_pretrained("llama") adds the configuration
 """
 

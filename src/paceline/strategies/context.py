@@ -150,7 +150,8 @@ class Sequences:
             )
             odd = ", ".join(map(str, sorted(self._odd)[:3]))
             whole = f"; {self.unit.size} does not divide {odd}, which is computed whole by all" if odd else ""
-            self.job.news["context"] = f"sequences are divided among {self.unit.size} workers{where}{whole}", ""
+            if where or whole:
+                self.job.news["context"] = f"sequences are divided among {self.unit.size} workers{where}{whole}", ""
         return result
 
     def _whole(self, values: Any) -> Any:
