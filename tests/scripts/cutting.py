@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -183,17 +182,23 @@ class Both(nn.Module):
 
 
 def gpt2() -> nn.Module:
+    import transformers  # which takes seconds
+
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=97, n_positions=8, n_embd=WIDTH, n_layer=2, n_head=HEADS, use_cache=False)
     )
 
 
 def bert() -> nn.Module:
+    import transformers  # which takes seconds
+
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS, "intermediate_size": 64}
     return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=97, **sizes))
 
 
 def vit() -> nn.Module:
+    import transformers  # which takes seconds
+
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS, "intermediate_size": 64}
     dropped = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     return transformers.ViTForImageClassification(
@@ -202,11 +207,15 @@ def vit() -> nn.Module:
 
 
 def t5() -> nn.Module:
+    import transformers  # which takes seconds
+
     sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": HEADS}
     return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=97, **sizes))
 
 
 def llama(implementation: str = "sdpa", few: int = 2) -> nn.Module:
+    import transformers  # which takes seconds
+
     sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": HEADS}
     config = transformers.LlamaConfig(vocab_size=97, num_key_value_heads=few, attention_dropout=0.1, **sizes)
     config._attn_implementation = implementation

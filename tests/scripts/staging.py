@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from cutting import HEADS, WIDTH, images, words
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -75,7 +74,7 @@ class Pair(nn.Module):
     def forward(self, state: tuple[Any, ...], *, mask: torch.Tensor, more: Any = None) -> tuple[Any, ...]:
         x, (count, seen) = state
         made = F.dropout(torch.tanh(self.up(x)), 0.1, self.training).masked_fill(mask.unsqueeze(-1), 0.0)
-        return x + self.down(made), (count + 1, seen + made.detach().abs().sum(-1)), more
+        return x + made @ self.down.weight.T, (count + 1, seen + made.detach().abs().sum(-1)), more
 
 
 class Tuples(nn.Module):
@@ -107,11 +106,15 @@ def stack() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
+    import transformers  # which takes seconds
+
     sizes = {"vocab_size": 97, "n_positions": 8, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
 
 
 def llama(implementation: str = "sdpa", tied: bool = False) -> nn.Module:
+    import transformers
+
     more = {"vocab_size": 97, "num_key_value_heads": 2, "attention_dropout": 0.1, "tie_word_embeddings": tied}
     config = transformers.LlamaConfig(**SIZES, **more)
     config._attn_implementation = implementation
@@ -119,6 +122,8 @@ def llama(implementation: str = "sdpa", tied: bool = False) -> nn.Module:
 
 
 def bert() -> nn.Module:
+    import transformers
+
     return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=97, **SIZES, **DROPPED))
 
 
@@ -128,6 +133,8 @@ def masked(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def vit() -> nn.Module:
+    import transformers
+
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(image_size=16, patch_size=4, **SIZES, **DROPPED)
     )

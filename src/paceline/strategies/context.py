@@ -26,7 +26,7 @@ from paceline.strategies.blocks import blocks_of
 from paceline.strategies.chunks import tensors_of
 from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves, applied
-from paceline.strategies.parts import UNKNOWN, Parts, Rule, Tensor, changes, logical, mark, part_of, tensors_in
+from paceline.strategies.parts import MADE, UNKNOWN, Parts, Rule, Tensor, changes, logical, mark, part_of, tensors_in
 from paceline.strategies.rules import RULES, asked_of, rule_of
 
 _ORIGIN = "_paceline_origin"
@@ -64,7 +64,8 @@ class _Stretches(Parts):
             x, view, *how = origin
             self._written(lambda whole, value: view(whole, *how[0], **how[1]).copy_(value), "copy", (x, given[0]), {})
             return made
-        if not torch.is_grad_enabled() or function.__name__ == "__get__":
+        asks = function.__name__ == "__get__" and function.__self__.__name__ not in MADE
+        if asks or not torch.is_grad_enabled():
             return function(*given, **named)
         if any(isinstance(t, nn.Parameter) and t.requires_grad for t in tensors_in((*given, *named.values()))):
             given, named = pytree.tree_map_only(nn.Parameter, self.once, (given, named))

@@ -37,6 +37,7 @@ _AS_IT_IS = {
     *("data_ptr", "register_hook", "retain_grad", "requires_grad_", "storage_offset", "untyped_storage", "backward"),
     *("__repr__", "__hash__", "__set__", "__delete__", "is_inference", "is_neg", "is_conj"),
 }
+MADE = {"T", "mT", "H", "mH", "data", "real", "imag"}  # properties that are tensors
 _OF_ONE = ("__bool__", "__int__", "__float__", "__index__", "__contains__")  # not to be taken for those without dashes
 
 

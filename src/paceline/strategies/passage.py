@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError, a
-from paceline.strategies.parts import Tensor, tensors_in
+from paceline.strategies.parts import MADE, Tensor, tensors_in
 
 # Of a value: how many blocks had been called, which call since then made it, and which of its results it is. For
 # parameters PARAM, and which.
@@ -33,7 +33,6 @@ _ASKS = {
     *("get_device", "element_size", "__len__", "__hash__", "__repr__", "is_inference", "is_neg", "is_conj"),
     *("data_ptr", "storage_offset", "is_same_size", "type", "__format__"),
 }
-_MADE = {"T", "mT", "H", "mH", "data", "real", "imag"}  # properties that are tensors
 _READS = {
     *("item", "tolist", "numpy", "equal", "nonzero"),
     *("__bool__", "__int__", "__float__", "__index__", "__contains__"),
@@ -134,7 +133,7 @@ class Passage(TorchFunctionMode):
         named, name = named or {}, function.__name__
         if name == "__get__":
             name = function.__self__.__name__
-            asks = name not in _MADE
+            asks = name not in MADE
         else:
             asks = name in _ASKS or name == "__set__"
         if asks or self._quiet:
