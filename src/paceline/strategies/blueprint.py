@@ -181,6 +181,12 @@ def strip(model: nn.Module) -> None:
                 module._parameters[name] = bare.setdefault(id(param), nn.Parameter(like, param.requires_grad))
 
 
+def put(slots: Iterable[Slot], device: torch.device) -> None:
+    """Puts what `rest` gives where it belongs."""
+    for holder, name, nest in slots:
+        holder[name] = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), nest)
+
+
 @contextmanager
 def _aside(generators: Iterable[torch.Generator]) -> Iterator[None]:
     """Leaves these and the default dtype as they are found."""

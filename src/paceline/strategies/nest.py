@@ -18,6 +18,7 @@ from paceline.strategies.layout import Layout
 from paceline.strategies.replica import Replica
 from paceline.strategies.shard import Shard
 from paceline.strategies.state import held, kept_for_each
+from paceline.strategies.values import Values
 
 
 def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
@@ -68,6 +69,7 @@ def nest(
     mesh = plan.mesh(group.size)
     job.unit = mesh.unit
     job.place, job.replica = mesh.place(group.rank), group.along(*AXES[1:], mesh=mesh)
+    values = Values(job) if mesh.pipeline * mesh.tensor > 1 else None
     pipeline = None
     if mesh.pipeline > 1:
         from paceline.strategies.pipeline import Pipeline
@@ -99,6 +101,8 @@ def nest(
         job.cuts = {name: replace(cut, pieces=cut.pieces * mesh.context) for name, cut in job.cuts.items()}
     if pipeline is not None:
         pipeline.leave()
+    if values is not None:
+        values.put(group, mesh, known)
     outer = group.along("data", "context", mesh=mesh)
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
