@@ -36,7 +36,7 @@ class StagedRunner(Runner):
         if sums.records is not None:
             what = "the model has BatchNorm, or a buffer that says how it is merged"
             raise UsageError(f"{what}, and pipeline= is not built for these yet", "leave pipeline= out")
-        line, parts = self.pipeline, list[Loss]()
+        line, parts, sent = self.pipeline, list[Loss](), self.pipeline.sent
         under: dict[tuple[int, int], tuple[Loss, Any]] = {}
         for action in line.actions(len(chunks)):
             _, stage, number = action
@@ -61,4 +61,6 @@ class StagedRunner(Runner):
                 self.landing.close()
         line.at(None)
         line.finish()
+        if chunks:
+            self.job.inside["pipeline"] = (line.sent - sent) // len(chunks)
         return parts

@@ -381,7 +381,7 @@ class TensorCut:
         if regions is None and (torch.is_grad_enabled() or not training):
             self._regions[training] = self._seen | ({""} if frame.noted else set())
             if training:
-                self.job.inside = self.moves.sent - sent
+                self.job.inside["tensor"] = self.moves.sent - sent
         return output
 
     # -- what a script may do with a cut model ------------------------------------------------------------------------
