@@ -40,14 +40,16 @@ class Taken:
         return max(abs(mine - its) / abs(its) for other in others for mine, its in zip(other, first, strict=True))
 
 
-def take(address: str, side: str, rank: int, stepping: Iterator[float]) -> None:
+def take(
+    address: str, side: str, rank: int, stepping: Iterator[float], clock: Callable[[], float] = time.perf_counter
+) -> None:
     """What a worker does: it takes its steps whenever it is told to."""
     with Client(address) as turns:
         turns.send((side, rank))
         while (count := turns.recv()) is not None:
-            began = time.perf_counter()
+            began = clock()
             losses = [next(stepping) for _ in range(count)]
-            turns.send((time.perf_counter() - began, losses))
+            turns.send((clock() - began, losses))
     stepping.close()  # type: ignore[attr-defined]
 
 

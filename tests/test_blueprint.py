@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from agents import journal
-from launching import equal_bytes, train_basics
+from launching import equal_bytes, exported, train_basics
 from torch import nn
 
 from paceline.strategies.blueprint import SMALL, build, strip
@@ -147,8 +147,54 @@ def test_a_model_begins_with_the_bits_of_one_worker(look: str, tmp_path: Path) -
     assert (whole in [entry["what"] for entry in journal(tmp_path / "several" / "out", "decision")]) == bool(look)
 
 
+OF_ITS_OWN = """
+from pathlib import Path
+import paceline.strategies.blueprint as blueprint
+made, plain = [], blueprint.Blueprint.value
+def value(self, tensor):
+    made.append(tensor.numel() if tensor.requires_grad else 0)
+    return plain(self, tensor)
+blueprint.Blueprint.value = value
+def model():
+    blocks = [nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200)) for _ in range(4)]
+    return nn.Sequential(nn.Linear(10, 200), *blocks, nn.Linear(200, 200), nn.Dropout(0.1)).double()
+def cut(**words):
+    return paceline.Trainer(model, cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), global_batch=24, **words)
+t = cut()
+team = paceline.join()
+kept = sum(param.numel() for param in t.model.parameters())
+Path(f"made-{team.rank}").write_text(f"{sum(made)} {kept}")
+t.export("out.safetensors")
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan"),
+    [
+        (2, "pipeline=2"),
+        *[
+            pytest.param(workers, plan, marks=pytest.mark.slow)
+            for workers, plan in ((2, "pipeline=2 virtual=2"), (4, "pipeline=2 tensor=2"), (4, "data=2 pipeline=2"))
+        ],
+        pytest.param(4, "shard=2 zero=1 pipeline=2", marks=pytest.mark.slow),
+        pytest.param(2, "tensor=2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_makes_what_it_has(workers: int, plan: str, tmp_path: Path) -> None:
+    """The parameters of its own stages, and no others; of its parts of layers, one whole layer after another."""
+    one, several = exported(tmp_path / "one", OF_ITS_OWN, 1, ""), exported(tmp_path / "cut", OF_ITS_OWN, workers, plan)
+    assert one.read_bytes() == several.read_bytes()
+    every = [[int(n) for n in (several.parent / f"made-{rank}").read_text().split()] for rank in range(workers)]
+    _, whole = map(int, (one.parent / "made-0").read_text().split())
+    tensor = 2 if "tensor" in plan else 1
+    stages = {rank // tensor % 2: made for rank, (made, _) in enumerate(every)} if "pipeline" in plan else {0: whole}
+    assert sum(stages.values()) == whole
+    assert all(kept == made or (tensor == 2 and kept < 0.6 * made) for made, kept in every)
+
+
 @pytest.mark.slow
-def test_a_model_never_exists_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", ["shard=4", "pipeline=4"])
+def test_a_model_never_exists_whole(plan: str, tmp_path: Path) -> None:
     """640 MB of parameters over four workers: none of them ever needs memory for all, nor when the run is resumed."""
     body = (
         "import resource\n"
@@ -157,16 +203,16 @@ def test_a_model_never_exists_whole(tmp_path: Path) -> None:
         "def model(): return nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(40)])\n"
         "def make(function):\n"
         "    return paceline.Trainer(function, cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), global_batch=24)\n"
-        "make(lambda: nn.Linear(2, 2))\n"  # what libraries take at the first use
+        "make(lambda: nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]))\n"  # what libraries take at the first use
         "before = peak()\n"
         "t = make(model)\n"
-        "size = sum(param.numel() * 4 for param in t.model.parameters())\n"
+        "size = 40 * 2000 * 2001 * 4\n"
         "Path(f'peak-{paceline.join().rank}').write_text(str((peak() - before) / size))\n"
         "rows = torch.utils.data.TensorDataset(torch.arange(48000.0).sin().view(24, 2000), torch.zeros(24).long())\n"
         "for r in t.steps(rows, count=2): pass\n"
     )
     for options in (("--steps", "1"), ()):
-        train_basics(tmp_path, body, 4, "--max-restarts", "0", "--plan", "shard=4 micro=6", *options)
+        train_basics(tmp_path, body, 4, "--max-restarts", "0", "--plan", f"{plan} micro=6", *options)
         peaks = [float((tmp_path / f"peak-{rank}").read_text()) for rank in range(4)]
         assert all(0.25 < peak < 0.9 for peak in peaks), peaks
         (tmp_path / "peak-0").unlink()

@@ -23,45 +23,73 @@ from paceline.strategies.nest import cost
 from paceline.strategies.state import kept_for_each
 
 STEPS = 30  # in the first one the loss is looked at, which takes forwards besides
+NAMES = ("gradients", "weights", "all_gather", "pipeline", "context", "tensor")
 BODY = f"""
 import json
 from pathlib import Path
 from paceline.strategies.nest import cost, facts_of
-def model():
-    layers = [nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)) for _ in range(3)]
-    return nn.Sequential(nn.Linear(10, 300), *layers, nn.LayerNorm(300), nn.Linear(300, 2)).double()
-t = paceline.Trainer(model, cross_entropy, torch.optim.AdamW, global_batch=24, plan={{plan!r}})
-for report in t.steps(data, count={STEPS}):
+from staging import gpt2, ids, words
+def layers():
+    blocks = [nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)) for _ in range(4)]
+    return nn.Sequential(nn.Linear(10, 300), *blocks, nn.LayerNorm(300), nn.Linear(300, 2)).double()
+def next_word(logits, batch):
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
+mlp, gpt = (layers, cross_entropy, data, None), (lambda: gpt2().double(), next_word, ids, words)
+model, loss, rows, forward = {{model}}
+t = paceline.Trainer(model, loss, torch.optim.AdamW, global_batch=24, plan={{plan!r}}, forward=forward)
+for report in t.steps(rows, count={STEPS}):
     pass
-if t.main:
-    workers = paceline.join().size
-    found = cost(t.plan, facts_of(t._job), workers, 24 // 3 // (workers // (t.plan.tensor or 1)))
-    Path('cost.json').write_text(json.dumps([found.held, found.sent]))
+team = paceline.join()
+found = cost(t.plan, facts_of(t._job), team.size, 24 // 3 // (team.size // t.plan.mesh(team.size).unit))
+sent = {{{{kind: told[1] / {STEPS} for kind, told in t._group.ledger.items() if kind in {NAMES}}}}}
+told = [found.held, found.sent, found.in_flight, list(t._replica.memory().values()), sent]
+Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
 """
 
 
 @pytest.mark.parametrize(
-    ("workers", "plan"),
+    ("workers", "plan", "model"),
     [
-        (4, "data=4"),
-        (2, "shard=2 zero=1"),
-        (4, "data=2 shard=2 zero=3"),
-        (4, "data=2 tensor=2"),
-        pytest.param(4, "shard=2 zero=1 tensor=2", marks=pytest.mark.slow),
-        *[pytest.param(4, f"data=2 shard=2 zero={zero}", marks=pytest.mark.slow) for zero in (1, 2)],
-        *[pytest.param(4, f"shard=4 zero={zero}", marks=pytest.mark.slow) for zero in (1, 2, 3)],
-        *[pytest.param(2, f"shard=2 zero={zero} offload=cpu", marks=pytest.mark.slow) for zero in (1, 2, 3)],
+        (4, "data=4", "mlp"),
+        (2, "shard=2 zero=1", "mlp"),
+        (4, "data=2 shard=2 zero=3", "mlp"),
+        (4, "pipeline=2 tensor=2", "mlp"),
+        (2, "context=2", "gpt"),
+        *[
+            pytest.param(workers, plan, model, marks=pytest.mark.slow)
+            for workers, plan, model in (
+                (4, "data=2 tensor=2", "mlp"),
+                (2, "pipeline=2", "mlp"),
+                (2, "pipeline=2", "gpt"),
+                (2, "pipeline=2 virtual=2", "mlp"),
+                (2, "pipeline=2 virtual=2 schedule=gpipe", "gpt"),
+                (4, "data=2 pipeline=2", "gpt"),
+                (4, "shard=2 zero=1 pipeline=2", "mlp"),
+                (4, "data=2 context=2", "gpt"),
+                (4, "shard=2 zero=1 context=2", "gpt"),
+                (4, "shard=2 zero=1 tensor=2", "mlp"),
+                *[(4, f"data=2 shard=2 zero={zero}", "mlp") for zero in (1, 2)],
+                *[(4, f"shard=4 zero={zero}", "mlp") for zero in (1, 2, 3)],
+                *[(2, f"shard=2 zero={zero} offload=cpu", "mlp") for zero in (1, 2, 3)],
+            )
+        ],
     ],
 )
-def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, tmp_path: Path) -> None:
-    train_basics(tmp_path, BODY.format(plan=f"{plan} micro=3"), workers, "--shares", ",".join("1" * workers))
-    held, sent = json.loads((tmp_path / "cost.json").read_text())
+def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, model: str, tmp_path: Path) -> None:
+    body = BODY.format(plan=f"{plan} micro=3", model=model)
+    train_basics(tmp_path, body, workers, "--shares", ",".join("1" * workers))
+    every = [json.loads((tmp_path / f"cost-{rank}.json").read_text()) for rank in range(workers)]
+    for held, sent, in_flight, memory, lines in every:
+        assert memory == pytest.approx(held, rel=0.03)
+        assert [lines.get(name, 0) for name in NAMES] == pytest.approx(
+            [sent.get(n, 0) for n in NAMES], rel=0.03, abs=999
+        )
+        virtual = 8 if "gpipe" in plan else 3 if "virtual" in plan else 2 if "pipeline" in plan else 1
+        assert in_flight == virtual * (2 if "gpipe" in plan else 1)
     (memory,) = journal(tmp_path / "out", "memory")
-    assert [memory[name] for name in ("parameters", "gradients", "optimizer")] == pytest.approx(held, rel=0.03)
+    assert [memory[name] for name in ("parameters", "gradients", "optimizer")] == every[0][3]
     (told,) = journal(tmp_path / "out", "collectives")
-    names = ("gradients", "weights", "all_gather", "tensor")
-    lines = {name: told["kinds"][name][1] / STEPS for name in names if name in told["kinds"]}
-    assert lines == pytest.approx(sent, rel=0.03)
+    assert {name: told["kinds"][name][1] / STEPS for name in every[0][4]} == pytest.approx(every[0][4], rel=0.03)
 
 
 class Odd(torch.optim.SGD):

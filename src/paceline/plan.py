@@ -143,6 +143,12 @@ class Plan:
         """How many workers gather a model's parameters from one another, and therefore run it equally often."""
         return self.mesh(1).replica if self.zero in (2, 3) else 1
 
+    @property
+    def apart(self) -> bool:
+        """Whether a worker keeps but a part of a model's parameters."""
+        mesh = self.mesh(1)
+        return self.together > 1 or mesh.pipeline * mesh.tensor > 1
+
     def in_shards(self, workers: int) -> Iterator[Plan]:
         """The plans over `workers` that are like this one and keep a model in more or fewer pieces: those that cost the
         least time first.

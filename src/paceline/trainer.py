@@ -120,7 +120,7 @@ class Trainer:
         self._group.mesh = max(self._group.mesh, whole.mesh(self._group.size), key=lambda mesh: mesh.replica)
         run.begin(str(whole), origin, seed, self._device)
         self._streams = Streams(self._device)
-        self.model, told = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.together > 1)
+        self.model, told = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.apart)
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         if not named:
             raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")

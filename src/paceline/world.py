@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError, shown
@@ -287,3 +289,32 @@ def offer_nccl_interface(name: str) -> None:
     """Tells NCCL the interface that routes to the peers, unless the user did."""
     if name and not os.environ.get("NCCL_SOCKET_IFNAME"):
         os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"
+
+
+def memory_groups(process: int | str = "self") -> list[Path]:
+    """Where the memory cgroup of a process, of version 1 or 2, may be seen: its folder, or the mount itself, as a
+    container has its own part only.
+    """
+    found = []
+    for line in Path(f"/proc/{process}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            mount = Path("/sys/fs/cgroup", "memory" if controllers else "")
+            found += [mount / path.lstrip("/"), mount]
+    return found
+
+
+def memory_free() -> float:
+    """Bytes that nobody needs in this host and in this process's memory cgroups; infinite where that is not told."""
+    found = [math.inf]
+    with contextlib.suppress(OSError):
+        found += [
+            1024.0 * int(n) for n in re.findall(r"^MemAvailable: +(\d+)", Path("/proc/meminfo").read_text(), re.M)
+        ]
+        for folder in {above for group in memory_groups() for above in (group, *group.parents)}:
+            for limit, usage in (("limit_in_bytes", "usage_in_bytes"), ("max", "current")):
+                with contextlib.suppress(OSError, ValueError):  # "max"
+                    room, used = (int((folder / f"memory.{name}").read_text()) for name in (limit, usage))
+                    cached = re.findall(r"^(?:total_)?inactive_file (\d+)", (folder / "memory.stat").read_text(), re.M)
+                    found.append(room - used + int(cached[-1]))
+    return min(found)

@@ -183,13 +183,14 @@ class Channel:
             if then is not None:
                 then()
 
-        operation = self._message(name, ("recv", queue, tag), steps(), len(data))
+        operation = self._message(name, ("recv", queue, tag), steps(), 0)
         operation.source = source
         return operation
 
     def _message(self, name: str, queue: tuple[Any, ...], steps: Steps, size: int) -> Operation:
-        """Begins a message of `size` bytes. Those of one `queue` go in order."""
-        operation = Operation(self, steps, "message", name, call_site(), 0)
+        """Begins a message that hands `size` bytes over. Those of one `queue` go in order."""
+        kind = "message" if self.declared is None else self.declared[2]
+        operation = Operation(self, steps, kind, name, call_site(), 0)
         self._begin(operation, (id(self), *queue), size, True)
         return operation
 

@@ -370,16 +370,15 @@ class Group:
 
     def send(self, flat: torch.Tensor, rank: int) -> None:
         """A flat tensor to one other worker, which calls `receive` with one of the same length and dtype."""
-        with outside_inference():
-            self._over(flat).send(raw_bytes(plain(flat)), rank).wait()
+        self.finish(self.start_send(flat, rank))
 
     def start_send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
         """Starts sending a tensor; `finish` must follow. Part of what was entered."""
         return self._start(tensor, lambda over, flat: over.send(raw_bytes(flat), rank))
 
     def receive(self, flat: torch.Tensor, rank: int) -> None:
-        with outside_inference():
-            self._over(flat).receive(raw_bytes(plain(flat)), rank).wait()
+        """What another one sends. Part of what was entered."""
+        self._start(flat, lambda over, flat: over.receive(raw_bytes(flat), rank)).wait()
 
     def exchange(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
         """A flat tensor to each worker, and one from each into those of `taken`, of any lengths. Part of the entered

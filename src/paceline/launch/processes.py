@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.observe.memory import whole_memory
+from paceline.world import memory_groups
 
 _PDEATHSIG, _NAME, _SUBREAPER = 1, 15, 36  # PR_SET_... of linux/prctl.h
 _DEAD = "ZX"  # states in proc(5): ended and not yet reaped, and gone
@@ -152,15 +153,7 @@ class MemoryKills:
     """The kernel's count of out-of-memory kills in a process's memory cgroup, of version 1 or 2."""
 
     def __init__(self, pid: int) -> None:
-        self._files: list[Path] = []
-        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            mount, name = ("memory", "memory.oom_control") if controllers else ("", "memory.events")
-            # A container may see its own part only, at the mount itself.
-            for inside in (path.lstrip("/"), ""):
-                self._files.append(Path("/sys/fs/cgroup", mount, inside, name))
+        self._folders = memory_groups(pid)
         self._before = self._count()
 
     def grown(self) -> bool:
@@ -171,16 +164,16 @@ class MemoryKills:
         """Bytes for each of so many workers of this process that are in the same cgroup; for this one alone, if it is
         in another.
         """
-        mine = MemoryKills(os.getpid())._files == self._files
+        mine = memory_groups() == self._folders
         limits = [whole_memory()]
-        for folder in {above for file in self._files for above in file.parents if "cgroup" in above.parts}:
+        for folder in {above for group in self._folders for above in (group, *group.parents)}:
             for name in ("memory.limit_in_bytes", "memory.max"):
                 with suppress(OSError, ValueError):  # "max"
                     limits.append(int((folder / name).read_text()))
         return min(limits) // (sharing if mine else 1)
 
     def _count(self) -> int:
-        for file in self._files:
+        for file in (folder / name for folder in self._folders for name in ("memory.oom_control", "memory.events")):
             with suppress(OSError):
                 found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
                 if found:

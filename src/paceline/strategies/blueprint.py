@@ -56,6 +56,13 @@ class _Deed:
     stream: torch.Tensor | None
 
 
+class _Token:
+    """Lives as long as a tensor, which has no weak reference of its own: as double() of a module wants it."""
+
+
+_TOKEN = "_paceline_token"
+
+
 class Blueprint(TorchDispatchMode):
     """Records, while it is entered, what is done to large tensors; `value` is one of those for real."""
 
@@ -66,7 +73,7 @@ class Blueprint(TorchDispatchMode):
         self._deeds: list[_Deed] = []
         self._alive: list[torch.UntypedStorage] = []  # whose identity may not be another's later
         self._known: set[int] = set()
-        self._made: list[weakref.ref[torch.Tensor]] = []
+        self._made: list[weakref.ref[_Token]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -80,7 +87,11 @@ class Blueprint(TorchDispatchMode):
             return self.value(args[0]).item()
         with self._fake:
             found = func(*args, **options)
-        self._made += [weakref.ref(leaf) for leaf in tree_iter(found) if isinstance(leaf, torch.Tensor)]
+        self._fake.fake_tensor_converter.tensor_memo.clear()  # which has weak references
+        for leaf in tree_iter(found):
+            if isinstance(leaf, torch.Tensor):
+                vars(leaf)[_TOKEN] = token = _Token()
+                self._made.append(weakref.ref(token))
         self._record(func, args, options, found)
         return found
 
@@ -153,10 +164,9 @@ class Blueprint(TorchDispatchMode):
 
     def outside(self, model: nn.Module) -> bool:
         """Whether tensors without values are kept where `rest` does not find them."""
-        inside = {id(tensor) for tensor in model.parameters()}
-        for module in model.modules():
-            inside |= {id(leaf) for held in (vars(module), module._buffers) for leaf in tree_iter(held)}
-        return any(tensor is not None and id(tensor) not in inside for tensor in (made() for made in self._made))
+        held = [*map(vars, model.modules()), *(module._buffers for module in model.modules())]
+        inside = {id(getattr(leaf, _TOKEN, None)) for leaf in tree_iter(held)}
+        return any(token is not None and id(token) not in inside for token in (made() for made in self._made))
 
     def rest(self, model: nn.Module) -> list[Slot]:
         """Buffers, and large tensors that modules hold besides, for real: where they belong, and which."""
@@ -179,6 +189,12 @@ def strip(model: nn.Module) -> None:
             if param is not None:
                 like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
                 module._parameters[name] = bare.setdefault(id(param), nn.Parameter(like, param.requires_grad))
+
+
+def put(slots: Iterable[Slot], device: torch.device) -> None:
+    """Puts what `rest` gives where it belongs."""
+    for holder, name, nest in slots:
+        holder[name] = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), nest)
 
 
 @contextmanager

@@ -144,7 +144,7 @@ class Sequences:
         result = self._whole(result)
         self._moves.rest()
         if not self._known and torch.is_grad_enabled():
-            self._known, self.job.inside = True, self._moves.sent - self._sent
+            self._known, self.job.inside["context"] = True, self._moves.sent - self._sent
             some = sorted(self._gathered)
             where = (
                 f"; all of them compute {', '.join(some[:3])}{', ...' if len(some) > 3 else ''} whole" if some else ""

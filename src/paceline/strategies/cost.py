@@ -5,7 +5,7 @@ Each algorithm says its own, in its own file; `nest.cost` asks those that a plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.pieces import Shards
@@ -15,8 +15,9 @@ from paceline.pieces import Shards
 class Facts:
     """What costs depend on: the `shapes` of the trainable parameters and the bytes `each` of their elements takes; the
     bytes of what else a model has `beside` them; which of them, by number, are gathered together, as `blocks` and the
-    `rest`; the bytes of the optimizer's state for one of theirs; and those that a micro-batch moves `inside` a unit,
-    which is known once one was seen. Where layers are cut, the shapes are those of a worker's parts.
+    `rest`; the bytes of the optimizer's state for one of theirs; and those that this worker sends `inside` a unit in a
+    micro-batch, by axis, which is known once one was seen, and where a step `ends`. Where a model is cut, the shapes
+    are those of a worker's parts.
     """
 
     shapes: Sequence[Sequence[int]]
@@ -25,7 +26,8 @@ class Facts:
     blocks: Sequence[Sequence[int]] = ()
     rest: Sequence[int] = ()
     state: float = 2.0
-    inside: int = 0
+    inside: Mapping[str, int] = field(default_factory=dict)
+    ends: Mapping[str, int] = field(default_factory=dict)
 
     def bytes(self, places: int = 1, numbers: Sequence[int] | None = None) -> int:
         """Of these parameters, or all, on the place that has most of their rows."""
@@ -35,12 +37,15 @@ class Facts:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of a worker: held at most, by category; and handed to collectives in a step, by line of the ledger."""
+    """Bytes of a worker: held at most, by category; and sent in a step, by line of the ledger. And how many
+    micro-batches are `in_flight` at most, once for each stage: what their activations take is not in it.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     sent: dict[str, int] = field(default_factory=dict)
+    in_flight: int = 1
 
     @property
     def held(self) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter
 
 from paceline.comm.buckets import Buckets
 from paceline.comm.exact import ExactBuckets
@@ -28,7 +28,7 @@ from paceline.comm.staging import Staging
 from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.pieces import Shards
 from paceline.strategies.blocks import blocks_of, by_block, gathered
-from paceline.strategies.blueprint import Blueprint, Slot, strip
+from paceline.strategies.blueprint import Blueprint, Slot, put, strip
 from paceline.strategies.job import Job
 from paceline.strategies.layout import Layout
 from paceline.strategies.state import cut_in_rows, held, local, marked, marks_of
@@ -110,7 +110,7 @@ class FullyShard(Layout):
         besides: list[Slot] = []
         if job.blueprint is not None:
             besides = job.blueprint.rest(job.model)
-            _put(besides, job.device)
+            put(besides, job.device)
             strip(job.model)
         # Torch warns of views that are changed in place, which only matters where parameters are freed after forward.
         own = f"{type(job.model).__name__}) returned a view" if reshard else ""
@@ -126,7 +126,7 @@ class FullyShard(Layout):
             for module, name, param in bare:
                 if param in scalars:  # each place of a tied one has got memory of its own
                     module._parameters[name] = ties.setdefault(param, module._parameters[name])
-            _put(besides, job.device)
+            put(besides, job.device)
             self._fill(job.blueprint, named, share)
         return mesh
 
@@ -338,11 +338,6 @@ class _Gather(AllGather):
 
 def _refuse_copy(module: nn.Module, memo: Any) -> Any:
     raise UsageError(f"{type(module).__name__.removeprefix('FSDP')} is in pieces, which cannot be copied", "say zero=1")
-
-
-def _put(tensors: Iterable[Slot], device: torch.device) -> None:
-    for holder, name, nest in tensors:
-        holder[name] = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), nest)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -57,7 +57,8 @@ class Job:
     own_cuts: dict[str, Cut] = field(default_factory=dict)
     place: int = 0
     unit: int = 1  # workers who run its micro-batches together
-    inside: int = 0  # bytes that they exchange in a forward and backward, once one was seen
+    inside: dict[str, int] = field(default_factory=dict)  # bytes they exchange in a micro-batch, by axis, once seen
+    ends: dict[str, int] = field(default_factory=dict)  # and at the end of a step
     replica: Group | None = None
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
     blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet

@@ -16,22 +16,30 @@ from paceline.strategies.data import share
 from paceline.strategies.job import Job
 from paceline.strategies.layout import Layout
 from paceline.strategies.replica import Replica
+from paceline.strategies.schedule import KINDS, kept, table
 from paceline.strategies.shard import Shard
 from paceline.strategies.state import held, kept_for_each
+from paceline.strategies.values import Values
 
 
 def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     """What a plan costs each of so many workers, if they make so many forwards in a step. The memory of activations,
     of exact sums and of what they need is not in it.
+
+    Along `pipeline`, `context` and `tensor` it is what a worker with these `facts` sends: what a micro-batch has sent,
+    so many times. The shapes of activations are those of the user's code, and no formula knows them before.
     """
     mesh = plan.mesh(workers)
     if mesh.shard == 1:
-        found = data.cost(facts, mesh.data)
+        found = data.cost(facts, mesh.data * mesh.context)
     else:
-        found = shard.cost(facts, plan.zero or 3, mesh.shard, mesh.data, forwards, plan.offload is not None)
-    if facts.inside:
-        found.sent["tensor"] = forwards * facts.inside
-    return found
+        found = shard.cost(
+            facts, plan.zero or 3, mesh.shard, mesh.data * mesh.context, forwards, plan.offload is not None
+        )
+    for axis in facts.inside.keys() | facts.ends.keys():
+        found.sent[axis] = forwards * facts.inside.get(axis, 0) + facts.ends.get(axis, 0)
+    rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
+    return replace(found, in_flight=max(map(kept, rows)))
 
 
 def facts_of(job: Job) -> Facts:
@@ -47,6 +55,7 @@ def facts_of(job: Job) -> Facts:
         [numbers[name] for name in rest],
         kept_for_each(job.optimizers),
         job.inside,
+        job.ends,
     )
 
 
@@ -68,6 +77,7 @@ def nest(
     mesh = plan.mesh(group.size)
     job.unit = mesh.unit
     job.place, job.replica = mesh.place(group.rank), group.along(*AXES[1:], mesh=mesh)
+    values = Values(job) if mesh.pipeline * mesh.tensor > 1 else None
     pipeline = None
     if mesh.pipeline > 1:
         from paceline.strategies.pipeline import Pipeline
@@ -75,7 +85,7 @@ def nest(
 
         stages = divide(job.model, mesh.pipeline * (plan.virtual or 1), mesh.pipeline, blocks)
         line = group.along("pipeline", mesh=mesh)
-        pipeline = Pipeline(job, line, stages, plan.schedule or "1f1b", mesh.context * mesh.tensor)
+        pipeline = Pipeline(job, line, stages, plan.schedule or KINDS[0], mesh.context * mesh.tensor)
         job.decisions.append(pipeline.told)
     if mesh.tensor > 1:
         from paceline.strategies.tensor import TensorCut
@@ -99,6 +109,8 @@ def nest(
         job.cuts = {name: replace(cut, pieces=cut.pieces * mesh.context) for name, cut in job.cuts.items()}
     if pipeline is not None:
         pipeline.leave()
+    if values is not None:
+        values.put(group, mesh, known)
     outer = group.along("data", "context", mesh=mesh)
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact

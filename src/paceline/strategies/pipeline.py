@@ -82,6 +82,7 @@ class Pipeline:
         self._under: dict[int, _Under] = {}  # of each stage, what has passed last
         self._sent: list[Any] = []
         self.waited = 0.0  # seconds, for other stages
+        self.sent = 0  # bytes
         self._plain, job.forward = job.forward, self._inside
 
     def __deepcopy__(self, memo: Any) -> Pipeline:
@@ -145,11 +146,13 @@ class Pipeline:
 
     def _several(self) -> dict[int, list[int]]:
         """The numbers of trainable parameters that several workers of the line have, and which."""
-        found = {}
-        for number, name in enumerate(self.job.named):
+        found, ends, me = {}, self.job.ends, self.line.rank
+        for number, (name, param) in enumerate(self.job.named.items()):
             workers = sorted({stage % self.line.size for stage in self._homes[name]})
             if len(workers) > 1:
                 found[number] = workers
+                times = len(workers) - 1 if me == workers[0] else int(me in workers)
+                ends["pipeline"] = ends.get("pipeline", 0) + times * param.nbytes
         return found
 
     # -- forwards -----------------------------------------------------------------------------------------------------
@@ -240,6 +243,7 @@ class Pipeline:
         self._sent = [work for work in self._sent if work is not None and not work.is_completed()]
         while len(self._sent) > MOST:
             self.line.finish(self._sent.pop(0))
+        self.sent += sum(tensor.nbytes for tensor in tensors)
         self._sent += [self.line.start_send(tensor.contiguous(), stage % self.line.size) for tensor in tensors]
 
     def _from(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -93,10 +93,11 @@ def simulate(rows: Sequence[Sequence[Action]], forward: Sequence[float], backwar
     if stuck:
         told = ", ".join(f"worker {worker} before {a.kind}{a.micro_batch} of stage {a.stage}" for worker, a in stuck)
         raise ValueError(f"all wait for each other: {told}")
-    return Simulated(spans, max([0.0, *ends.values()]), [_kept(row) for row in rows])
+    return Simulated(spans, max([0.0, *ends.values()]), [kept(row) for row in rows])
 
 
-def _kept(row: Sequence[Action]) -> int:
+def kept(row: Sequence[Action]) -> int:
+    """How many micro-batches a worker has under way at most, once for each stage."""
     open_ = most = 0
     for action in row:
         open_ += 1 if action.kind == FORWARD else -1

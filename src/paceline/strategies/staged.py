@@ -43,7 +43,7 @@ class StagedRunner(Runner):
         if sums.records is not None:
             what = "the model has BatchNorm, or a buffer that says how it is merged"
             raise UsageError(f"{what}, and pipeline= is not built for these yet", "leave pipeline= out")
-        line, parts = self.pipeline, list[Loss]()
+        line, parts, sent = self.pipeline, list[Loss](), self.pipeline.sent
         under: dict[tuple[int, int], tuple[Loss, Any]] = {}
         seconds = dict.fromkeys(line.own, 0.0)
         for action in line.actions(len(chunks)):
@@ -70,6 +70,8 @@ class StagedRunner(Runner):
         line.at(None)
         line.finish()
         self._look(seconds, sums, options.step + 1)
+        if chunks:
+            self.job.inside["pipeline"] = (line.sent - sent) // len(chunks)
         return parts
 
     @contextmanager

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -47,6 +46,7 @@ from paceline.strategies.rules import RULES
 from paceline.strategies.side_effects import without_a_trace
 from paceline.strategies.state import marks_of, refuse_state
 from paceline.strategies.streams import Streams
+from paceline.world import memory_free
 
 _SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
 PLACEMENTS = f"say one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {WHOLE}"
@@ -227,7 +227,7 @@ class TensorCut:
         return f"say tensor={fits[-1]}" if fits else f'say "{WHOLE}" of it in tensor='
 
     def _divide(self, layer: _Layer, module: nn.Module, key: str, dim: int, part: Division, path: str = "") -> None:
-        """Puts the own piece of a parameter where the whole one is, everywhere in the model."""
+        """Puts the own piece of a parameter where the whole one is, everywhere in the model. Neither has values yet."""
         whole, path = cast(nn.Parameter, getattr(module, key)), path or key
         if id(whole) in self._made:  # tied to one that is cut already
             _, cut = self._made[id(whole)]
@@ -237,7 +237,7 @@ class TensorCut:
             return
         part = replace(part, dim=dim)
         cut = part.cut(tuple(whole.shape), self.unit.size)
-        own = nn.Parameter(cut.at(self.unit.rank).of(whole.detach()).clone(), whole.requires_grad)
+        own = nn.Parameter(whole.detach()[(0,) * whole.dim()].expand(cut.at(self.unit.rank).shape), whole.requires_grad)
         vars(own).update(marks_of(whole))
         mark(own, part)
         self._made[id(own)] = own, cut
@@ -381,7 +381,7 @@ class TensorCut:
         if regions is None and (torch.is_grad_enabled() or not training):
             self._regions[training] = self._seen | ({""} if frame.noted else set())
             if training:
-                self.job.inside = self.moves.sent - sent
+                self.job.inside["tensor"] = self.moves.sent - sent
         return output
 
     # -- what a script may do with a cut model ------------------------------------------------------------------------
@@ -443,7 +443,7 @@ class TensorCut:
 
     def _fits_whole(self) -> bool:
         """Whether all whole weights and their gradients have room on each worker of the unit."""
-        need, free = 2 * self._bytes, _available()
+        need, free = 2 * self._bytes, memory_free()
         if self.job.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.job.device)[0]
         return all(self.unit.gather_json(need <= free))
@@ -508,15 +508,6 @@ class TensorCut:
                 yield
         finally:
             self._uncut = False
-
-
-def _available() -> float:
-    """Bytes of this host that nobody needs; infinite where that is not told."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return math.inf
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)
 
 
 def _nothing(module: nn.Module, given: Any) -> None:
