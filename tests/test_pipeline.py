@@ -325,6 +325,28 @@ ENDS = {
 }
 
 
+OWN = """
+from staging import Block, LENGTH, WIDTH, loss, numbers
+chance = torch.Generator().manual_seed(1)
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+    def forward(self, x):
+        for block in self.blocks: x = block(x)
+        return x + torch.randn(x.shape, generator=chance)
+t = paceline.Trainer(lambda: Own().double(), loss, lambda ps: torch.optim.SGD(ps, lr=0.1), global_batch=8)
+list(t.steps(numbers, count=2))
+"""
+
+
+def test_sequences_are_compared_with_whole_ones(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as ended:
+        train_basics(tmp_path, OWN, 2, "--max-restarts", "0", "--plan", "context=2")
+    said = "UsageError: outputs are another when the sequences of Own are divided by context=; leave context= out\n"
+    assert said in str(ended.value)
+
+
 def test_another_cut_is_advised_where_a_stage_is_slow(tmp_path: Path) -> None:
     slow = """
 import time

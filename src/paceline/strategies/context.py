@@ -24,10 +24,13 @@ from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.strategies.blocks import blocks_of
 from paceline.strategies.chunks import tensors_of
+from paceline.strategies.compared import allowed, apart, farthest, gradients_of, room, weighing
 from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves, applied
 from paceline.strategies.parts import MADE, UNKNOWN, Parts, Rule, Tensor, changes, logical, mark, part_of, tensors_in
 from paceline.strategies.rules import RULES, asked_of, rule_of
+from paceline.strategies.side_effects import without_a_trace
+from paceline.strategies.streams import Streams
 
 _ORIGIN = "_paceline_origin"
 _ATTENTION = "scaled_dot_product_attention"
@@ -100,8 +103,9 @@ class Sequences:
     It is made in two steps, between which others may wrap what blocks compute; `narrow` is the second one.
     """
 
-    def __init__(self, job: Job, unit: Group) -> None:
+    def __init__(self, job: Job, unit: Group, staged: bool) -> None:
         self.job, self.unit, self._model = job, unit, type(job.model).__name__
+        self._beside, self._compared = "", staged  # of a model in stages nobody has the whole
         self._moves = _Moves(unit)
         self._parts = _Stretches(self._moves, RULES | _RULES, lambda: self._model, self._noted, "_paceline_stretch")
         self._gathered, self._odd = set[str](), set[int]()
@@ -131,6 +135,9 @@ class Sequences:
     def _forward(self, model: nn.Module, batch: Any) -> Any:
         if model is not self.job.model:
             return self._plain(model, batch)
+        if not self._compared and model.training and torch.is_grad_enabled():
+            self._compared = True
+            self._compare(model, batch)
         self.unit.enter("the stretches of sequences", check=False, kind="context")
         self._sent = self._moves.sent
         with self._parts:
@@ -151,9 +158,40 @@ class Sequences:
             )
             odd = ", ".join(map(str, sorted(self._odd)[:3]))
             whole = f"; {self.unit.size} does not divide {odd}, which is computed whole by all" if odd else ""
-            if where or whole:
-                self.job.news["context"] = f"sequences are divided among {self.unit.size} workers{where}{whole}", ""
+            if told := where + whole + self._beside:
+                self.job.news["context"] = f"sequences are divided among {self.unit.size} workers{told}", ""
         return result
+
+    def _compare(self, model: nn.Module, batch: Any) -> None:
+        """The first forward and backward beside those of whole sequences."""
+        self.unit.enter("whole sequences, to compare with", check=False, kind="comparison")
+        kept, unit = set[tuple[int, int]](), self.unit
+        with weighing(kept):
+            outputs, gradients = self._computed(model, batch, self._parts)
+        need = unit.size**2 * sum(size for _, size in kept)  # of all who may be on this host
+        if not all(unit.gather_json(need <= room(self.job.device))):
+            self._beside = "; whole ones to compare with would not fit"
+            return
+        whole, expected = self._computed(model, batch, nullcontext())
+        apart_most = max((apart(a, b) / allowed(b), apart(a, b)) for a, b in zip(outputs, whole, strict=True))
+        mine = {name: gradients.get(name, torch.zeros_like(grad)) for name, grad in expected.items()}
+        for grad in mine.values():
+            unit.sum(grad)
+        name, distance = farthest(mine, expected, whole)
+        if name or apart_most[0] > 1:
+            what = f"the gradient of {name} is" if name else "outputs are"
+            what = f"{what} another when the sequences of {self._model} are divided by context="
+            raise UsageError(what, "leave context= out")
+        figures = f"outputs {apart_most[1]:.1g} and gradients {distance:.1g} apart"
+        self._beside = f"; one micro-batch was computed with whole ones, too: {figures}"
+
+    def _computed(self, model: nn.Module, batch: Any, how: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Outputs, and the gradients of numbers made of them."""
+        with without_a_trace(model, Streams(self.job.device)):
+            with how:
+                output = self._plain(model, batch)
+            outputs = tensors_of(self._whole(output))
+            return [x.detach() for x in outputs], gradients_of(outputs, self.job.named)
 
     def _whole(self, values: Any) -> Any:
         with self._parts.asked():

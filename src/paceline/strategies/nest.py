@@ -95,7 +95,7 @@ def nest(
     if mesh.context > 1:
         from paceline.strategies.context import Sequences
 
-        sequences = Sequences(job, group.along("context", mesh=mesh))
+        sequences = Sequences(job, group.along("context", mesh=mesh), pipeline is not None)
         job.decisions.append(sequences.told)
     if plan.exact:
         set_apart(job.model)

@@ -25,6 +25,7 @@ from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.pieces import Cut
 from paceline.strategies.chunks import refuse_other_input, tensors_of
+from paceline.strategies.compared import allowed, apart, farthest, gradients_of, room
 from paceline.strategies.heads import attention
 from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves, summed
@@ -46,7 +47,6 @@ from paceline.strategies.rules import RULES
 from paceline.strategies.side_effects import without_a_trace
 from paceline.strategies.state import marks_of, refuse_state
 from paceline.strategies.streams import Streams
-from paceline.world import memory_free
 
 _SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
 PLACEMENTS = f"say one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {WHOLE}"
@@ -61,9 +61,6 @@ _THEIRS = {
 }
 _OF = {COLUMN: "outputs", GATHERED: "outputs", ROW: "inputs", VOCABULARY: "entries", HEADS: "heads"}
 # By how much the cut model may differ from the whole one, as a part of a norm: by rounding.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
-_COARSE = 5e-2  # of other kinds of numbers
-_OF_ALL = 1e-2  # of the norm of all gradients: what a gradient smaller than that is compared with
 
 
 @dataclass
@@ -417,23 +414,24 @@ class TensorCut:
         self.unit.enter("the whole layers, to compare with", check=False, kind="comparison")
         backward = model.training and torch.is_grad_enabled() and self._fits_whole()
         whole, expected = self._computed(model, batch, True, backward)
-        output, gradients = self._computed(model, batch, False, backward)
-        distances = [_apart(a, b) for a, b in zip(output, whole, strict=True)]
-        if any(distance > _allowed(b) for distance, b in zip(distances, whole, strict=True)):
+        try:
+            output, gradients = self._computed(model, batch, False, backward)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            cure = "leave the layers whose outputs a torch.autograd.Function takes out of tensor="
+            raise UsageError(f"{self._name} cannot be computed when it is cut by tensor= ({error})", cure) from error
+        distances = [apart(a, b) for a, b in zip(output, whole, strict=True)]
+        if any(distance > allowed(b) for distance, b in zip(distances, whole, strict=True)):
             where = self._first_apart(model, batch)
             what = f"{where} gives something else when {self._name} is cut by tensor="
             raise UsageError(what, f'leave its layers out of tensor=, or say "{COLUMN}:3" of a weight of three')
-        norms, farthest = {name: float(b.double().norm()) for name, b in expected.items()}, 0.0
-        most = math.hypot(*norms.values()) * _OF_ALL
-        for name, b in expected.items():
-            scale = max(norms[name], most, 1e-300)
-            distance = float((gradients[name].double() - b.double()).norm()) / scale
-            farthest = max(farthest, distance)
-            if distance > 10 * max(map(_allowed, [b, *whole])):
-                what = f"the gradient of {name} is another when {self._name} is cut by tensor="
-                raise UsageError(what, 'leave its layer out of tensor=, or say "whole" of it')
+        name, distance = farthest(gradients, expected, whole)
+        if name:
+            what = f"the gradient of {name} is another when {self._name} is cut by tensor="
+            raise UsageError(what, 'leave its layer out of tensor=, or say "whole" of it')
         if model.training:
-            gradients_too = f"and gradients {farthest:.1g} apart" if backward else "apart (a backward would not fit)"
+            gradients_too = f"and gradients {distance:.1g} apart" if backward else "apart (a backward would not fit)"
             figures = f"outputs {max(distances, default=0.0):.1g} {gradients_too}"
             what = f"one micro-batch was computed with whole layers, too: {figures}"
             if self._joined:
@@ -443,10 +441,7 @@ class TensorCut:
 
     def _fits_whole(self) -> bool:
         """Whether all whole weights and their gradients have room on each worker of the unit."""
-        need, free = 2 * self._bytes, memory_free()
-        if self.job.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.job.device)[0]
-        return all(self.unit.gather_json(need <= free))
+        return all(self.unit.gather_json(2 * self._bytes <= room(self.job.device)))
 
     def _computed(
         self, model: nn.Module, batch: Any, uncut: bool, backward: bool
@@ -456,16 +451,7 @@ class TensorCut:
             outputs = self._outputs(model, batch)
             if not backward:
                 return outputs, {}
-            generator = torch.Generator(outputs[0].device).manual_seed(0)
-            sums = [
-                (x * torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)).sum()
-                for x in outputs
-                if x.requires_grad
-            ]
-            named = self.job.named if sums else {}
-            found = torch.autograd.grad(sums, [*named.values()], allow_unused=True) if named else ()
-            gradients = {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
-            return [x.detach() for x in outputs], gradients
+            return [x.detach() for x in outputs], gradients_of(outputs, self.job.named)
 
     def _outputs(self, model: nn.Module, batch: Any) -> list[torch.Tensor]:
         call = partial(self._plain, model, batch)
@@ -485,7 +471,7 @@ class TensorCut:
         def compare(module: nn.Module, _: Any, output: Any) -> None:
             name, mine = names[id(module)], tensors_of(output)
             pairs = [(a, b) for a, b in zip(mine, given.get(name, ()), strict=False) if not part_of(a)]
-            if any(_apart(a, b) > _allowed(b) for a, b in pairs):
+            if any(apart(a, b) > allowed(b) for a, b in pairs):
                 found.append(name)
 
         found: list[str] = []
@@ -512,15 +498,3 @@ class TensorCut:
 
 def _nothing(module: nn.Module, given: Any) -> None:
     """A hook that does nothing."""
-
-
-def _allowed(tensor: torch.Tensor) -> float:
-    mixed = torch.is_autocast_enabled(tensor.device.type)  # a float32 may come of coarser numbers
-    return _COARSE if mixed else _ROUNDING.get(tensor.dtype, _COARSE)
-
-
-def _apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Norm of the difference as a part of that of `theirs`."""
-    if mine.shape != theirs.shape or not theirs.is_floating_point():
-        return float(not torch.equal(mine, theirs))
-    return float((mine.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-300))

@@ -1,0 +1,69 @@
+"""What is computed in parts beside what is computed whole: how far apart they may be, and are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from paceline.world import memory_free
+
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
+_COARSE = 5e-2  # of other kinds of numbers
+_OF_ALL = 1e-2  # of the norm of all gradients: what a gradient smaller than that is compared with
+
+
+def allowed(tensor: torch.Tensor) -> float:
+    mixed = torch.is_autocast_enabled(tensor.device.type)  # a float32 may come of coarser numbers
+    return _COARSE if mixed else _ROUNDING.get(tensor.dtype, _COARSE)
+
+
+def apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Norm of the difference as a part of that of `theirs`."""
+    if mine.shape != theirs.shape or not theirs.is_floating_point():
+        return float(not torch.equal(mine, theirs))
+    return float((mine.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-300))
+
+
+def farthest(
+    mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> tuple[str, float]:
+    """How far gradients are apart at most, of `outputs` or what came of them, and whose if it is more than rounding."""
+    norms = {name: float(one.double().norm()) for name, one in theirs.items()}
+    least, name, most = max(math.hypot(*norms.values()) * _OF_ALL, 1e-300), "", 0.0
+    for whose, one in theirs.items():
+        distance = float((mine[whose].double() - one.double()).norm()) / max(norms[whose], least)
+        if distance > max(most, 10 * max(map(allowed, [one, *outputs]))):
+            name = whose
+        most = max(most, distance)
+    return name, most
+
+
+def gradients_of(outputs: Sequence[torch.Tensor], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Those of numbers that are made of outputs, by the same random weights each time."""
+    generator = torch.Generator(outputs[0].device).manual_seed(0) if outputs else None
+    weights = [torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator) for x in outputs]
+    sums = [(x * weight).sum() for x, weight in zip(outputs, weights, strict=True) if x.requires_grad]
+    found = torch.autograd.grad(sums, [*named.values()], allow_unused=True) if sums else [None] * len(named)
+    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+
+
+def room(device: torch.device) -> float:
+    """Bytes that nobody needs."""
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory_free()
+
+
+@contextmanager
+def weighing(found: set[tuple[int, int]]) -> Iterator[None]:
+    """The memory that is kept for backwards meanwhile: where, and how many bytes."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        found.add((storage.data_ptr(), storage.nbytes()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
