@@ -9,7 +9,7 @@ from conftest import enter_group
 from launching import SCRIPTS, paceline
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOM = 1_500_000_000  # bytes of a worker; with Adam the model takes 3.1 GB
 
 
