@@ -73,6 +73,8 @@ bench: $(TOOLS) ## step time, sharded and cut steps, a tiny one, memory, a GPU, 
 	@$(BIN)/python benchmarks/step_time.py
 	@$(BIN)/python benchmarks/sharded.py
 	@$(BIN)/python benchmarks/tensor.py
+	@$(BIN)/python benchmarks/pipeline.py --bubble
+	@$(BIN)/python benchmarks/pipeline.py --against torch
 	@$(BIN)/python benchmarks/tiny.py
 	@$(BIN)/python benchmarks/memory.py
 	@$(BIN)/python benchmarks/gpu.py

@@ -67,8 +67,8 @@ class Net(nn.Module):
         own = own or range(layers)
         self.tokens, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
         blocks = [Block(width, max(1, width // 64)) for _ in range(layers)]
-        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS)
         self.blocks = nn.ModuleList(blocks[own.start : own.stop])
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS)
         self.tokens, self.places = (self.tokens, self.places) if own.start == 0 else (None, None)
         self.last, self.head = (self.last, self.head) if own.stop == layers else (None, None)
 

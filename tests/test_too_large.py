@@ -9,7 +9,7 @@ from conftest import enter_group
 from launching import SCRIPTS, paceline
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOM = 1_500_000_000  # bytes of a worker; with Adam the model takes 3.1 GB
 
 
@@ -20,7 +20,8 @@ def test_a_model_in_parts_of_a_gigabyte(plan: str, memory_group, monkeypatch: py
     """
     shards = plan == "shard=4"
     groups = [memory_group(8_000_000_000)] * 4 if shards else [memory_group(ROOM) for _ in range(4)]
-    command = ("run", "--workers", "4", "--run-dir", "out", "--max-restarts", "0", "--plan", f"{plan} micro=2")
+    command = ("run", "--workers", "4", "--run-dir", "out", "--max-restarts", "0", "--save-every", "1000000")
+    command += ("--plan", f"{plan} micro=2")
     env = {"OMP_NUM_THREADS": "1", **({"MALLOC_MMAP_THRESHOLD_": str(1 << 20)} if shards else {})}
     paceline(*command, SCRIPTS / "large.py", *groups, cwd=tmp_path, timeout=900, **env)
     monkeypatch.syspath_prepend(SCRIPTS)

@@ -146,8 +146,7 @@ class Plan:
     @property
     def apart(self) -> bool:
         """Whether a worker keeps but a part of a model's parameters."""
-        mesh = self.mesh(1)
-        return self.together > 1 or mesh.pipeline * mesh.tensor > 1
+        return self.together > 1 or (self.pipeline or 1) * (self.tensor or 1) > 1
 
     def in_shards(self, workers: int) -> Iterator[Plan]:
         """The plans over `workers` that are like this one and keep a model in more or fewer pieces: those that cost the

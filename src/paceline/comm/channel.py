@@ -189,8 +189,8 @@ class Channel:
 
     def _message(self, name: str, queue: tuple[Any, ...], steps: Steps, size: int) -> Operation:
         """Begins a message that hands `size` bytes over. Those of one `queue` go in order."""
-        kind = "message" if self.declared is None else self.declared[2]
-        operation = Operation(self, steps, kind, name, call_site(), 0)
+        site, kind = (call_site(), "message") if self.declared is None else self.declared[1:]
+        operation = Operation(self, steps, kind, name, site, 0)
         self._begin(operation, (id(self), *queue), size, True)
         return operation
 

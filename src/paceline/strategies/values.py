@@ -59,10 +59,9 @@ class Values:
                     share([whole], beside if len(homes) == 1 else group)
             own = cut.at(job.place).of(whole)
             param.data = own if own.numel() == whole.numel() else own.clone()
-        if job.blueprint is not None:
-            job.blueprint = None
-            if not known:
-                share(job.model.buffers(), group)
+        if job.blueprint is not None and not known:
+            share(job.model.buffers(), group)
+        job.blueprint = None
 
 
 def _empty(param: nn.Parameter, device: torch.device) -> torch.Tensor:
