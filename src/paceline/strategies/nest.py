@@ -66,16 +66,16 @@ def nest(
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
     mesh = plan.mesh(group.size)
-    job.unit = mesh.unit
+    job.unit, job.said = mesh.unit, (placements, blocks)
     job.place, job.replica = mesh.place(group.rank), group.along(*AXES[1:], mesh=mesh)
     pipeline = None
     if mesh.pipeline > 1:
         from paceline.strategies.pipeline import Pipeline
         from paceline.strategies.stages import divide
 
-        stages = divide(job.model, mesh.pipeline * (plan.virtual or 1), mesh.pipeline, blocks)
+        job.stages = divide(job.model, mesh.pipeline * (plan.virtual or 1), mesh.pipeline, blocks)
         line = group.along("pipeline", mesh=mesh)
-        pipeline = Pipeline(job, line, stages, plan.schedule or "1f1b", mesh.context * mesh.tensor)
+        pipeline = Pipeline(job, line, job.stages, plan.schedule or "1f1b", mesh.context * mesh.tensor)
         job.decisions.append(pipeline.told)
     if mesh.tensor > 1:
         from paceline.strategies.tensor import TensorCut

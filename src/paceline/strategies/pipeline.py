@@ -10,6 +10,7 @@ that several stages have, as tied ones, are held by all of them, and their gradi
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +81,7 @@ class Pipeline:
         self._heard, self._want, self._surveys = Heard(), frozenset[Key](), False
         self._under: dict[int, _Under] = {}  # of each stage, what has passed last
         self._sent: list[Any] = []
+        self.waited = 0.0  # seconds, for other stages
         self._plain, job.forward = job.forward, self._inside
 
     def __deepcopy__(self, memo: Any) -> Pipeline:
@@ -241,7 +243,9 @@ class Pipeline:
         self._sent += [self.line.start_send(tensor.contiguous(), stage % self.line.size) for tensor in tensors]
 
     def _from(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:
+        began = time.perf_counter()
         self.line.receive(tensor, stage % self.line.size)
+        self.waited += time.perf_counter() - began
         return tensor
 
     def _receive(self, stage: int, keys: list[Key]) -> Heard:
@@ -259,9 +263,11 @@ class Pipeline:
 
     def finish(self) -> None:
         """Waits until all that was sent has been taken."""
+        began = time.perf_counter()
         for work in self._sent:
             self.line.finish(work)
         self._sent.clear()
+        self.waited += time.perf_counter() - began
 
     def _survey(self, kind: tuple[str, bool], call: Callable[[], Any]) -> None:
         """One forward on stand-ins, stage by stage, to see which values stages need of earlier ones."""

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.strategies.chunks import Chunk
+from paceline.strategies.chunks import Chunk, MicroBatch
 from paceline.strategies.job import Options, Sums
 from paceline.strategies.pipeline import Pipeline
-from paceline.strategies.runner import Loss, Runner
+from paceline.strategies.runner import Loss, Ready, Runner
 from paceline.strategies.schedule import FORWARD
 
 
@@ -26,6 +26,12 @@ class StagedRunner(Runner):
         super().restore(void)
         if void:
             self.pipeline.abandon()
+
+    def run(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+        self.pipeline.waited = 0.0
+        sums = super().run(micro_batches, options, ready)
+        sums.waited = self.pipeline.waited
+        return sums
 
     def _through(self, chunks: Sequence[Chunk], sums: Sums, options: Options) -> list[Loss]:
         if options.hooked or self.observer.hooks.where:
