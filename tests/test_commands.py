@@ -102,7 +102,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["check", ""], f"SCRIPT {EMPTY}"),
         (["tokenize", "--out", "", "x"], f"--out {EMPTY}"),
         (["export", "", "b"], f"RUN {EMPTY}"),
-        (["explain", ""], f"RUN {EMPTY}"),
+        (["explain", ""], f"RUN|PLAN {EMPTY}"),
         # Paths that the system refuses.
         (["run", LONG], UNUSABLE),
         (["run", "--against", LONG, "train.py"], UNUSABLE),

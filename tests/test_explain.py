@@ -1,13 +1,24 @@
-"""`paceline explain`: what a run did and why, from its journal."""
+"""`paceline explain`: what a run did and why, from its journal; and what a plan comes to."""
 
 from __future__ import annotations
 
+import re
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
+import pytest
+from agents import journal
 from journals import GRID, write_run
+from launching import SCRIPTS, paceline, train_basics
 
+from paceline.cli import main
+from paceline.observe.drawing import draw, save
+from paceline.observe.explained import Explained
 from paceline.observe.journal import Journal
 from paceline.observe.summary import explain
+from paceline.plan import Plan
 
 
 def test_explain_a_finished_run(tmp_path: Path) -> None:
@@ -62,3 +73,310 @@ def test_what_kinds_of_collectives_cost_and_the_small_ones_together(tmp_path: Pa
         "a checkpoint 5 collectives, 100 B, worker 0 stood still 2 h 46 min",
         "all others 3 collectives, 9 B, worker 0 stood still 0.0 s",
     ]
+
+
+# ---- a plan
+
+ALL = """\
+data=2 tensor=2 pipeline=2: 8 workers; a step of 8 micro-batches, at most 4 for each of 2 units of 4 workers
+
+replica 0    [0 1] > [2 3]
+replica 1    [4 5] > [6 7]
+
+data=2       holds a copy of its part of the model, for 1/2 of the micro-batches
+             sends gradients, once a step
+             waits at the end of a step, for the gradients of other replicas
+tensor=2     holds 1/2 of each large layer, and the rest whole
+             sends its part of what layers give, in each of these
+             waits in each of these layers, for the parts of the others
+pipeline=2   holds the blocks of 1 of 2 stages, and activations of 2 micro-batches at most
+             sends what its blocks give, to the next stage, and the gradients of what came, to the one before
+             waits in a forward for the stage before, in a backward for the one after: 20.0% of a step
+
+workers 0-1  stage 0
+workers 2-3  stage 1
+waiting      1f1b: 20.0% of a step if all stages take equally long, (p-1)/(m+p-1) with p=2, m=4
+
+stage 0      -0----1--         [  0   ]--2--[   1   ]-3--[   2   ]    [   3   ]
+stage 1          --0--[   0   ]-1--[   1   ]-2--[   2   ]-3--[   3   ]
+
+a number is the forward of a micro-batch, in brackets its backward; the rest is waiting
+"""
+SHARDS = """\
+data=1 shard=6 zero=3 recompute=blocks: 6 workers; a step of 8 micro-batches, at most 2 for each of 6 units of 1 worker
+
+shard 0           0
+shard 1           1
+shard 2           2
+shard 3           3
+                  and 2 more like these
+
+shard=6           holds 1/6 of parameters, gradients and optimizer's state, and one block whole at a time
+                  sends its part of each block, twice in a micro-batch, and gradients, once
+                  waits before each block, for the parts of the others
+recompute=blocks  activations are computed again in backward, which saves memory
+"""
+SCRIPT = """\
+data=2 shard=2 zero=1 micro=3: 4 workers, Net; a step of 8 micro-batches of 3 rows, at most 2 for each of 4 units of \
+1 worker
+
+replica 0, shard 0  0
+replica 0, shard 1  1
+replica 1, shard 0  2
+replica 1, shard 1  3
+
+data=2              holds a copy of its part of the model, for 1/2 of the micro-batches
+                    sends gradients, once a step
+                    waits at the end of a step, for the gradients of other replicas
+shard=2             holds all parameters and gradients, and 1/2 of the optimizer's state
+                    sends gradients, once a step, and then the weights that it has updated
+                    waits at the end of a step, for gradients, and then for weights
+micro=3             rows of a micro-batch; an eighth of the global batch unless said
+
+each worker         layers.0 to 3 (Sequential)
+predicted           holds parameters 10.4 kB, gradients 10.4 kB, activations 2.24 kB; sends gradients 10.4 kB, weights \
+5.19 kB; computes T
+
+seconds and activations are those of a micro-batch on one worker here
+"""
+BLOCKS = """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(10, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(4))
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x):
+        x = self.up(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+t = make(model=lambda: Net().double())
+for report in t.steps(data, count=6):
+    pass
+"""
+LAYER = (16 * 16 + 16) * 8  # bytes
+FIRST, LAST = (10 * 16 + 16) * 8 + 2 * LAYER, (2 * 16 + 2) * 8 + 2 * LAYER
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text("from basics import *\n" + BLOCKS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("plan", "text"), [("pipeline=2 tensor=2 data=2", ALL), ("recompute=blocks shard=6", SHARDS)])
+def test_a_plan_in_words(plan: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", plan]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_a_plan_of_a_script(script: Path) -> None:
+    said = paceline("explain", "shard=2 zero=1 micro=3", "--workers", "4", "train.py", cwd=script).stdout
+    assert re.sub(r"computes [\d.]+ m?s", "computes T", said) == SCRIPT
+    assert [path.name for path in script.iterdir() if path.name != "__pycache__"] == ["train.py"]
+
+
+def test_stages_of_a_script(script: Path) -> None:
+    said = paceline("explain", "pipeline=2", "--svg", "plan.svg", "train.py", cwd=script).stdout
+    held = "holds parameters {0}, gradients {0}, activations "
+    for line in (
+        "worker 0    stage 0: layers.0 to 1; passes 384 B on in each micro-batch",
+        "predicted   " + held.format("5.76 kB"),
+        "worker 1    stage 1: layers.2 to 3",
+        "predicted   " + held.format("4.62 kB"),
+        "waiting     1f1b: 11.1% of a step if all stages take equally long, (p-1)/(m+p-1) with p=2, m=8; ",
+    ):
+        assert f"\n{line}" in said
+    assert (FIRST, LAST) == (5760, 4624)
+    assert {"worker 0", "layers.0 to 1", "layers.2 to 3"} <= labels(ElementTree.parse(script / "plan.svg").getroot())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["shard=3", "--workers", "8"], "shard=3 does not divide 8 workers; try shard=2 or shard=4"),
+        (["pipelin=2"], "unknown plan word 'pipelin=2'; did you mean pipeline=2?"),
+        (
+            ["pipeline=2 zero=3 shard=2"],
+            "zero=3 and pipeline=2 are not built together yet; say zero=1",
+        ),
+        (["gone"], "gone is no run folder: it has no journal.jsonl; name one that --run-dir made"),
+        (["data=2", "gone.py"], "the script gone.py does not exist; give the path of the Python file that trains"),
+        (["data=2", "train.py", "--svgg", "a"], "paceline explain does not know --svgg; did you mean --svg?"),
+        (
+            ["data=2", "--svg", "gone/a.svg"],
+            "gone/a.svg cannot be used (No such file or directory); see to that, or give another path",
+        ),
+    ],
+)
+def test_what_cannot_be_explained(
+    words: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *words]) == 2
+    assert capsys.readouterr() == ("", f"paceline: {message}\n")
+
+
+def test_what_a_model_does_not_allow_is_said_as_a_run_says_it(script: Path) -> None:
+    wanted = "4 blocks of layers do not make 5 stages; say pipeline=4 at most"
+    said = paceline("explain", "pipeline=5", "train.py", cwd=script, code=2)
+    assert (said.stdout, said.stderr) == ("", f"paceline: {wanted}\n")
+    run = paceline("run", "--workers", "5", "--plan", "pipeline=5", "train.py", cwd=script, code=2)
+    assert f"UsageError: {wanted}\n" in run.stderr
+
+
+def test_a_script_that_does_not_come_to_a_step(script: Path) -> None:
+    (script / "train.py").write_text("from basics import *\nmake()\n")
+    said = paceline("explain", "data=2", "train.py", cwd=script, code=2)
+    assert said.stderr.endswith(
+        "paceline: train.py could not be run up to its first step: it ended before its first step; see above\n"
+    )
+
+
+def of(plan: str, **more: Any) -> Explained:
+    parsed = Plan.parse(plan)
+    workers = parsed.mesh(1).replica * (parsed.data or 1)
+    return Explained(parsed.validate(workers), workers, more)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_stages_wait_as_the_formula_says(workers: int, virtual: int, schedule: str, rounds: int) -> None:
+    plan, m = f"pipeline={workers} virtual={virtual} schedule={schedule}", rounds * workers
+    found = of(plan, micro_batches=m)
+    assert found.bubble == pytest.approx((workers - 1) / (virtual * m + workers - 1), rel=1e-12)
+    assert f"{found.bubble:.1%} of a step if all stages take equally long, (p-1)/(" in found.waiting
+
+
+def test_stages_that_take_unequally_long_wait_longer() -> None:
+    """Of two, the second one takes half as long. So the first one never waits but once: when it has made two forwards,
+    the second one began at half of that, and takes one longer than what is left.
+    """
+    told = of("pipeline=2", micro_batches=4, stages=[{"forward": 2, "backward": 4}, {"forward": 1, "backward": 2}])
+    assert told.schedule(4).bubble == pytest.approx(1 - 4 * (6 + 3) / (2 * (4 * 6 + 1)))
+
+
+# ---- the drawing
+
+
+def labels(root: ElementTree.Element) -> set[str]:
+    return {str(node.text) for node in root.iter() if node.tag.endswith("text")}
+
+
+@pytest.mark.parametrize(
+    ("plan", "some"),
+    [
+        ("data=3", {"worker 0", "worker 2", "replica 2", "gradients"}),
+        ("data=6", {"worker 3", "and 2 more like these"}),
+        ("shard=2", {"shard 1", "parameters"}),
+        ("shard=2 zero=1 data=2", {"replica 1", "worker 3", "weights"}),
+        ("tensor=2", {"part 1", "activations"}),
+        ("context=2 tensor=2", {"stretch 1", "heads", "part 0", "worker 3"}),
+        ("pipeline=2 virtual=2", {"stages 0, 2", "stages 1, 3", "waiting", "7"}),
+        ("data=2 shard=2 zero=1 pipeline=3 context=2 tensor=2", {"replica 1", "shard 1", "stage 2", "worker 47"}),
+    ],
+)
+def test_every_plan_is_drawn(plan: str, some: set[str], tmp_path: Path) -> None:
+    told = of(plan)
+    save(told, tmp_path / "plan.svg")
+    root = ElementTree.parse(tmp_path / "plan.svg").getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert labels(root) >= {f"{told.plan}: {told.workers} workers", *some}
+    if told.mesh.pipeline > 1:
+        kinds = [node.get("class") for node in root.iter() if node.tag.endswith("rect")]
+        actions = told.each * told.mesh.pipeline * (told.plan.virtual or 1)
+        assert [kinds.count("k4"), kinds.count("k5")] == [actions + 1, actions + 1], "one is in the legend"
+
+
+def test_a_team_that_has_become_smaller_is_drawn_as_it_is() -> None:
+    assert str(Explained.of({"plan": "data=3 micro=2", "workers": 2}).plan) == "data=2 micro=2"
+
+
+def test_names_are_escaped() -> None:
+    names = {"model": "<A&B>", "stages": [{"blocks": '"<b>"'}, {"blocks": "x" * 40}]}
+    root = ElementTree.fromstring(draw(of("pipeline=2", **names)))
+    assert labels(root) >= {"pipeline=2: 2 workers, <A&B>".replace("pipe", "data=1 pipe"), '"<b>"'}
+
+
+class Page(HTMLParser):
+    """The text of a page, and its drawings."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.feed(page)
+        self.drawings = [ElementTree.fromstring(text) for text in re.findall('<svg class="plan".*?</svg>', page, re.S)]
+
+    def handle_data(self, data: str) -> None:
+        self.text += f"{data}\n"
+
+
+def test_the_report_puts_what_was_measured_beside_what_was_predicted(tmp_path: Path) -> None:
+    train_basics(tmp_path, BLOCKS, 4, "--plan", "data=2 pipeline=2", "--max-restarts", "0")
+    (figures,) = journal(tmp_path / "out", "figures")
+    assert [stage["blocks"] for stage in figures["stages"]] == ["layers.0 to 1", "layers.2 to 3"]
+    predicted, measured = figures["predicted"], figures["measured"]
+    for kind in ("parameters", "gradients"):
+        assert [one[kind] for one in predicted] == [one[kind] for one in measured] == [FIRST, LAST]
+    assert [one["sent"] for one in predicted] == [{"gradients": FIRST}, {"gradients": LAST}]
+    for one, held in zip(measured, (FIRST, LAST), strict=True):
+        assert one["seconds"] > 0
+        assert one["waited"] > 0
+        # Of 4 micro-batches of 3 rows, with a head each, and the gradients of what came. The step's vector besides.
+        assert one["sent"]["message"] == 4 * (2 * 3 * 16 * 8 + 1024)
+        assert held <= one["sent"]["gradients"] <= held + 500
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    (drawing,) = page.drawings
+    waited = sum(one["waited"] for one in measured)
+    bubble = f"{waited / (waited + sum(one['seconds'] for one in measured)):.1%} measured"
+    for text in (
+        bubble,
+        "stage 0: layers.0 to 1",
+        "holds parameters 5.76 kB, gradients 5.76 kB; sends gradients 5.76 kB",
+    ):
+        assert text in page.text
+    told = [text for text in labels(drawing) if text.startswith("measured 11.5 kB, ")]
+    assert len(told) == 1
+    said = paceline("explain", "out", "--svg", "plan.svg", cwd=tmp_path).stdout
+    assert f"; {bubble}\n" in said
+    assert labels(ElementTree.parse(tmp_path / "plan.svg").getroot()) == labels(drawing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pipeline=2 virtual=2",
+        "pipeline=2 tensor=2",
+        "shard=2 zero=1 context=2",
+        "shard=2 zero=3",
+        "data=2 zero=1 shard=2",
+    ],
+)
+def test_one_worker_foretells_what_all_will_hold(plan: str, tmp_path: Path) -> None:
+    script, workers = (SCRIPTS / "staging.py", "gpt2"), of(plan).workers
+    foretold = paceline("explain", plan, script[0], "--", script[1], cwd=tmp_path).stdout
+    paceline("run", "--workers", str(workers), "--plan", plan, "--run-dir", "out", *script, cwd=tmp_path)
+    told = paceline("explain", "out", cwd=tmp_path).stdout
+    before, found, measured = (
+        [re.sub(", (activations|[^,]* in all).*", "", line) for line in re.findall(f"{name} +holds ([^;]*)", text)]
+        for name, text in (("predicted", foretold), ("predicted", told), ("measured", told))
+    )
+    assert len(before) == of(plan).mesh.pipeline
+    assert before == found
+    sizes = [[float(size) for size in re.findall(r"[\d.]+", line)] for lines in (found, measured) for line in lines]
+    assert sizes[: len(found)] == [pytest.approx(size, rel=0.01) for size in sizes[len(found) :]]
+
+
+def test_a_run_of_one_worker_has_no_plan_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path)
+    Journal(tmp_path).write("start", workers=1, plan="data=1", script="a.py", argv=["a.py"])
+    assert main(["explain", str(tmp_path), "--svg", str(tmp_path / "a.svg")]) == 2
+    what = f"there is no plan of several workers in {tmp_path} to draw; leave --svg out"
+    assert capsys.readouterr() == ("", f"paceline: {what}\n")

@@ -15,6 +15,7 @@ from typing import Any
 from paceline.errors import LaunchError, PacelineError, UsageError, shown
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
+from paceline.observe.drawing import save
 from paceline.observe.report import write_report
 from paceline.observe.summary import explain
 from paceline.plan import describe
@@ -81,6 +82,17 @@ def _chaos(steps: int, losses: int, seed: int, faults: str, **options: Any) -> i
     from paceline.launch.chaos import chaos
 
     return chaos(_launched(**options), steps, losses, seed, faults)
+
+
+def _explain(what: str, script: str | None, workers: int | None, svg: Path | None, **options: Any) -> str:
+    from paceline.launch.explain import foretold
+
+    if script is None and workers is None and ("=" not in what or Path(what).exists()):
+        return explain(Path(what), svg)
+    told = foretold(what, workers, None if script is None else _launched(script, **options))
+    if svg is not None:
+        save(told, svg)
+    return told.text()
 
 
 def _export(**options: Any) -> str:
@@ -287,9 +299,24 @@ def _parser() -> argparse.ArgumentParser:
     _rehearsals(add)
     _makers(add)
     _weights(add)
-    does = "say why a run did what it did: plan, grid, decisions, time, bytes, failures"
-    option = add("explain", explain, does, "example:\n  paceline explain runs/a")
-    option("folder", type=Path, metavar="RUN", help="the run folder")
+    option = add(
+        "explain",
+        _explain,
+        "say what a plan makes workers hold, send and wait for, or why a run did what it did",
+        "examples:\n"
+        '  paceline explain "pipeline=2 tensor=2 data=2"\n'
+        '  paceline explain "pipeline=4 virtual=2" --workers 8 train.py -- --size large\n'
+        "  paceline explain runs/a --svg plan.svg\n\n"
+        "words of a plan:\n" + describe(),
+        "A plan in words and drawn; with a script, which one worker runs up to its first step, with its blocks, bytes "
+        "and seconds. Or of a run: plan, grid, decisions, time, bytes, failures.",
+    )
+    option("what", metavar="RUN|PLAN", help="a run folder, or a plan in quotes")
+    option("script", nargs="?", help="the training script, for its figures")
+    option("--workers", least=1, metavar="N", help="how many the plan is for (default: as few as it takes)")
+    option("--svg", type=Path, metavar="FILE", help="write the drawing, as the report has it")
+    option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
+    option("arguments", blank=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
     does = "write RUN/report.html again and print its summary"
     option = add("report", write_report, does, "example:\n  paceline report runs/a")
     option("folder", type=Path, metavar="RUN", help="the run folder")
@@ -314,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     own: list[str] = []
-    if words[:1] in (["check"], ["chaos"]) and "--" in words:  # argparse would refuse them behind options
+    if words[:1] in (["check"], ["chaos"], ["explain"]) and "--" in words:  # argparse would refuse them behind options
         cut = words.index("--")
         words, own = words[:cut], words[cut + 1 :]
     try:
@@ -329,9 +356,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed, unknown = _parser().parse_known_args(words)
         options = vars(parsed)
         command, usage = options.pop("command"), options.pop("usage")
+        if unknown and words[0] == "explain" and options["script"] is None and unknown[0][0] != "-":
+            options["script"] = unknown.pop(0)  # argparse looks for it before the options alone
         if unknown:
             near = difflib.get_close_matches(unknown[0], re.findall(r"--[a-z-]+", usage()), n=1, cutoff=0.7)
-            theirs = "; the script's own arguments stand after --" if words[0] in ("check", "chaos") else ""
+            theirs = "; the script's own arguments stand after --" if words[0] in ("check", "chaos", "explain") else ""
             cure = f"did you mean {near[0]}?" if near else f"see `paceline {words[0]} --help`{theirs}"
             raise UsageError(f"paceline {words[0]} does not know {shown(unknown[0])}", cure)
         if own:

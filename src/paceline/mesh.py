@@ -41,6 +41,10 @@ class Mesh:
         return self.shard * self.unit
 
     @property
+    def units(self) -> int:
+        return self.data * self.shard
+
+    @property
     def size(self) -> int:
         return self.data * self.replica
 

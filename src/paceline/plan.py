@@ -100,7 +100,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The canonical text: only what was said, in the order of the table."""
-        return " ".join(word for _, _, word in self._said())
+        return " ".join(word for _, _, word in self.said())
 
     def validate(self, workers: int) -> Plan:
         """This plan over `workers`, with `data` resolved: the product of the axes is the number of workers.
@@ -112,7 +112,7 @@ class Plan:
         data = self._divide(workers)
         whole = replace(self, zero=self.zero or (3 if self.shard else None))
         whole._check_pairs()
-        said = [(row.metadata["built"], value, word) for row, value, word in whole._said()]
+        said = [(row.metadata["built"], value, word) for row, value, word in whole.said()]
         unbuilt = [word for built, value, word in said if built is not True and str(value) not in (built or ())]
         if unbuilt:
             verb = "is" if len(unbuilt) == 1 else "are"
@@ -158,7 +158,7 @@ class Plan:
                 if (shard, zero) != (self.shard, self.zero):
                     yield replace(self, data=None, shard=shard, zero=zero)
 
-    def _said(self) -> Iterator[tuple[Field[Any], Any, str]]:
+    def said(self) -> Iterator[tuple[Field[Any], Any, str]]:
         """What was said: the row of the table, the value, and the word as it is written."""
         for row in fields(self):
             value = getattr(self, row.name)
@@ -167,7 +167,7 @@ class Plan:
 
     def _divide(self, workers: int) -> int:
         """The replicas that the other axes leave; an error if some worker would be left over."""
-        axes = {row.name: value for row, value, _ in self._said() if row.metadata["axis"]}
+        axes = {row.name: value for row, value, _ in self.said() if row.metadata["axis"]}
         stated = axes.pop("data", None)
         text, product = _say_all(axes), int(math.prod(axes.values()))
         if workers % product:
@@ -186,7 +186,7 @@ class Plan:
 
     def _check_pairs(self) -> None:
         """An error where a word lacks the one it refines, or two words cannot both hold."""
-        for row, _, word in self._said():
+        for row, _, word in self.said():
             owner = row.metadata["of"]
             if owner and getattr(self, owner) is None:
                 raise PlanError(f"{word} needs {owner}", f"add {owner}=N, or leave {word} out")
@@ -195,7 +195,7 @@ class Plan:
         if self.local and self.server:
             what = f"local={self.local} and server={self.server} both synchronise the replicas"
             raise PlanError(what, "keep one of them")
-        for row, value, word in self._said():
+        for row, value, word in self.said():
             if self.exact and row.name in ("codec", "staleness") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
             for axis in (axis for axis in AXES[2:] if (getattr(self, axis) or 1) > 1):

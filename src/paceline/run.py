@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Never, Protocol
 
 import torch
 from rich.console import Console
@@ -102,6 +102,8 @@ class Run:
         self.saving = Saving(team, storage, world.save_every, world.keep, mirror)
         self.agreement = Agreement(team, self.saving.copied)
         self._check: dict[str, Any] = json.loads(world.check) if world.check else {}
+        self.asked = self._check.get("explain")  # the plan, and for how many workers
+        self.measures: list[Callable[[], None]] = []  # of trainers
         self.reverse = bool(self._check.get("reverse"))  # micro-batches are summed in the opposite order
         self._left = False
         self._plan = ""
@@ -322,7 +324,7 @@ class Run:
             what, cure = advice(self._needs(), 0 if cuda else self.besides, room)
             raise OutOfMemoryError(f"{what} ({first_line(error)})", cure) from error
 
-    # -- paceline check ------------------------------------------------------------------------------------------
+    # -- paceline check, and explain ------------------------------------------------------------------------------
 
     def checking(self, job: Job, mixes: str) -> None:
         """In a run of `paceline check`: after its steps, the weights are handed over and the script ends."""
@@ -334,9 +336,13 @@ class Run:
         with torch.no_grad():
             double = in_pieces({name: p.double() for name, p in params.items()}, job.cuts, job.place)
         write_together(double, Path(f"{out}.safetensors"), self.main, job.replica)
+        dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
+        self.answer({"dtype": dtype, "mixes": mixes})
+
+    def answer(self, told: Any) -> Never:
+        """Hands over what such a run was made for, and ends the script."""
         if self.main:
-            dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
-            Path(f"{out}.json").write_text(json.dumps({"dtype": dtype, "mixes": mixes}))
+            Path(f"{self._check['out']}.json").write_text(json.dumps(told))
         self._left = True
         raise SystemExit(0)
 
@@ -538,6 +544,8 @@ class Run:
 
     def leave(self, code: int, why: str) -> None:
         """Ends the script here, politely, after a checkpoint; in a notebook or at a prompt the cell alone."""
+        for measure in self.measures if not code else ():
+            measure()
         self.save(wait=True)
         saved = self.saving.committed
         path = f"checkpoints/{folder_of(saved)}" if self.folder and saved else None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.agreement import Weights
-from paceline.arguments import refuse_twins
+from paceline.arguments import peak_memory, refuse_twins
 from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.group import Group
 from paceline.data.balance import Balance
@@ -25,13 +25,15 @@ from paceline.pulse import PULSE
 from paceline.run import Run
 from paceline.step import NOTHING, Agreed, Grid, VectorLayout
 from paceline.strategies.chunks import MicroBatch, cut, digest_of, rows_of, to_device
+from paceline.strategies.forecast import blocks_told, forecast
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.merging import Merging
+from paceline.strategies.nest import cost, facts_of
 from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
 from paceline.team.migration import Migration
-from paceline.team.operations import Attempt
+from paceline.team.operations import Attempt, settling
 
 
 @dataclass(frozen=True)
@@ -157,16 +159,29 @@ class Stepper:
     updated: float = 0.0  # seconds of the last update
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # observed here, by kind: what, and why
     told: set[str] = field(default_factory=set)  # kinds that people have been told of
+    made: int = 0  # steps here; the first one, in which much is looked at, is left out of the following
+    busy: float = 0.0  # seconds of forward and backward, and those in them that others were waited for
+    waited: float = 0.0
+    before: dict[str, float] = field(default_factory=dict)  # bytes sent, by kind
+    micro_batches: int = 0  # of a global batch, the largest so far
     waiting_since: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.operations = self.run.team.operations
+        self.run.measures.append(self.measure)
 
     def step(self, deal: Callable[[], Portion], name: str) -> Step:
         """Makes the next one, applied whole or not at all; `deal` gives this worker's rows, in the present team."""
         if not torch.is_grad_enabled():
             what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
             raise UsageError(what, "put these around the part of the body that is meant")
+        if self.run.asked:
+            self._load(step := Step(self.done, 0.0), deal)
+            try:
+                told = forecast(self.job, step.whole.share[0], step.whole.count, *self.run.asked)
+            except UsageError as error:
+                told = {"refused": [error.what, error.cure]}
+            self.run.answer(told)
         step = Step(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
             self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
@@ -339,7 +354,13 @@ class Stepper:
     def _learn(self, step: Step) -> None:
         """Of merging, of who is how fast, and of what people are to know."""
         if step.sums is not None:
-            share = step.whole.share
+            share, waited = step.whole.share, step.sums.waited
+            if self.made:
+                self.busy, self.waited = self.busy + step.spent["compute"] - waited, self.waited + waited
+            else:
+                self.before = self._sent()
+            self.made += 1
+            self.micro_batches = max(self.micro_batches, step.whole.count)
             per_row = step.spent["compute"] / max(1, sum(m.rows for m in share))
             decision = self.merging.learn(step.sums, step.agreed, per_row, len(share))
             if decision is not None:
@@ -350,6 +371,34 @@ class Stepper:
         if self.balance is not None and step.generation == self.operations.number:
             self._weigh(self.balance, step)
         self._name_unused(step.agreed.unused)
+
+    def measure(self) -> None:
+        """For the report: what each worker of a replica was to hold and send, and what it did. Collective."""
+        if not self.done:
+            return
+        group, mesh = self.run.team.group, self.plan.mesh(self.run.team.size)
+        held = {**self.replica.memory(), "process": peak_memory(self.job.device)}
+        self.run.journal.write("memory", trainer=self.trainer, **held)
+        if mesh.size == 1:
+            return
+        steps, sent = max(self.made - 1, 1), {k: n - self.before.get(k, 0) for k, n in self._sent().items()}
+        did: dict[str, Any] = {"seconds": self.busy / steps, "waited": self.waited / steps}
+        did["sent"] = {kind: round(count / steps) for kind, count in sent.items() if count}
+        found = cost(self.plan, facts_of(self.job), mesh.size, -(-self.micro_batches // mesh.units))
+        figures = [dataclasses.asdict(found), held | did]
+
+        def gather() -> Any:
+            group.enter("what workers held and sent", kind="figures")
+            return group.gather_json(figures)
+
+        said = self.operations.run(settling(gather))
+        predicted, measured = zip(*said[: mesh.replica], strict=True)
+        told = {"stages": [{"blocks": blocks} for blocks in blocks_told(self.job)], "workers": len(said)}
+        told |= {"micro_batches": self.micro_batches, "predicted": predicted, "measured": measured}
+        self.run.journal.write("figures", trainer=self.trainer, plan=str(self.plan), **told)
+
+    def _sent(self) -> dict[str, float]:
+        return {kind: costs[1] for kind, costs in self.run.team.group.ledger.items()}
 
     def house(self, name: str) -> None:
         """Before a trainer's first step in a generation: memory comes from its group, the step's vector has as many

@@ -29,7 +29,6 @@ from paceline.arguments import (
     groups_of_whole,
     left_out,
     optimizers_of,
-    peak_memory,
     refuse_fused,
     refuse_other_groups,
     refuse_other_places,
@@ -302,11 +301,10 @@ class Trainer:
                     break
             outermost = run.outermost(phase)
         self.flush()
-        if phase.done:
-            peak = {"process": peak_memory(self._device)}
-            run.journal.write("memory", trainer=self._number, **self._replica.memory(), **peak)
         phase.complete, phase.stopped = True, self._stopped
         if outermost and phase.done:
+            for measure in run.measures:
+                measure()
             run.save(wait=True, must=True)
 
     def step(self, batch: Any) -> StepReport:

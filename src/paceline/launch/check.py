@@ -41,6 +41,19 @@ def check(options: LaunchOptions, steps: int) -> int:
         return _verdict(results, workers, steps)
 
 
+def rehearse(folder: Path, options: LaunchOptions, order: dict[str, Any], **environment: str) -> tuple[int, Any]:
+    """Runs the script in a fresh folder: its exit code, and what it answered to an order, if it did. Where it is asked
+    to stop, the command ends.
+    """
+    folder.mkdir()
+    environment["PACELINE_CHECK"] = json.dumps(order | {"out": str(folder / "out")})
+    code = launch(replace(options, run_dir=str(folder / "run"), quiet=True, environment=environment))
+    if code in (INTERRUPTED, STOPPED):
+        raise SystemExit(code)
+    found = folder / "out.json"
+    return code, json.loads(found.read_text()) if found.exists() else None
+
+
 @dataclass(frozen=True)
 class Case:
     """A run of a few steps, and where it left its weights. `mixes`: what is said of a loss that is not a sum over
@@ -56,19 +69,12 @@ class Case:
         """Runs the script in a fresh folder. LaunchError where it fails, or ends before it has made its steps; where it
         is asked to stop, the whole rehearsal ends.
         """
-        folder.mkdir()
-        order = json.dumps({"steps": steps, "out": str(folder / "out"), "reverse": reverse})
-        environment["PACELINE_CHECK"] = order
-        run_dir = folder / "run"
-        code = launch(replace(options, run_dir=str(run_dir), quiet=True, environment=environment))
-        if code in (INTERRUPTED, STOPPED):
-            raise SystemExit(code)
-        found = folder / "out.json"
-        if code or not found.exists():
+        code, found = rehearse(folder, options, {"steps": steps, "reverse": reverse}, **environment)
+        if code or not found:
             why = f"exit code {code}" if code else f"it ended before step {steps}"
             what = f"{options.script} could not be checked with {options.workers} worker(s): {why}"
             raise LaunchError(what, "see above, or give --steps a smaller number")
-        return Case(run_dir, **json.loads(found.read_text()))
+        return Case(folder / "run", **found)
 
     def weights(self) -> dict[str, Any]:
         from safetensors.torch import load_file  # needs torch, which takes its time

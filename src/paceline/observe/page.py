@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 
 from paceline.observe.charts import Points, bar, colour, line_chart, stacked_bar
+from paceline.observe.drawing import draw
 from paceline.observe.figures import duration, number, plural, shares_of, total
 from paceline.observe.journal import Event
 from paceline.observe.summary import Rows, Summary, facts
@@ -75,6 +76,7 @@ def render(summary: Summary) -> str:
         "Environment": _table(tables["Environment"]),
     }
     body = _section("Curves", f'<div class="many">{curves}</div>' if curves else "")
+    body += _section("Workers", "".join(map(draw, summary.explained)) + _table(tables["Workers"]))
     body += f'<div class="two">{"".join(_section(*section) for section in sections.items())}</div>'
     body += _section("Logged text", _texts(summary))
     foot = f"<footer>{escape(str(summary.folder))}</footer>"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.observe.account import COSTS, USEFUL
+from paceline.observe.drawing import save
+from paceline.observe.explained import Explained
 from paceline.observe.figures import duration, number, plural, ranks, shares_of, size_of, total, totals, trainer_names
 from paceline.observe.journal import NAME, Event, effective_steps, read_journal
 
@@ -55,6 +57,10 @@ class Summary:
         self.grids = _once(events, "grid", "phase")
         self.shares = [event for event in last if event["event"] == "shares"]
         self.memory = [event for event in last if event["event"] == "memory"]
+        known = {e["trainer"]: e for e in last if e["event"] == "figures"} or {0: {}}  # the last of each
+        grids = {grid.get("trainer"): grid for grid in self.grids}
+        plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
+        self.explained = [Explained.of(e) for e in plans if e.get("plan") and e.get("workers", 1) > 1]
         self.notes = _once(events, "note", "text")
         self.decisions = _once(events, "decision", "what")
         if len({event["trainer"] for event in events if "trainer" in event}) > 1:
@@ -303,6 +309,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             *(("grid", str(grid.get("text") or "")) for grid in s.grids),
             ("shares", _shares(s)),
         ],
+        "Workers": [row for told in s.explained for row in told.figures()],
         "What happened": [
             ("begun", f"{datetime.fromtimestamp(s.attempts[0][0]):%Y-%m-%d %H:%M}" if s.attempts else ""),
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
@@ -336,12 +343,18 @@ def brief(summary: Summary) -> Rows:
     return [(name, rows[name]) for name in ("loss", "evaluation", "goodput", "speed") if rows.get(name)]
 
 
-def explain(folder: Path) -> str:
-    """What ``paceline explain RUN`` prints: a run's choices and their reasons. UsageError: not the folder of a run."""
+def explain(folder: Path, svg: Path | None = None) -> str:
+    """What ``paceline explain RUN`` prints: a run's choices and their reasons; with `svg`, its plan is drawn there.
+    UsageError: not the folder of a run.
+    """
     summary = Summary(folder)
+    if svg is not None:
+        if not summary.explained:
+            raise UsageError(f"there is no plan of several workers in {folder} to draw", "leave --svg out")
+        save(summary.explained[0], svg)
     tables = facts(summary)
     lines: list[str] = []
-    for title in ("Environment", "Plan", "Decisions", "Results", "Costs", "What happened"):
+    for title in ("Environment", "Plan", "Workers", "Decisions", "Results", "Costs", "What happened"):
         if title == "Decisions":
             rows = [f"  {event.get('what')}\n    because {event.get('why')}" for event in summary.decisions]
         else:

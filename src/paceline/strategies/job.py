@@ -18,6 +18,7 @@ from paceline.step import Part
 if TYPE_CHECKING:
     from paceline.comm.group import Group
     from paceline.strategies.blueprint import Blueprint
+    from paceline.strategies.stages import Stages
 
 
 ELSEWHERE = object()  # what a forward gives where its output is on another worker
@@ -38,6 +39,7 @@ class Job:
     `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows;
     with `offload` copies of these in the memory of the host. Of which tensors of the model, and of what the optimizers
     hold, a worker has but a piece, `cuts` and `own_cuts` tell by name: that at its `place` in its `replica`.
+    In a pipeline, `stages` say who has which blocks.
     """
 
     model: nn.Module
@@ -55,6 +57,8 @@ class Job:
     own: dict[str, nn.Parameter] = field(default_factory=dict)
     cuts: dict[str, Cut] = field(default_factory=dict)
     own_cuts: dict[str, Cut] = field(default_factory=dict)
+    stages: Stages | None = None
+    said: tuple[Mapping[str, str] | None, str | None] = None, None  # by the user: which layers and blocks are cut
     place: int = 0
     unit: int = 1  # workers who run its micro-batches together
     inside: dict[str, int] = field(default_factory=dict)  # bytes they exchange in a micro-batch, by axis, once seen
@@ -110,7 +114,8 @@ class Sums:
 
     `records` are of what forwards leave in buffers, zero where another worker computed it; `cramped` says that the
     memory was too small for merged chunks. With `exact`, `parts` has (number, loss, count, metrics) of each
-    micro-batch, `maxima` the largest gradient of each parameter, and `redo` says that the sums do not hold it.
+    micro-batch, `maxima` the largest gradient of each parameter, and `redo` says that the sums do not hold it. `waited`
+    are the seconds of it in which this worker waited for other stages.
     """
 
     loss: float = 0.0
@@ -129,3 +134,4 @@ class Sums:
     maxima: torch.Tensor | None = None
     redo: bool = False
     bad: list[str] = field(default_factory=list)
+    waited: float = 0.0

@@ -75,7 +75,7 @@ def nest(
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
     mesh = plan.mesh(group.size)
-    job.unit = mesh.unit
+    job.unit, job.said = mesh.unit, (placements, blocks)
     job.place, job.replica = mesh.place(group.rank), group.along(*AXES[1:], mesh=mesh)
     values = Values(job) if mesh.pipeline * mesh.tensor > 1 else None
     pipeline = None
@@ -83,9 +83,9 @@ def nest(
         from paceline.strategies.pipeline import Pipeline
         from paceline.strategies.stages import divide
 
-        stages = divide(job.model, mesh.pipeline * (plan.virtual or 1), mesh.pipeline, blocks)
+        job.stages = divide(job.model, mesh.pipeline * (plan.virtual or 1), mesh.pipeline, blocks)
         line = group.along("pipeline", mesh=mesh)
-        pipeline = Pipeline(job, line, stages, plan.schedule or KINDS[0], mesh.context * mesh.tensor)
+        pipeline = Pipeline(job, line, job.stages, plan.schedule or KINDS[0], mesh.context * mesh.tensor)
         job.decisions.append(pipeline.told)
     if mesh.tensor > 1:
         from paceline.strategies.tensor import TensorCut

@@ -267,9 +267,11 @@ class Pipeline:
 
     def finish(self) -> None:
         """Waits until all that was sent has been taken."""
+        began = time.perf_counter()
         for work in self._sent:
             self.line.finish(work)
         self._sent.clear()
+        self.waited += time.perf_counter() - began
 
     def _survey(self, kind: tuple[str, bool], call: Callable[[], Any]) -> None:
         """One forward on stand-ins, stage by stage, to see which values stages need of earlier ones."""

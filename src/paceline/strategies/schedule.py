@@ -77,16 +77,15 @@ def simulate(rows: Sequence[Sequence[Action]], forward: Sequence[float], backwar
     """Runs a table, where each stage takes so long. Raises ValueError where all wait for each other."""
     stages, places = len(forward), [0] * len(rows)
     spans: list[dict[Action, tuple[float, float]]] = [{} for _ in rows]
-    ends: dict[Action, float] = {}
+    ends, free = dict[Action, float](), [0.0] * len(rows)
     moved = True
     while moved:
         moved = False
         for worker, row in enumerate(rows):
             while places[worker] < len(row) and all(a in ends for a in row[places[worker]].needs(stages)):
                 action = row[places[worker]]
-                before = [end for _, end in spans[worker].values()]
-                begin = max([0.0, *(ends[a] for a in action.needs(stages)), *before[-1:]])
-                ends[action] = begin + (forward if action.kind == FORWARD else backward)[action.stage]
+                begin = max([free[worker], *(ends[a] for a in action.needs(stages))])
+                ends[action] = free[worker] = begin + (forward if action.kind == FORWARD else backward)[action.stage]
                 spans[worker][action] = begin, ends[action]
                 places[worker], moved = places[worker] + 1, True
     stuck = [(worker, row[place]) for worker, (row, place) in enumerate(zip(rows, places, strict=True)) if row[place:]]
@@ -97,7 +96,7 @@ def simulate(rows: Sequence[Sequence[Action]], forward: Sequence[float], backwar
 
 
 def kept(row: Sequence[Action]) -> int:
-    """How many micro-batches a worker has under way at most, once for each stage."""
+    """How many forwards of micro-batches through its stages a worker has made at most whose backwards are to come."""
     open_ = most = 0
     for action in row:
         open_ += 1 if action.kind == FORWARD else -1

@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.strategies.chunks import Chunk
+from paceline.strategies.chunks import Chunk, MicroBatch
 from paceline.strategies.job import Options, Sums
 from paceline.strategies.pipeline import Pipeline
-from paceline.strategies.runner import Loss, Runner
+from paceline.strategies.runner import Loss, Ready, Runner
 from paceline.strategies.schedule import FORWARD
 
 KEPT, FIRST = 8, 16  # steps whose seconds are looked at; the first look is after so many, then after twice as many
@@ -33,6 +33,12 @@ class StagedRunner(Runner):
         super().restore(void)
         if void:
             self.pipeline.abandon()
+
+    def run(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+        self.pipeline.waited = 0.0
+        sums = super().run(micro_batches, options, ready)
+        sums.waited = self.pipeline.waited
+        return sums
 
     def _through(self, chunks: Sequence[Chunk], sums: Sums, options: Options) -> list[Loss]:
         if options.hooked or self.observer.hooks.where:

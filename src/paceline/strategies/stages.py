@@ -40,6 +40,11 @@ class Stages:
         """The numbers of a stage's blocks."""
         return range(self.starts[stage], self._ends[stage])
 
+    def told(self, stage: int) -> str:
+        """A stage's blocks, for people: ``layers.0 to 5``."""
+        first, *rest = [self.blocks[number] for number in self.own(stage)] or [""]
+        return f"{first} to {rest[-1].rpartition('.')[2]}" if rest else first
+
     def of_block(self, number: int) -> int:
         return next(stage for stage, end in enumerate(self._ends) if number < end)
 

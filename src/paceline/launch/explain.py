@@ -1,0 +1,34 @@
+"""`paceline explain PLAN [SCRIPT]`: what a plan comes to, before anybody has its workers."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.errors import LaunchError, UsageError
+from paceline.launch.check import rehearse
+from paceline.launch.options import LaunchOptions
+from paceline.observe.explained import Explained
+from paceline.plan import Plan
+
+
+def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> Explained:
+    """A plan for so many workers, or for as few as it takes; with a script, which one worker runs up to its first step,
+    with figures. PlanError and UsageError as a run raises them; LaunchError: the script does not come so far.
+    """
+    plan = Plan.parse(text)
+    workers = workers or plan.mesh(1).replica * (plan.data or 1)
+    plan = plan.validate(workers)
+    if options is None:
+        return Explained(plan, workers, {})
+    alone = Plan(micro=plan.micro, precision=plan.precision, recompute=plan.recompute)
+    with tempfile.TemporaryDirectory(prefix="paceline-explain-") as folder:
+        options = replace(options, plan=str(alone) or "data=1", max_restarts=0)
+        code, found = rehearse(Path(folder) / "one", options, {"explain": [str(plan), workers]})
+    if code or not found:
+        why = f"exit code {code}" if code else "it ended before its first step"
+        raise LaunchError(f"{options.script} could not be run up to its first step: {why}", "see above")
+    if "refused" in found:
+        raise UsageError(*found["refused"])
+    return Explained.of(found)

@@ -1,0 +1,158 @@
+"""A plan as a picture: workers along the axes, what travels among them, the schedule of a step; as SVG. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from paceline.mesh import AXES
+from paceline.observe.explained import DRAWN, HELD, Explained, took
+from paceline.observe.figures import plural, size_of
+from paceline.strategies.schedule import FORWARD
+
+Box = tuple[float, float, str]  # its width and height, and what is drawn from its upper left corner on
+SHOWN = 2, 4  # places along an axis: one below the other, or side by side
+WIDTH, GAP, DROP, PAD = 176.0, 92.0, 34.0, 10.0  # of a worker, between neighbours in a row and below, inside of boxes
+STEP, NAMED = 620.0, 96.0  # of the schedule, and of what its rows are called
+TRAVELS = {"data": "gradients", "pipeline": "activations", "context": "heads", "tensor": "activations"}
+STYLE = """
+.plan{font:12px ui-sans-serif,system-ui,"Segoe UI",Roboto,"Helvetica Neue","DejaVu Sans",sans-serif}
+.plan text{fill:#1f2328}.plan .soft{fill:#6b6f76;font-size:11px}.plan .bold{font-weight:650}.plan .on{fill:#fff}
+.plan .paper{fill:#faf8f4}.plan .box{fill:#fff;stroke:#cfc8ba}
+.plan .frame{fill:none;stroke:#cfc8ba;stroke-dasharray:3 3}
+.plan .go{stroke:#6b6f76;fill:none}.plan .tip{fill:#6b6f76}.plan .wait{fill:#e9d9d3}
+.plan .k0{fill:#2f6db0}.plan .k1{fill:#d8892b}.plan .k2{fill:#3b9474}.plan .k3{fill:#8560b5}
+.plan .k4{fill:#2a7f8f}.plan .k5{fill:#b8506e}
+@media (prefers-color-scheme:dark){.plan text{fill:#e7e4dd}.plan .soft{fill:#969ba3}.plan .on{fill:#15181c}
+.plan .paper{fill:#15181c}.plan .box{fill:#1d2126;stroke:#3d444d}.plan .frame{stroke:#3d444d}.plan .go{stroke:#969ba3}
+.plan .tip{fill:#969ba3}.plan .wait{fill:#46302b}.plan .k0{fill:#6ba5e3}.plan .k1{fill:#e7aa52}.plan .k2{fill:#62bf9c}
+.plan .k3{fill:#b595e0}.plan .k4{fill:#5fb7c6}.plan .k5{fill:#e0859f}}
+"""
+
+
+def draw(told: Explained) -> str:
+    """The whole picture, with its own colours for a light and a dark page."""
+    axes = [axis for axis in AXES if getattr(told.mesh, axis) > 1]
+    known = [kind for kind in HELD if any(one.get(kind) for one in [*told.predicted, *told.measured])]
+    parts = [_along(told, axes, 0), _key([(f"k{HELD.index(kind)}", kind) for kind in known])]
+    parts += [_schedule(told)] if told.mesh.pipeline > 1 else []
+    title = f"{told.plan}: {plural(told.workers, 'worker')}" + f", {told.model}" * bool(told.model)
+    inner, down = _text(PAD, 24, title, "bold"), 42.0
+    for _, height, drawn in parts:
+        inner, down = inner + _at(PAD, down, drawn), down + height + 18 * bool(height)
+    wide = max(wide for wide, _, _ in parts) + 2 * PAD
+    box = f'viewBox="0 0 {wide:.0f} {down:.0f}" width="{wide:.0f}" role="img" aria-label="{escape(title)}"'
+    paper = f'<style>{STYLE}</style><rect class="paper" width="100%" height="100%"/>'
+    return f'<svg class="plan" {box}>{paper}{inner}</svg>\n'
+
+
+def save(told: Explained, path: Path) -> None:
+    """The same as a file of its own."""
+    path.write_text(draw(told).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1))
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start", most: int = 999) -> str:
+    """Of one that is too long the end, which tells paths apart."""
+    short = text if len(text) <= most else f"\u2026{text[1 - most :]}"
+    title = f"<title>{escape(text)}</title>" * (short != text)
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{title}{escape(short)}</text>'
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float, title: str = "") -> str:
+    inner = f"<title>{escape(title)}</title>" * bool(title)
+    return (
+        f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2">{inner}</rect>'
+    )
+
+
+def _arrow(x: float, y: float, right: float, down: float = 0.0) -> str:
+    back = -7 if right + down > 0 else 7
+    tip = f"l{back},-3.5v7z" if right else f"l-3.5,{back}h7z"
+    line = f'<path class="go" d="M{x:.1f},{y:.1f}l{right:.1f},{down:.1f}"/>'
+    return f'{line}<path class="tip" d="M{x + right:.1f},{y + down:.1f}{tip}"/>'
+
+
+def _at(x: float, y: float, drawn: str) -> str:
+    return f'<g transform="translate({x:.1f},{y:.1f})">{drawn}</g>'
+
+
+def _key(kinds: Sequence[tuple[str, str]]) -> Box:
+    cells = [_rect(kind, 118 * n, 0, 11, 11) + _text(118 * n + 17, 10, text) for n, (kind, text) in enumerate(kinds)]
+    return 118.0 * len(cells), 12.0 * bool(cells), "".join(cells)
+
+
+def _worker(told: Explained, axis: str, rank: int) -> Box:
+    """A worker, with bars of what it holds, as predicted and as measured, on one scale for all."""
+    inner, down = _text(PAD, 20, f"worker {rank}", "bold"), 20.0
+    for line in filter(None, (told.place(rank, axis), told.blocks(rank))):
+        down += 16
+        inner += _text(PAD, down, line, "soft", most=27)
+    both = [(name, some) for name, some in (("", told.predicted), ("measured ", told.measured)) if some]
+    most = max((sum(one.get(kind) or 0 for kind in HELD) for _, some in both for one in some), default=0) or 1
+    for name, some in both:
+        x, down, one = PAD, down + 34, some[told.mesh.place(rank)]
+        if name and rank >= told.mesh.replica:  # it is known of the first replica alone
+            continue
+        for number, kind in enumerate(HELD):
+            wide = (WIDTH - 2 * PAD) * (one.get(kind) or 0) / most
+            inner += _rect(f"k{number}", x, down - 20, wide, 7, f"{name}{kind}: {size_of(one.get(kind) or 0)}")
+            x += wide
+        seconds = f", {took(one['seconds'])}" if one.get("seconds") else ""
+        inner += _text(PAD, down, f"{name}{size_of(sum(one.get(kind) or 0 for kind in HELD))}{seconds}", "soft")
+    return WIDTH, down + PAD, _rect("box", 0, 0, WIDTH, down + PAD) + inner
+
+
+def _along(told: Explained, axes: Sequence[str], rank: int) -> Box:
+    """The places along the first axis, each with those along the others in a frame."""
+    axis, *others = axes
+    peers, across = told.mesh.peers(rank, axis), axis == "pipeline" or (not others and told.mesh.pipeline == 1)
+    boxes = []
+    for peer in peers[: SHOWN[across]]:
+        wide, high, inner = _along(told, others, peer) if others else _worker(told, axis, peer)
+        if others:
+            inner = _text(PAD, 17, told.place(peer, axis), "soft") + _at(PAD, PAD + 14, inner)
+            wide, high = wide + 2 * PAD, high + 2 * PAD + 14
+            inner = _rect("frame", 0, 0, wide, high) + inner
+        boxes.append(inner)
+    travels = TRAVELS.get(axis) or ("weights" if told.plan.zero == 1 else "parameters")
+    right, down = (wide + GAP, 0.0) if across else (0.0, high + DROP)
+    between = _sideways(travels, wide, high / 2, axis == "pipeline") if across else _below(travels, wide / 2, high)
+    shown = "".join(_at(right * n, down * n, box) for n, box in enumerate(boxes))
+    shown += "".join(_at(right * n, down * n, between) for n in range(len(boxes) - 1))
+    wide, high = wide + right * (len(boxes) - 1), high + down * (len(boxes) - 1)
+    if rest := len(peers) - len(boxes):
+        shown, high = shown + _text(0, high + 20, f"and {rest} more like these", "soft"), high + 26
+    return wide, high, shown
+
+
+def _sideways(travels: str, x: float, y: float, stages: bool) -> str:
+    """What goes to the next one, and the same or, among `stages`, gradients back."""
+    arrows = _arrow(x + 6, y, GAP - 12) + _arrow(x + GAP - 6, y + 10 * stages, 12 - GAP)
+    back = _text(x + GAP / 2, y + 24, "gradients", "soft", "middle") * stages
+    return arrows + _text(x + GAP / 2, y - 6, travels, "soft", "middle") + back
+
+
+def _below(travels: str, x: float, y: float) -> str:
+    arrows = _arrow(x, y + 6, 0, DROP - 12) + _arrow(x, y + DROP - 6, 0, 12 - DROP)
+    return arrows + _text(x + 8, y + DROP / 2 + 4, travels, "soft")
+
+
+def _schedule(told: Explained) -> Box:
+    """Who computes what when; what is left of a row is waiting."""
+    found, down = told.schedule(DRAWN), 46.0
+    scale = STEP / found.end
+    inner = _key([("k4", "forward"), ("k5", "backward"), ("wait", "waiting")])[2] + _text(0, 34, told.waiting, "soft")
+    for some, row in zip(told.lines, found.spans, strict=True):
+        inner += _text(0, down + 14, told.place(some[0], "pipeline"), "soft", most=16)
+        inner += _rect("wait", NAMED, down, STEP, 20)
+        for action, (begin, end) in row.items():
+            x, wide, ahead = NAMED + begin * scale, (end - begin) * scale, action.kind == FORWARD
+            what = f"{'forward' if ahead else 'backward'} of micro-batch {action.micro_batch}, stage {action.stage}"
+            inner += _rect("k4" if ahead else "k5", x + 0.5, down, max(wide - 1, 0.5), 20, what)
+            inner += _text(x + wide / 2, down + 14, str(action.micro_batch), "on", "middle") * (wide > 14)
+        if told.waited is not None:
+            most = [took(max(told.measured[rank][key] for rank in some)) for key in ("seconds", "waited")]
+            inner += _text(NAMED + STEP + 10, down + 14, ", waited ".join(most), "soft")
+        down += 26
+    return NAMED + STEP + 150 * (told.waited is not None), down, inner
