@@ -365,7 +365,7 @@ def test_one_worker_foretells_what_all_will_hold(plan: str, tmp_path: Path) -> N
     paceline("run", "--workers", str(workers), "--plan", plan, "--run-dir", "out", *script, cwd=tmp_path)
     told = paceline("explain", "out", cwd=tmp_path).stdout
     before, found, measured = (
-        [re.sub(", (activations|[^,]* in all).*", "", line) for line in re.findall(f"{name} +holds ([^;]*)", text)]
+        [re.sub(", (activations|[^,]* in all).*", "", line) for line in re.findall(rf"{name} +holds ([^;\n]*)", text)]
         for name, text in (("predicted", foretold), ("predicted", told), ("measured", told))
     )
     assert len(before) == of(plan).mesh.pipeline
