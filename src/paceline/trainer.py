@@ -62,6 +62,7 @@ from paceline.strategies.nest import cost, facts_of, nest
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.state import copies_in_pieces, hidden_in, in_pieces, mixing, own_copies, refuse_mixing
 from paceline.strategies.streams import Streams
+from paceline.strategies.whole_batch import led
 from paceline.team.operations import settling
 
 
@@ -76,7 +77,8 @@ class Trainer:
     ``model(**batch)`` for a mapping. `schedule` is a factor as a function of the step (from 0) or a scheduler class of
     torch's, plain or as functools.partial. `clip_norm` bounds the norm of the mean gradient. `plan` says how the work
     is spread; ``--plan`` wins over it. `tensor` names the layers that are cut and how, `pipeline_blocks` the list of
-    blocks that is cut in stages, where these should not be found.
+    blocks that is cut in stages, where these should not be found. With ``loss_over="batch"`` the loss gets the outputs of
+    the whole global batch, wherever they were computed, and None for `batch`: what it needs of that, `forward` returns.
 
     Raises PlanError, UsageError, and WorkersDifferError; CheckpointError when a run cannot be resumed.
     """
@@ -99,10 +101,11 @@ class Trainer:
         plan: str | None = None,
         tensor: Mapping[str, str] | None = None,
         pipeline_blocks: str | None = None,
+        loss_over: str | None = None,
         **words: Never,
     ) -> None:
         plan = str(plan) if isinstance(plan, Plan) else plan
-        fit(clip_norm=clip_norm, plan=plan, tensor=tensor, pipeline_blocks=pipeline_blocks)
+        fit(clip_norm=clip_norm, plan=plan, tensor=tensor, pipeline_blocks=pipeline_blocks, loss_over=loss_over)
         refuse_words("Trainer", words, Trainer, plan)
         global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
         self._run = run = Run.current()
@@ -126,8 +129,9 @@ class Trainer:
             raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
         form = Hinting(fitting("forward", forward or default_forward), "forward", default=forward is None)
         said_so = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
-        kept = {"named": named, "beside": run.models, "precision": self.plan.precision, **said_so, **told}
         judge = Hinting(fitting("loss", loss), "loss")
+        over, judge = (judge, led) if loss_over else (None, judge)
+        kept = {"named": named, "beside": run.models, "precision": self.plan.precision, "over": over, **said_so, **told}
         job = self._job = Job(self.model, form, judge, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1

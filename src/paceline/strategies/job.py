@@ -46,6 +46,7 @@ class Job:
     device: torch.device
     seed: int
     clip_norm: float | None = None
+    over: Callable[[Any, Any], Any] | None = None  # the loss over a whole global batch, to which `loss` leads each part
     precision: str | None = None
     exact: bool = False
     offload: bool = False

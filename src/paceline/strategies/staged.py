@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,16 @@ class StagedRunner(Runner):
         super().restore(void)
         if void:
             self.pipeline.abandon()
+
+    def _forwards(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+        line = self.pipeline
+        for kind, stage, number in line.actions(len(chunks)):
+            if kind == FORWARD:
+                line.at(stage)
+                yield chunks[number]
+                line.under(stage)
+        line.at(None)
+        line.finish()
 
     def _through(self, chunks: Sequence[Chunk], sums: Sums, options: Options) -> list[Loss]:
         if options.hooked or self.observer.hooks.where:
