@@ -13,9 +13,11 @@ import over_batch
 import pytest
 import torch
 from launching import SCRIPTS, paceline
-from over_batch import BATCH, CASES, CLIP, ROWS, SEED, STEPS
+from once import once
 from oracle import apart
+from over_batch import BATCH, CASES, CLIP, ROWS, SEED, STEPS
 from safetensors.torch import load_file
+from test_team import Ended, fired, outcome, same, train
 from torch import nn
 
 from paceline import sample_index, stream_seed
@@ -103,3 +105,35 @@ def test_any_plan(plan: str, tmp_path: Path) -> None:
     names = ["blocks"] if cut else [name for name in CASES if "zero=" not in plan or name != "blocks"]
     options = (*PLANS[plan], "--max-restarts", "0")
     compare(tmp_path, trained(tmp_path, *names, *plan.split(), options=options))
+
+
+# ---- losses of workers
+
+
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    def make(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OVER", "batch")
+            train(folder, 1, 24)
+
+    return outcome(once(tmp_path_factory, "undisturbed, over batches", make), "")
+
+
+MOMENTS = ("loading", "outputs", "gathered", "forward", "backward", "summed", "reduced", "applied")
+LOST = [(kind, moment, worker) for kind in ("kill", "raise") for moment in MOMENTS for worker in (0, 2, 4)]
+LOST_QUICK = {("kill", "outputs", 0), ("kill", "gathered", 2)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment", "worker"),
+    [pytest.param(*row, marks=[] if row in LOST_QUICK else pytest.mark.slow) for row in LOST],
+)
+def test_whoever_is_lost_nothing_else_is(
+    kind: str, moment: str, worker: int, calm: Ended, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OVER", "batch")
+    fault = f"{kind}:{worker}@11.{moment}"
+    ended = train(tmp_path, 5, 24, fault)
+    assert fired(ended) == {fault}
+    same(ended, calm)

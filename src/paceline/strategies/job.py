@@ -46,7 +46,9 @@ class Job:
     device: torch.device
     seed: int
     clip_norm: float | None = None
-    over: Callable[[Any, Any], Any] | None = None  # the loss over a whole global batch, to which `loss` leads each part
+    over: Callable[[Any, Any], Any] | None = (
+        None  # the loss over a whole global batch; `loss` is each micro-batch's part
+    )
     precision: str | None = None
     exact: bool = False
     offload: bool = False
@@ -60,6 +62,7 @@ class Job:
     unit: int = 1  # workers who run its micro-batches together
     inside: int = 0  # bytes that they exchange in a forward and backward, once one was seen
     replica: Group | None = None
+    units: Group | None = None  # the workers who have the same place in theirs
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
     blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet
     whole: Callable[[Any], Any] = lambda output: output  # of outputs of which workers have parts

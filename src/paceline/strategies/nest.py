@@ -67,6 +67,7 @@ def nest(
         share([*job.model.parameters(), *job.model.buffers()], group)
     mesh = plan.mesh(group.size)
     job.unit = mesh.unit
+    job.units = group.along("data", "shard", mesh=mesh)
     job.place, job.replica = mesh.place(group.rank), group.along(*AXES[1:], mesh=mesh)
     pipeline = None
     if mesh.pipeline > 1:

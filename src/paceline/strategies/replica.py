@@ -42,7 +42,7 @@ class Replica:
         self.home = self.landing.home
         made = (job, self.landing, layout.gathers)
         self.runner = Runner(*made) if pipeline is None else StagedRunner(pipeline, *made)
-        self.over = None if job.over is None else OverBatch(self.runner, group.along("data", "shard", mesh=mesh))
+        self.over = None if job.over is None else OverBatch(self.runner)
         self.updater = Update(job, self.home)
         whole = partial(Cut.whole, places=mesh.replica)
         cuts = [job.own_cuts.get(name) or whole(param.shape) for name, param in job.own.items()]

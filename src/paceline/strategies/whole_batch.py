@@ -25,7 +25,6 @@ from paceline.strategies.chunks import Chunk, MicroBatch, tensors_of
 from paceline.strategies.job import Options, Sums
 from paceline.strategies.runner import Loss, Runner
 
-Outputs = Sequence[tuple[MicroBatch, Any]]  # what the forward gave for each
 _SAME = {torch.float64: 1e-9, torch.float32: 1e-4}  # as a part of a norm, what rounding may change in the second run
 _COARSE = 2e-2  # in other precisions
 _ROWS = 'with loss_over="batch" let it return tensors whose first dimension is the row, in any nesting'
@@ -63,18 +62,22 @@ def _differs(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return (now.double() - before.double()).square().sum() > before.double().square().sum() * most**2
 
 
-def gathered(group: Group, outputs: Outputs, device: torch.device) -> tuple[list[torch.Tensor], dict[int, range]]:
-    """Each tensor of the outputs with the rows of all micro-batches of all units, in grid order; and where those of each
-    micro-batch are. Part of the entered collective. Raises UsageError for outputs that are not rows.
+def gathered(
+    group: Group, outputs: Sequence[tuple[int, int, Any]], device: torch.device
+) -> tuple[list[torch.Tensor], dict[int, slice]]:
+    """Of `outputs`, this worker's with number and rows of the micro-batch, each tensor with the rows of everybody's, in
+    grid order; and where those of each micro-batch are. Part of the entered collective.
+
+    Raises UsageError for what is not tensors of rows, or not alike.
     """
-    mine = [_rows_of(output, micro_batch.rows) for micro_batch, output in outputs]
-    kinds = [[str(x.dtype).removeprefix("torch."), list(x.shape[1:])] for x in mine[0]] if mine else None
-    said = group.gather_json([[[m.index, m.rows] for m, _ in outputs], kinds])
-    known = [(group.names[rank], kinds) for rank, (_, kinds) in enumerate(said) if kinds is not None]
+    mine = [_rows_of(output, rows) for _, rows, output in outputs]
+    kinds = [[[str(x.dtype).removeprefix("torch."), list(x.shape[1:])] for x in tensors] for tensors in mine]
+    said = group.gather_json([[[index, rows] for index, rows, _ in outputs], kinds])
+    known = [(group.names[rank], kind) for rank, (_, kinds) in enumerate(said) for kind in kinds]
     for worker, other in known:
         if other != known[0][1]:
-            what = f"the forward gives {_told(known[0][1])} on worker {known[0][0]} and {_told(other)} on worker {worker}"
-            raise UsageError(what, "let it give tensors that differ in their number of rows alone")
+            one, two = (f"{_told(kind)} on worker {at}" for at, kind in (known[0], (worker, other)))
+            raise UsageError(f"the forward returns {one}, and {two}", "let only the number of rows differ")
     columns = []
     for number, (dtype, inner) in enumerate(known[0][1] if known else []):
         none = torch.empty((0, *inner), dtype=getattr(torch, dtype), device=device)
@@ -86,7 +89,7 @@ def gathered(group: Group, outputs: Outputs, device: torch.device) -> tuple[list
         columns.append(torch.cat([pieces[n] for n in sorted(pieces)]))
     places, end = {}, 0
     for index, rows in sorted((index, rows) for parts, _ in said for index, rows in parts):
-        places[index], end = range(end, end + rows), end + rows
+        places[index], end = slice(end, end + rows), end + rows
     return columns, places
 
 
@@ -112,10 +115,10 @@ def filled(like: Any, columns: Sequence[torch.Tensor]) -> Any:
 
 
 class OverBatch:
-    """Makes the two runs of a step by a job's `runner`. `units` are the workers who have the same place in theirs."""
+    """Makes the two runs of a step by a job's `runner`."""
 
-    def __init__(self, runner: Runner, units: Group) -> None:
-        self.runner, self.job, self.units = runner, runner.job, units
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.job = runner, runner.job
 
     def run(
         self,
@@ -124,37 +127,42 @@ class OverBatch:
         run: Callable[[Sequence[MicroBatch], Options], Sums],
     ) -> Sums:
         """Gradients, and the sums of the loss; `run` is the second run."""
-        found = self.runner.outputs(micro_batches, options)
+        found, units = self.runner.outputs(micro_batches, options), self.job.units
         options.reached("outputs")
-        self.units.enter(f"the outputs of step {options.step + 1}", check=False, kind="outputs")
-        columns, places = gathered(self.units, [pair for pair in found if not pair[0].blank], self.job.device)
-        self.units.enter(f"step {options.step + 1}", check=False, kind="gradients")
+        assert units is not None
+        units.enter(f"the outputs of step {options.step + 1}", check=False, kind="outputs")
+        share = [(one.index, one.rows, output) for one, output in found if not one.blank]
+        columns, places = gathered(units, share, self.job.device)
+        units.enter(f"step {options.step + 1}", check=False, kind="gradients")
         options.reached("gathered")
         if not found:  # another unit's, or other stages of a pipeline
             return run(micro_batches, once(options))
         like = found[0][1]
-        del found  # the same rows are in the columns
+        del found, share  # these rows are in the columns
         part, grads, own = self._judged(columns, like, options)
         apart: list[torch.Tensor] = []
 
         def lead(one: MicroBatch) -> MicroBatch:
             if one.blank:
                 return replace(one, lead=Led([None if grad is None else grad.new_zeros(()) for grad in grads]))
-            at = slice(places[one.index].start, places[one.index].stop)
-            theirs = [None if grad is None else grad[at] for grad in grads]
+            at = places[one.index]
             before = [column.detach()[at] for column in columns]
-            return replace(one, lead=Led(theirs, before, () if one.index else own, apart))
+            led_by = [None if grad is None else grad[at] for grad in grads]
+            return replace(one, lead=Led(led_by, before, () if one.index else own, apart))
 
         sums = run([*map(lead, micro_batches)], once(options))
         if apart and bool(torch.stack(apart).any()):
-            what = f"in step {options.step + 1} the forward gives other outputs when it is run again from the same seeds"
-            raise UsageError(f"{what}, and the loss was computed on the first ones", _SEEDED)
-        bad = [
-            m.source or f"micro-batch {m.index}"
-            for m in micro_batches
-            if not m.blank and not all(bool(column[places[m.index]].isfinite().all()) for column in columns)
-        ]
-        self._tell(sums, part, bad, any(m.index == 0 and not m.blank for m in micro_batches))
+            what = (
+                f"the forward of step {options.step + 1} gives something else when it is run again from the same seeds"
+            )
+            raise UsageError(what, _SEEDED)
+        mine = {one.index: one for one in micro_batches if not one.blank}
+        self._tell(sums, part, first=0 in mine)
+        sums.bad = []
+        if not math.isfinite(float(part.total)):
+            bad = [one for n, one in mine.items() if not all(bool(x[places[n]].isfinite().all()) for x in columns)]
+            blameless = 0 in mine and all(bool(x.isfinite().all()) for x in columns)
+            sums.bad = [*Chunk(bad, None).sources, *(["what the forward gave is finite"] if blameless else [])]
         return sums
 
     def _judged(
@@ -164,14 +172,15 @@ class OverBatch:
         it is the same on all units.
         """
         job, rows = self.job, len(columns[0])
+        assert job.over is not None
         leaves = [x.requires_grad_() for x in columns if x.is_floating_point()]
         self.runner.streams.seed(stream_seed(job.seed, options.step, options.micro_batches))
         with job.arithmetic():
             result = job.over(filled(like, columns), None)
         moved = self.runner.carried.moved(values=True) or self.runner.watch.changed(values=False)
         if moved:
-            what = f"the loss changes the {moved.removeprefix('the forward changes the ')}, which is the forward's to change"
-            raise ChangingBufferError(what, "change it in the forward, or in the body of the loop")
+            what = f"the loss over the batch changes the {moved.removeprefix('the forward changes the ')}"
+            raise ChangingBufferError(what, "change it in the body of the loop")
         part = Loss.of(result, Chunk([MicroBatch(0, rows, None, "the global batch")], None), True)
         own = [x for x in _leaves(part.total) if not any(x is leaf for leaf in leaves)]
         found = iter(torch.autograd.grad(part.total.mul(1.0 / options.expected), [*leaves, *own], allow_unused=True))
@@ -180,14 +189,13 @@ class OverBatch:
             raise LossError("the loss does not depend on what the forward returned", _UNUSED)
         return part.detached(), grads, list(zip(own, found, strict=True))
 
-    def _tell(self, sums: Sums, part: Loss, bad: list[str], first: bool) -> None:
+    def _tell(self, sums: Sums, part: Loss, first: bool) -> None:
         """Who has the first micro-batch tells what the loss was, the others nothing."""
         loss, count = float(part.total), float(part.count)
         metrics = {name: (float(total), float(number)) for name, (total, number) in part.metrics.items()}
         sums.loss, sums.count = (loss, count) if first else (0.0, 0.0)
         sums.metrics = metrics if first else dict.fromkeys(metrics, (0.0, 0.0))
         sums.parts = [(0, loss, count, metrics)] if first and self.job.exact else []
-        sums.bad = [] if math.isfinite(loss) else bad or (["no output is to blame"] if first else [])
 
 
 def once(options: Options) -> Options:
