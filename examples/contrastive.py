@@ -1,8 +1,7 @@
 """Contrastive learning on drawn data: two towers as CLIP has them, or two views through one network as SimCLR has. The
 loss sees all 256 rows of a step, of which a worker computes 32 at a time.
 
-python examples/contrastive.py clip                         # one worker
-paceline run --workers 2 examples/contrastive.py simclr     # two, and the same training
+paceline run --workers 2 examples/contrastive.py clip       # or simclr
 """
 
 import sys
@@ -59,8 +58,7 @@ def simclr(output, batch):
 def recall(output, batch):
     """For how many rows of a batch the nearest on the other side is its own."""
     one, other = output
-    own = torch.arange(len(one), device=one.device)
-    return {"recall": (((one @ other.t()).argmax(1) == own).sum(), len(one))}
+    return {"recall": (((one @ other.t()).argmax(1) == torch.arange(len(one), device=one.device)).sum(), len(one))}
 
 
 kind = sys.argv[1]
@@ -73,7 +71,8 @@ trainer = paceline.Trainer(
     global_batch=BATCH,
 )
 for report in trainer.steps(drawn(8 * BATCH, seed=1), count=STEPS):
-    pass
+    if report.step % 10 == 0:
+        trainer.log(loss=report.loss)
 found = trainer.evaluate(drawn(BATCH, seed=2), recall)
-print(f"{kind}: loss {report.loss:.2f}, the nearest of {found['n']} is the right one for {found['recall']:.1%}")
+print(f"{kind}: the nearest of {found['n']} is the right one for {found['recall']:.1%}")
 trainer.export(f"{kind}.safetensors")
