@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -99,6 +100,7 @@ PLANS = {
     "exact": ("--workers", "3", "--shares", "3,0,2"),
     "shard=2 zero=3 exact": ("--workers", "4", "--shares", "1,0,2,1"),
     "tensor=2": ("--workers", "4", "--shares", "1,0,2,1"),
+    "tensor=2 exact": ("--workers", "2"),
     "pipeline=2": ("--workers", "4", "--shares", "1,0,2,1"),
     "pipeline=2 virtual=2": ("--workers", "2"),
     "pipeline=2 schedule=gpipe": ("--workers", "2"),
@@ -387,7 +389,68 @@ def test_metrics_see_whole_batches(workers: int, plan: str, tmp_path: Path) -> N
     assert largest == {"widest": pytest.approx(max(widest)), "n": ROWS}
 
 
-# ---- bytes, and the rehearsal
+# ---- memory: what autograd keeps for backwards, at most
+
+
+class Kept:
+    """Bytes of the tensors that are kept at present, and at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept, size = tensor.detach(), tensor.nbytes
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(kept, self.free, size)
+        return kept
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+def kept(loss_over: str | None, micro: int) -> int:
+    wide = lambda: nn.Sequential(nn.Linear(10, 256), nn.Dropout(0.1), nn.Tanh(), nn.Linear(256, 4))
+    mine = trainer(
+        lambda: wide().double(),
+        lambda output, batch: (output - output.mean(0)).square().mean(),
+        forward=None,
+        loss_over=loss_over,
+        global_batch=64,
+        plan=f"micro={micro}",
+    )
+    found = Kept()
+    with torch.autograd.graph.saved_tensors_hooks(found.pack, lambda tensor: tensor):
+        for _ in mine.steps(TensorDataset(over_batch.x[:64]), count=3):
+            pass
+    return found.most
+
+
+def test_no_more_is_kept_than_for_one_micro_batch_and_the_outputs(run: Run) -> None:
+    outputs = 64 * 4 * 8
+    assert kept("batch", 4) <= 1.2 * kept(None, 4) + outputs
+    assert kept("batch", 64) > 4 * kept("batch", 4), "it can be seen"
+
+
+# ---- rows that workers bring, bytes, and the rehearsal
+
+BROUGHT = """
+from over_batch import CASES
+case, team = CASES["blocks"], paceline.join()
+sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+loss = lambda output, batch: case.loss(t.model, output)
+t = paceline.Trainer(lambda: case.model().double(), loss, sgd, forward=case.forward, loss_over="batch")
+for step in range(3):
+    rows = case.data.tensors[0][20 * step : 20 * step + 20]
+    mine = rows.split([20] if team.size == 1 else [15, 5, 0])[team.rank]
+    t.step([mine] if len(mine) else None)
+t.export("out.safetensors")
+"""
+
+
+def test_rows_that_workers_bring_are_one_batch(tmp_path: Path) -> None:
+    one, three = (exported(tmp_path / str(workers), BROUGHT, workers, "micro=5") for workers in (1, 3))
+    assert apart(load_file(three), load_file(one)) <= 1e-12
 
 
 def test_outputs_travel_once_and_gradients_once(tmp_path: Path) -> None:

@@ -135,8 +135,11 @@ class OverBatch:
         columns, places = gathered(units, share, self.job.device)
         units.enter(f"step {options.step + 1}", check=False, kind="gradients")
         options.reached("gathered")
-        if not found:  # another unit's, or other stages of a pipeline
-            return run(micro_batches, once(options))
+        second = replace(
+            options, expected=1.0, merge=1, test=False, probe=False
+        )  # leads are scaled, and no user's loss
+        if not found:  # they are other units', or the last stage's
+            return run(micro_batches, second)
         like = found[0][1]
         del found, share  # these rows are in the columns
         part, grads, own = self._judged(columns, like, options)
@@ -150,7 +153,7 @@ class OverBatch:
             led_by = [None if grad is None else grad[at] for grad in grads]
             return replace(one, lead=Led(led_by, before, () if one.index else own, apart))
 
-        sums = run([*map(lead, micro_batches)], once(options))
+        sums = run([*map(lead, micro_batches)], second)
         if apart and bool(torch.stack(apart).any()):
             what = (
                 f"the forward of step {options.step + 1} gives something else when it is run again from the same seeds"
@@ -196,11 +199,6 @@ class OverBatch:
         sums.loss, sums.count = (loss, count) if first else (0.0, 0.0)
         sums.metrics = metrics if first else dict.fromkeys(metrics, (0.0, 0.0))
         sums.parts = [(0, loss, count, metrics)] if first and self.job.exact else []
-
-
-def once(options: Options) -> Options:
-    """Of the second run: gradients come as they are to be, and nothing is looked at that a loss might be."""
-    return replace(options, expected=1.0, merge=1, test=False, probe=False)
 
 
 def _leaves(total: torch.Tensor) -> Iterator[torch.Tensor]:
