@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "text": (lambda: small(lambda model, batch: (model(batch[0]), "text")), f"the forward returns a str; {ROWS_FIRST}"),
     "a generator of its own": (
         lambda: small(drawn(torch.Generator().manual_seed(0))),
-        "the forward of step 1 gives something else when it is run again from the same seeds; draw from torch's, "
+        "the forward of step 1 gives something else when run again from the same seeds; draw from torch's, "
         "Python's or numpy's global generators, and keep nothing from one call for the next",
     ),
     "a loss of nothing": (

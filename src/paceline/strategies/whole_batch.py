@@ -135,10 +135,9 @@ class OverBatch:
         columns, places = gathered(units, share, self.job.device)
         units.enter(f"step {options.step + 1}", check=False, kind="gradients")
         options.reached("gathered")
-        second = replace(
-            options, expected=1.0, merge=1, test=False, probe=False
-        )  # leads are scaled, and no user's loss
-        if not found:  # they are other units', or the last stage's
+        # Gradients by leads are scaled already, and what may be merged is not looked for.
+        second = replace(options, expected=1.0, merge=1, test=False, probe=False)
+        if not found:  # outputs are other units', or the last stage's
             return run(micro_batches, second)
         like = found[0][1]
         del found, share  # these rows are in the columns
@@ -155,9 +154,7 @@ class OverBatch:
 
         sums = run([*map(lead, micro_batches)], second)
         if apart and bool(torch.stack(apart).any()):
-            what = (
-                f"the forward of step {options.step + 1} gives something else when it is run again from the same seeds"
-            )
+            what = f"the forward of step {options.step + 1} gives something else when run again from the same seeds"
             raise UsageError(what, _SEEDED)
         mine = {one.index: one for one in micro_batches if not one.blank}
         self._tell(sums, part, first=0 in mine)
