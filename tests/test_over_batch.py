@@ -58,7 +58,7 @@ def oracle(name: str, micro: int = 3) -> tuple[dict[str, torch.Tensor], dict[str
         total, count, metrics = found if isinstance(found, tuple) else (found, 1, {})
         optimizer.zero_grad()
         (total / count).backward()
-        figures["loss"].append(float(total) / count)
+        figures["loss"].append(total.item() / count)
         figures["grad_norm"].append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         figures["metrics"].append({key: float(a) / float(b) for key, (a, b) in metrics.items()})
         optimizer.step()
