@@ -69,12 +69,13 @@ lint: $(TOOLS) ## ruff: rules and format
 types: $(TOOLS) ## mypy, strict
 	@$(BIN)/mypy
 
-bench: $(TOOLS) ## step time, sharded and cut steps, a tiny one, memory, a GPU, sums, checkpoints and start beside their peers
+bench: $(TOOLS) ## step time, sharded, cut and contrastive steps, a tiny one, memory, a GPU, sums, checkpoints and start beside their peers
 	@$(BIN)/python benchmarks/step_time.py
 	@$(BIN)/python benchmarks/sharded.py
 	@$(BIN)/python benchmarks/tensor.py
 	@$(BIN)/python benchmarks/pipeline.py --bubble
 	@$(BIN)/python benchmarks/pipeline.py --against torch
+	@$(BIN)/python benchmarks/whole_batch.py
 	@$(BIN)/python benchmarks/tiny.py
 	@$(BIN)/python benchmarks/memory.py
 	@$(BIN)/python benchmarks/gpu.py

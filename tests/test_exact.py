@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, exported, paceline
+from oracle import apart
+from safetensors.torch import load_file
 from torch.nn import Parameter
 
 from paceline.comm.exact import ExactBuckets
@@ -170,6 +172,17 @@ def test_a_step_whose_gradient_outgrows_its_grid_is_redone(tmp_path):
         assert [int(line[1]) for line in lines] == [look + share * n for n in (2, 3, 4, 5, 6, 8, 9, 10, 11, 12)]
         found.append(([line[2] for line in lines], (tmp_path / f"{workers}.safetensors").read_bytes()))
     assert found[0] == found[1]
+
+
+def test_a_unit_that_shares_layers_counts_each_micro_batch_once(tmp_path):
+    """With SGD a factor at a gradient is seen in the weights."""
+    body = (
+        "t = make(tensor={'0': 'column', '2': 'row'})\n"
+        "for report in t.steps(data, count=4): pass\n"
+        "t.export('out.safetensors')\n"
+    )
+    one, two = (exported(tmp_path / plan, body, n, plan) for n, plan in ((1, "exact"), (2, "exact tensor=2")))
+    assert apart(load_file(two), load_file(one)) <= 1e-12
 
 
 @pytest.mark.slow

@@ -44,6 +44,14 @@ def test_the_llama_learns_in_shards(tmp_path):
     assert losses[-1] < 6
 
 
+@pytest.mark.parametrize("kind", ["clip", pytest.param("simclr", marks=pytest.mark.slow)])
+def test_rows_find_their_other_side(kind, tmp_path):
+    said = paceline("run", "--workers", "2", EXAMPLES / "contrastive.py", kind, cwd=tmp_path).stdout
+    (right,) = re.findall(r"the nearest of 256 is the right one for ([\d.]+)%", said)
+    assert float(right) > 80
+    assert "scale" in load_file(tmp_path / f"{kind}.safetensors")
+
+
 def test_examples_are_short():
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) < 80, path.name

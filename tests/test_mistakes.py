@@ -139,7 +139,7 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
     "what nobody knows": (
         {"zebra": 1},
         "Trainer has no argument zebra=; there are model, loss, optimizer, global_batch, forward, schedule, clip_norm, "
-        "seed, plan, tensor, pipeline_blocks",
+        "seed, plan, tensor, pipeline_blocks, loss_over",
     ),
     "a global batch": (
         {"global_batch": 16.0},

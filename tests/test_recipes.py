@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +75,23 @@ def operated() -> Tensors:
     return one | other
 
 
-RECIPES: dict[str, Callable[[], Tensors]] = {"Gradient noise": noisy, "Gradient surgery": operated}
+def towers() -> Tensors:
+    made: dict[str, Any] = {"net": net}
+    exec(recipe("Two towers").split("trainer =")[0], made)
+    model = built(lambda: made["Towers"]().double())
+    made["trainer"], update = SimpleNamespace(model=model), torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x, _ in whole_batches():
+        update.zero_grad()
+        made["clip"](model(x), None).backward()
+        update.step()
+    return dict(model.state_dict())
+
+
+RECIPES: dict[str, Callable[[], Tensors]] = {
+    "Two towers": towers,
+    "Gradient noise": noisy,
+    "Gradient surgery": operated,
+}
 CASES = [
     pytest.param(title, workers, marks=[] if workers == 3 else pytest.mark.slow)
     for title in RECIPES
@@ -117,7 +135,7 @@ print("stopped", trainer.steps_done, trainer.state["waited"], trainer.complete)
 
 def test_every_other_recipe_runs(tmp_path: Path) -> None:
     others = [block for block in BLOCKS if block != STOPPING]
-    assert len(others) == 5
+    assert len(others) == 7
     done = train_basics(tmp_path, STATE + "\n".join(others), 2)
     assert "rows 0 to 2: [" in done.stdout
     assert (tmp_path / "outputs.safetensors").exists()

@@ -254,8 +254,8 @@ def test_the_rehearsal_shows_each_loss_and_that_nothing_else_was(tmp_path):
         (
             ["--faults", "kill:0@1"],
             "'kill:0@1' is no fault; write KIND:WORKER@STEP.MOMENT with a kind of kill, stop, raise, exit, leave, slow"
-            ", wait, memory and a moment of loading, forward, backward, summed, reduced, applied, saving, writing, "
-            "forming, hand-over",
+            ", wait, memory and a moment of loading, outputs, gathered, forward, backward, summed, reduced, applied, "
+            "saving, writing, forming, hand-over",
         ),
     ],
 )

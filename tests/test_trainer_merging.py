@@ -25,8 +25,8 @@ from paceline.observe.summary import Summary, facts
 pytestmark = pytest.mark.usefixtures("run")
 NOT_A_SUM = (
     "the loss is not a sum over rows ({}), so it is the same on any number of workers, but not what plain PyTorch "
-    "computes over the whole batch; return (sum, count); where it is to be over the whole batch, as a contrastive one, "
-    "each micro-batch has its own, and micro= in the plan defines it"
+    "computes over the whole batch; return (sum, count), or where it is to be over the whole batch, as a contrastive "
+    'one, say loss_over="batch" to the Trainer'
 )
 
 

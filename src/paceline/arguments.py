@@ -109,6 +109,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "the path of a list of blocks is wanted",
         'pipeline_blocks="model.layers", or "model.layers:5,9" to say the first blocks of the later stages',
     ),
+    "loss_over": (lambda given: given == "batch", '"batch" is wanted, or None', 'loss_over="batch"'),
     "collate": (callable, "a function of a list of rows is wanted", "collate=torch.utils.data.default_collate"),
     "order": (callable, "a function of (position, size, seed, epoch) is wanted", "order=paceline.sample_index"),
     "loader": (lambda given: isinstance(given, Mapping), "a dict is wanted", 'loader={"num_workers": 2}'),

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.data.fingerprint import same_lengths
 from paceline.data.loader import Feed, Place, Source
-from paceline.errors import MetricError
+from paceline.errors import MetricError, UsageError
 from paceline.hints import Hinting
 from paceline.metrics import Objects
 from paceline.pulse import PULSE
@@ -23,6 +23,7 @@ from paceline.strategies.buffers import unchanging
 from paceline.strategies.chunks import Chunk, MicroBatch, to_device
 from paceline.strategies.job import Job
 from paceline.strategies.streams import Streams
+from paceline.strategies.whole_batch import filled, gathered
 from paceline.team.team import Team
 
 _STREAM = 1 << 43  # the streams of evaluation, apart from those of training
@@ -47,7 +48,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @dataclass(frozen=True)
 class Sweep:
     """A model at rest and all rows of a dataset, each once and in order, in micro-batches of `micro` rows that are
-    dealt as `place` says.
+    dealt as `place` says. Global batches are cut as `grid` says, where metrics are over them.
     """
 
     team: Team
@@ -56,13 +57,14 @@ class Sweep:
     source: Source
     micro: int
     place: Callable[[], Place]
+    grid: Grid | None = None
 
-    def feed(self, micro_batches: int) -> Feed:
-        """This worker's part, so many of all workers' micro-batches at a time."""
+    def feed(self, micro_batches: int, whole: bool = False) -> Feed:
+        """This worker's part, so many of all workers' micro-batches at a time, or a `whole` global batch."""
         # The training's loader options serve here too, but a dataset of another kind may not take them.
         stream = self.source.rows is None
         source = replace(self.source, options=None) if stream else replace(self.source, order=in_order)
-        grid = Grid(micro_batches * self.micro, self.micro)
+        grid = self.grid if whole and self.grid else Grid(micro_batches * self.micro, self.micro)
         span = (0, None if source.rows is None else grid.batches(source.rows), 1)
         return Feed(source, grid, span, self.place, self.team.world.tell)
 
@@ -85,9 +87,23 @@ class Sweep:
                     use(number, micro_batch.rows, output, batch)
             PULSE.beat()
 
+    def at_once(self, number: int, base: int, micro_batches: Sequence[MicroBatch], use: Callable[..., None]) -> None:
+        """Calls `use` with the number of a global batch, its rows, their outputs, and no batch: where its first
+        micro-batch is.
+        """
+        mine: list[tuple[int, int, Any]] = []
+        self.over(base, micro_batches, lambda place, rows, output, _: mine.append((place - base, rows, output)))
+        units = self.job.units
+        if units is not None and self.place().speaks:
+            units.enter("the outputs of a global batch in evaluate()", check=False, kind="outputs")
+            columns, _ = gathered(units, mine, self.job.device)
+            if any(index == 0 for index, _, _ in mine):
+                use(number, len(columns[0]), filled(mine[0][2], columns), None)
+
 
 def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
-    """What `metric` finds by name over all rows, and the number of rows as ``n``. Collective.
+    """What `metric` finds by name over all rows, and the number of rows as ``n``. Where the loss is over the whole
+    global batch, it gets what that gets: the outputs of one global batch after another, and None. Collective.
 
     Raises MetricError where metrics are not (sum, count) by name, or their names differ between rows or workers; where
     objects do not say how their states merge, or what of output and batch they take. DatasetError where the dataset is
@@ -96,10 +112,16 @@ def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
     group = sweep.team.group
     group.enter("evaluate()")
     same_lengths(group.gather_json(sweep.source.rows), group, "the dataset of evaluate()")
-    rows, base = 0, 0
+    rows, base, whole = 0, 0, sweep.job.over is not None
+    if whole and sweep.grid is None:
+        what = "the metric is over whole global batches, as the loss is, and the Trainer knows none"
+        raise UsageError(what, "give global_batch= to the Trainer")
     with Objects.of(metric, sweep.job.device) or Means(metric) as found, sweep.resting():
-        for _, count, micro_batches in sweep.feed(8 * group.size):
-            sweep.over(base, micro_batches, found.add)
+        for number, (_, count, micro_batches) in enumerate(sweep.feed(8 * group.size, whole)):
+            if whole:
+                sweep.at_once(number, base, micro_batches, found.add)
+            else:
+                sweep.over(base, micro_batches, found.add)
             base += -(-count // sweep.micro)
             rows += count
         return {**found.together(group, base), "n": rows}

@@ -82,6 +82,8 @@ def _mistaken(error: BaseException, name: str, value: Any, first: int = 0) -> st
         return ""
     if value is None and name == "output":
         return "output is None: the forward returns nothing; end it with return"
+    if value is None:
+        return 'batch is None with loss_over="batch": let the forward return what is needed of it'
     parts, meant = _parts(name, value), f"{name}[{sought!r}]"
     parts = [meant] if meant in parts else parts if isinstance(value, Mapping) else parts[first:] or parts
     return f"{name} is {shape_of(value)}: write {' or '.join(parts[:_SHOWN])}"

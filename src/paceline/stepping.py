@@ -462,13 +462,14 @@ class Stepper:
         """Sums of all workers; on the first step they first agree on the names of the metrics."""
         group, run, whole = self.run.team.group, self.run, step.whole
         self.news |= sums.news | self.job.news
+        speaks = self.replica.mesh.speaks(group.rank)
+        tells = speaks and bool(whole.share) and not sums.failed
         if self.layout is None:
-            self.layout = self._first_layout(sums, whole)
+            self.layout = self._first_layout(sorted(sums.metrics) if tells else None)
         layout = self.layout
-        if whole.share and not sums.failed and tuple(sorted(sums.metrics)) != layout.metrics:
+        if tells and tuple(sorted(sums.metrics)) != layout.metrics:
             what = f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}"
             raise MetricError(what, "return the same names every time, with count 0 where there is nothing to count")
-        speaks = self.replica.mesh.speaks(group.rank)
         metrics = sums.metrics if speaks else {}
         if sums.records is not None and not speaks:
             sums.records.zero_()
@@ -487,16 +488,17 @@ class Stepper:
             **run.saving.fields,
         }
         packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0)
-        rows = layout.rows(sums.parts, whole.count) if self.plan.exact else []
+        rows = layout.rows(sums.parts if speaks else [], whole.count) if self.plan.exact else []
         with PULSE.waiting():  # also where NCCL does
             summed = self.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)
         vector = summed.tolist()
         agreed = layout.unpack(vector[: len(packed)])
         return layout.exactly(agreed, vector[len(packed) :]) if rows else agreed
 
-    def _first_layout(self, sums: Sums, whole: Portion) -> VectorLayout:
+    def _first_layout(self, mine: list[str] | None) -> VectorLayout:
+        """With the names of metrics that all have to tell who tell any."""
         group = self.run.team.group
-        names = group.gather_json(sorted(sums.metrics) if whole.share and not sums.failed else None)
+        names = group.gather_json(mine)
         known = [(rank, name) for rank, name in enumerate(names) if name is not None]
         for rank, other in known:
             if other != known[0][1]:

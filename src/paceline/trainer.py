@@ -52,7 +52,7 @@ from paceline.observe.ledger import Ledger
 from paceline.plan import Plan
 from paceline.predict import predicted
 from paceline.run import Run
-from paceline.step import Agreed, Grid, deal, stream_seed
+from paceline.step import Grid, deal, stream_seed
 from paceline.stepping import Portion, Stepper, StepReport, bring
 from paceline.strategies.chunks import MicroBatch, rows_of
 from paceline.strategies.job import Job, default_forward
@@ -61,6 +61,7 @@ from paceline.strategies.nest import cost, facts_of, nest
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.state import copies_in_pieces, hidden_in, in_pieces, mixing, own_copies, refuse_mixing
 from paceline.strategies.streams import Streams
+from paceline.strategies.whole_batch import led
 from paceline.team.operations import settling
 
 
@@ -75,7 +76,8 @@ class Trainer:
     ``model(**batch)`` for a mapping. `schedule` is a factor as a function of the step (from 0) or a scheduler class of
     torch's, plain or as functools.partial. `clip_norm` bounds the norm of the mean gradient. `plan` says how the work
     is spread; ``--plan`` wins over it. `tensor` names the layers that are cut and how, `pipeline_blocks` the list of
-    blocks that is cut in stages, where these should not be found.
+    blocks that is cut in stages, where these should not be found. With ``loss_over="batch"`` the loss gets what
+    `forward` returned for all rows of the global batch, wherever they were, and None as `batch`.
 
     Raises PlanError, UsageError, and WorkersDifferError; CheckpointError when a run cannot be resumed.
     """
@@ -98,10 +100,11 @@ class Trainer:
         plan: str | None = None,
         tensor: Mapping[str, str] | None = None,
         pipeline_blocks: str | None = None,
+        loss_over: str | None = None,
         **words: Never,
     ) -> None:
         plan = str(plan) if isinstance(plan, Plan) else plan
-        fit(clip_norm=clip_norm, plan=plan, tensor=tensor, pipeline_blocks=pipeline_blocks)
+        fit(clip_norm=clip_norm, plan=plan, tensor=tensor, pipeline_blocks=pipeline_blocks, loss_over=loss_over)
         refuse_words("Trainer", words, Trainer, plan)
         global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
         self._run = run = Run.current()
@@ -125,9 +128,10 @@ class Trainer:
             raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
         form = Hinting(fitting("forward", forward or default_forward), "forward", default=forward is None)
         said_so = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
-        kept = {"named": named, "beside": run.models, "precision": self.plan.precision, **said_so, **told}
         judge = Hinting(fitting("loss", loss), "loss")
-        job = self._job = Job(self.model, form, judge, self._device, seed, clip_norm, **kept)
+        over = judge if loss_over else None
+        kept = {"named": named, "beside": run.models, "precision": self.plan.precision, "over": over, **said_so, **told}
+        job = self._job = Job(self.model, form, led if loss_over else judge, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1
             run.need_team()
@@ -358,22 +362,17 @@ class Trainer:
         metrics = {key: total / count if count else math.nan for key, (total, count) in agreed.metrics.items()}
         loss, seconds = agreed.loss / agreed.count, sum(one.spent.values()) - one.spent["other"]
         report = StepReport(self.steps_done, one.whole.epoch, loss, metrics, one.whole.rows, seconds, one.lr, one.norm)
-        run.took_step, run.team.step = True, run.step
-        self._record(report, one.spent, agreed)
-        return report
-
-    def _record(self, report: StepReport, spent: dict[str, float], agreed: Agreed) -> None:
-        members = self._run.team.operations.members
-        self._ledger.add(report.step, report.samples, spent, dict(zip(members, agreed.seconds, strict=False)))
-        self._last = report
+        run.took_step, run.team.step, self._last = True, run.step, report
+        members = run.team.operations.members
+        self._ledger.add(report.step, report.samples, one.spent, dict(zip(members, agreed.seconds, strict=False)))
         if self._ledger.due():
             self.flush()
-        self._run.checking(self._job, self._stepper.merging.mixes)
+        run.checking(self._job, self._stepper.merging.mixes)
+        return report
 
     def flush(self) -> None:
         """A record of the steps since the last one, for the journal and the progress line."""
-        report = self._last
-        account = self._run.team.operations.account
+        report, account = self._last, self._run.team.operations.account
         if not self._run.main:
             self._ledger.forget()
             account.take()
@@ -395,7 +394,8 @@ class Trainer:
         """Means of `metric(output, batch) -> {name: (sum, count)}` over all rows of a dataset, and their number ``n``.
 
         Exact: each row counts once, nothing is padded, and sums are added in grid order. Collective. `model` is by
-        default the trained one; it is put in eval mode for the time.
+        default the trained one; it is put in eval mode for the time. A metric gets what the loss gets: with
+        ``loss_over="batch"`` the outputs of each global batch, and None.
 
         What is no sum (AUC, correlation, mAP) is an object with `update`, `compute` and `reset` whose states say how
         they merge, as torchmetrics' do; or a mapping of such objects by name; or a pair of either with a function of
@@ -438,10 +438,10 @@ class Trainer:
     def _sweep(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, model: nn.Module | None) -> Sweep:
         fit(collate=collate)
         micro = self._grid.micro if self._grid else (self.plan.micro or 32)
-        options = self._loader.get("options", {})
-        source = Source.of(dataset, self._seed, collate or self._loader.get("collate"), None, options)
+        collate, options = collate or self._loader.get("collate"), self._loader.get("options", {})
+        source = Source.of(dataset, self._seed, collate, None, options)
         place = lambda: replace(self._place(), fine=False)  # noqa: E731
-        return Sweep(self._run.team, self._job, model or self.model, source, micro, place)
+        return Sweep(self._run.team, self._job, model or self.model, source, micro, place, self._grid)
 
     def log(self, *unnamed: Any, **values: Any) -> None:
         """Keeps the user's own figures (or a text) in the run's journal, at the current step. Collective for the one

@@ -2,7 +2,8 @@
 the body, the user's own state. Usage: survivor.py OUT STEPS [LOADERS]
 
 With BALLAST there are that many megabytes of frozen parameters besides, so that so many workers write a checkpoint.
-All is of DTYPE, if it is given. With ATTENTION the model has blocks that drop inside of attention.
+All is of DTYPE, if it is given. With ATTENTION the model has blocks that drop inside of attention. With OVER the loss,
+and the metric, are over the whole global batch.
 """
 
 import json
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
+over = os.environ.get("OVER")
 out, steps, loaders = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
 torch.set_default_dtype(getattr(torch, os.environ.get("DTYPE", "float32")))
 chance = torch.Generator().manual_seed(1)
@@ -38,6 +40,16 @@ def model():
     return made
 
 
+def contrast(output, batch):
+    """Rows of the same class are near each other, and those of another one are not."""
+    logits = output @ output.t() + trainer.model[0].weight.mean()
+    return F.cross_entropy(logits.fill_diagonal_(-1e4), logits.detach().argsort(1)[:, -2])
+
+
+def spread(output, batch):
+    return {"right": (output.std(0).sum() * len(output), len(output))}
+
+
 def right(output, batch):
     return {"right": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}
 
@@ -57,12 +69,13 @@ def pause(step):
 
 trainer = paceline.Trainer(
     model,
-    loss=lambda output, batch: F.cross_entropy(output, batch[1]),
+    loss=contrast if over else lambda output, batch: F.cross_entropy(output, batch[1]),
     optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
     schedule=lambda step: 1 / (1 + step / 50),
     global_batch=24,
     clip_norm=1.0,
     plan="micro=2 exact",
+    loss_over=over,
 )
 trainer.state["seen"] = 0
 losses = []
@@ -71,7 +84,7 @@ for report in trainer.steps(data, count=steps, loader={"num_workers": loaders}):
     trainer.state["seen"] += report.samples
     losses.append([report.step, report.loss])
     if report.step % 5 == 0:
-        losses[-1].append(trainer.evaluate(held_out, right)["right"])
+        losses[-1].append(trainer.evaluate(held_out, spread if over else right)["right"])
     if report.step % 10 == 0:
         trainer.save()
 trainer.export(f"{out}.safetensors")

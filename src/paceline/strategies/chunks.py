@@ -24,7 +24,8 @@ class MicroBatch:
     """One micro-batch: its number in the grid, its rows, the collated batch, and where the rows came from, also as
     `numbers` in the dataset; in the global batch the first of them is at `start`. Where other workers compute a part of
     it, `part` are the rows of the batch that are to be taken here, after which it is `divided`. A `blank` one is run
-    only because the other workers of a replica run more. `odd` says that it has other rows than it was made of.
+    only because the other workers of a replica run more. `odd` says that it has other rows than it was made of. Where
+    the loss is over the whole global batch, `lead` is what leads its outputs, in the place of the batch.
     """
 
     index: int
@@ -37,6 +38,7 @@ class MicroBatch:
     start: int = 0
     divided: bool = False
     odd: str = ""
+    lead: Any = None
 
     def take_part(self) -> bool:
         """Leaves the rows of this worker's part; whether they can be told from the others."""

@@ -48,6 +48,9 @@ class Job:
     device: torch.device
     seed: int
     clip_norm: float | None = None
+    over: Callable[[Any, Any], Any] | None = (
+        None  # the loss over a whole global batch; `loss` is each micro-batch's part
+    )
     precision: str | None = None
     exact: bool = False
     offload: bool = False
@@ -64,6 +67,7 @@ class Job:
     inside: dict[str, int] = field(default_factory=dict)  # bytes they exchange in a micro-batch, by axis, once seen
     ends: dict[str, int] = field(default_factory=dict)  # and at the end of a step
     replica: Group | None = None
+    units: Group | None = None  # the workers who have the same place in theirs
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
     blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet
     whole: Callable[[Any], Any] = lambda output: output  # of outputs of which workers have parts

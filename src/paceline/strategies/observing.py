@@ -23,8 +23,8 @@ HOOKED = "a gradient hook is to see the gradient of one micro-batch"
 _SEES = "micro-batches are computed one by one, and it sees the gradient of the mean over a micro-batch"
 _NOT_A_SUM = (
     "the loss is not a sum over rows ({}), so it is the same on any number of workers, but not what plain PyTorch "
-    "computes over the whole batch; return (sum, count); where it is to be over the whole batch, as a contrastive one, "
-    "each micro-batch has its own, and micro= in the plan defines it"
+    "computes over the whole batch; return (sum, count), or where it is to be over the whole batch, as a contrastive "
+    'one, say loss_over="batch" to the Trainer'
 )
 _MOVES = "the loss of one micro-batch is another one when it is computed again"
 _KEEPS = (

@@ -24,6 +24,7 @@ from paceline.strategies.runner import Runner
 from paceline.strategies.staged import StagedRunner
 from paceline.strategies.state import held, in_pieces, load_model
 from paceline.strategies.update import Update
+from paceline.strategies.whole_batch import OverBatch
 
 
 class Replica:
@@ -41,6 +42,7 @@ class Replica:
         self.home = self.landing.home
         made = (job, self.landing, layout.gathers)
         self.runner = Runner(*made) if pipeline is None else StagedRunner(pipeline, *made)
+        self.over = None if job.over is None else OverBatch(self.runner)
         self.updater = Update(job, self.home)
         whole = partial(Cut.whole, places=mesh.replica)
         cuts = [job.own_cuts.get(name) or whole(param.shape) for name, param in job.own.items()]
@@ -69,9 +71,16 @@ class Replica:
         each bucket that has arrived.
         """
         name = f"step {options.step + 1}"
-        self.transit.begin(name, heard)
+
+        def run(micro_batches: Sequence[MicroBatch], options: Options) -> Sums:
+            self.transit.begin(name, heard)
+            return self.runner.run(micro_batches, options, self.transit.send)
+
         with self.layout.running(name):
-            sums = self.runner.run(micro_batches, options, self.transit.send)
+            if self.over is None:
+                sums = run(micro_batches, options)
+            else:
+                sums = self.over.run(micro_batches, options, run)
         self.transit.hand_on()
         return sums
 

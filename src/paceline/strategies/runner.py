@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -74,11 +74,40 @@ class Runner:
         sums.cramped = True
         return sums
 
-    def _in_chunks(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+    def outputs(self, micro_batches: Sequence[MicroBatch], options: Options) -> list[tuple[MicroBatch, Any]]:
+        """What the forward gives for each micro-batch, whole and without gradients; of all else no trace is left."""
+        self._open(options)
+        found = []
+        for chunk in self._forwards([Chunk([m], m.batch) for m in micro_batches]):
+            (one,) = chunk.micro_batches
+            self.streams.seed(stream_seed(self.job.seed, options.step, one.index))
+            with chunk.noted, _single_row_told(chunk, options), torch.no_grad(), self.job.arithmetic():
+                output = self.job.forward(self.job.model, chunk.batch)
+                if output is not ELSEWHERE:
+                    found.append((one, self.job.whole(output)))
+            self.undo()
+        return found
+
+    def _forwards(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+        """Each chunk when it is its turn."""
+        yield from chunks
+
+    def undo(self) -> None:
+        """Buffers are as when the run began."""
+        self.carried.restore()
+        if self.watch.changed(values=False) is not None:  # or else all would be copied
+            self.watch.restore()
+
+    def _open(self, options: Options) -> Sums:
+        """A run begins: what follows may fail, and is undone to here."""
         if self.seen != (len(self.job.beside), *DECLARED):
             self._look_around()
         sums = Sums(records=self.carried.begin(options, self.job.device))
-        self.watch.mark(values=not self.observer.done)  # what follows may fail, and is undone to here
+        self.watch.mark(values=not self.observer.done)
+        return sums
+
+    def _in_chunks(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+        sums = self._open(options)
         for param in self.params:
             param.grad = None
         for name, param in self.frozen.items():
@@ -170,12 +199,8 @@ class Runner:
         if sums.records is not None:
             self.carried.restore()
         mark = self.streams.mark() if looks else ()
-        try:
+        with _single_row_told(chunk, options):
             part = self._loss(chunk)
-        except ValueError as error:
-            if chunk.rows > 1 or "more than 1 value per channel" not in str(error):
-                raise
-            raise UsageError(f"BatchNorm cannot normalise {chunk.source}, a single row", options.cure) from None
         drew = looks and self.streams.moved(mark)
         moved = self.carried.moved(values=options.test) if looks else ""
         # Values are compared while the model is being observed, versions ever after.
@@ -209,7 +234,8 @@ class Runner:
             output = job.forward(job.model, chunk.batch)
             if output is ELSEWHERE:
                 return Loss(torch.zeros(()), 0.0, {}, chunk.sources, chunk.micro_batches[0].index)
-            result = job.loss(output, chunk.batch)
+            lead = chunk.micro_batches[0].lead
+            result = job.loss(output, chunk.batch if lead is None else lead)
         return Loss.of(result, chunk, any(param.requires_grad for param in self.params))
 
     def _add_up(self, parts: Sequence[Loss], sums: Sums) -> None:
@@ -228,6 +254,16 @@ class Runner:
             for part, loss, count in zip(parts, losses, counts, strict=True):
                 metrics = {name: (float(pair[0]), float(pair[1])) for name, pair in part.metrics.items()}
                 sums.parts.append((part.index, loss, count, metrics))
+
+
+@contextmanager
+def _single_row_told(chunk: Chunk, options: Options) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if chunk.rows > 1 or "more than 1 value per channel" not in str(error):
+            raise
+        raise UsageError(f"BatchNorm cannot normalise {chunk.source}, a single row", options.cure) from None
 
 
 @dataclass

@@ -40,6 +40,16 @@ class StagedRunner(Runner):
         sums.waited = self.pipeline.waited
         return sums
 
+    def _forwards(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+        line = self.pipeline
+        for kind, stage, number in line.actions(len(chunks)):
+            if kind == FORWARD:
+                line.at(stage)
+                yield chunks[number]
+                line.under(stage)
+        line.at(None)
+        line.finish()
+
     def _through(self, chunks: Sequence[Chunk], sums: Sums, options: Options) -> list[Loss]:
         if options.hooked or self.observer.hooks.where:
             hook = self.observer.hooks.where or "a gradient hook of another worker"

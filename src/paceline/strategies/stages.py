@@ -21,7 +21,8 @@ NAMED = 'say which: Trainer(..., pipeline_blocks="model.layers")'
 class Stages:
     """Of `blocks`, by name and in the order in which they are called, each stage has those from its entry of `starts`
     to the next one. What was registered before the first block is the first stage's, what after the last one the last
-    one's; what stands between two blocks belongs to the first of these. `weights` are about the blocks' arithmetic.
+    one's; what stands between two blocks belongs to the first of these. A single number outside of blocks may be a
+    temperature, which the loss takes from the model: the last one has it, too. `weights` are about what blocks compute.
     """
 
     blocks: tuple[str, ...]
@@ -75,7 +76,8 @@ class Stages:
                 stage = self.of_block(passed - 1)
             else:
                 stage = 0 if passed == 0 else self.count - 1
-            found.setdefault(id(param), set()).add(stage)
+            loss_may = number is None and param.numel() == 1
+            found.setdefault(id(param), set()).update({stage, self.count - 1} if loss_may else {stage})
         return {known: tuple(sorted(stages)) for known, stages in found.items()}
 
 

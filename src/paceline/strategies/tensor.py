@@ -108,7 +108,7 @@ class TensorCut:
         self._frames: list[_Frame] = []
         self._parts, self._wholes = Parts(self.moves, RULES, self._where, self._noted), Wholes(self.moves)
         self._regions: dict[bool, set[str]] = {}  # by training mode: modules under which parts are followed
-        self._watched, self._joined = set[bool](), set[str]()
+        self._watched, self._joined = set[tuple[bool, bool]](), set[str]()
         self._plain, self._ours = job.forward, False
         job.forward = self._forward
         job.model.register_forward_pre_hook(self._called, with_kwargs=True)
@@ -389,9 +389,9 @@ class TensorCut:
             if model is not self.job.model:
                 self._enter()
                 return self._plain(model, batch)
-            if model.training not in self._watched:
+            if (mode := (model.training, torch.is_grad_enabled())) not in self._watched:
                 self._verify(model, batch)
-                self._watched.add(model.training)
+                self._watched.add(mode)
             self._enter()
             return self._turned(model.training, partial(self._plain, model, batch))
         finally:

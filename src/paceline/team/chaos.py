@@ -27,6 +27,8 @@ KINDS = {
 }
 MOMENTS = (
     "loading",
+    "outputs",
+    "gathered",
     "forward",
     "backward",
     "summed",
@@ -46,7 +48,8 @@ _FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>[0-9]{1,9})@(?P<step>[0-9]{1,12
 class Fault:
     """What happens to a worker when it reaches a moment for the first time after `step` steps are done.
 
-    The moments: before its rows are loaded, after its first forward, when its first bucket is complete, when the sums
+    The moments: before its rows are loaded, when it has the outputs of its rows for a loss over the whole global batch,
+    when it has those of all, after its first forward, when its first bucket is complete, when the sums
     of its own gradients have arrived, when all have and nothing has changed, when its weights have been updated, when a
     checkpoint begins, when a thread begins to write it, in a new generation before anybody knows who stands where, and
     while a state is handed over.
