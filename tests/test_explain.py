@@ -324,13 +324,16 @@ def test_the_report_puts_what_was_measured_beside_what_was_predicted(tmp_path: P
     predicted, measured = figures["predicted"], figures["measured"]
     for kind in ("parameters", "gradients"):
         assert [one[kind] for one in predicted] == [one[kind] for one in measured] == [FIRST, LAST]
-    assert [one["sent"] for one in predicted] == [{"gradients": FIRST}, {"gradients": LAST}]
-    for one, held in zip(measured, (FIRST, LAST), strict=True):
+    # Of 4 micro-batches of 3 rows, with a head each, and the gradients of what came.
+    passed = 4 * (3 * 16 * 8 + 1024), 4 * 3 * 16 * 8
+    assert [one["sent"] for one in predicted] == [
+        {"gradients": held, "pipeline": sent} for held, sent in zip((FIRST, LAST), passed, strict=True)
+    ]
+    for one, held, sent in zip(measured, (FIRST, LAST), passed, strict=True):
         assert one["seconds"] > 0
         assert one["waited"] > 0
-        # Of 4 micro-batches of 3 rows, with a head each, and the gradients of what came. The step's vector besides.
-        assert one["sent"]["message"] == 4 * (2 * 3 * 16 * 8 + 1024)
-        assert held <= one["sent"]["gradients"] <= held + 500
+        assert one["sent"]["pipeline"] == sent
+        assert held <= one["sent"]["gradients"] <= held + 500  # with the step's vector
     page = Page((tmp_path / "out" / "report.html").read_text())
     (drawing,) = page.drawings
     waited = sum(one["waited"] for one in measured)
@@ -338,7 +341,7 @@ def test_the_report_puts_what_was_measured_beside_what_was_predicted(tmp_path: P
     for text in (
         bubble,
         "stage 0: layers.0 to 1",
-        "holds parameters 5.76 kB, gradients 5.76 kB; sends gradients 5.76 kB",
+        "holds parameters 5.76 kB, gradients 5.76 kB; sends gradients 5.76 kB, pipeline 5.63 kB",
     ):
         assert text in page.text
     told = [text for text in labels(drawing) if text.startswith("measured 11.5 kB, ")]
