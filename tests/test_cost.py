@@ -34,7 +34,8 @@ def layers():
     return nn.Sequential(nn.Linear(10, 300), *blocks, nn.LayerNorm(300), nn.Linear(300, 2)).double()
 def next_word(logits, batch):
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
-mlp, gpt = (layers, cross_entropy, data, None), (lambda: gpt2().double(), next_word, ids, words)
+sentences = TensorDataset(ids.tensors[0].repeat(3, 1))
+mlp, gpt = (layers, cross_entropy, data, None), (lambda: gpt2().double(), next_word, sentences, words)
 model, loss, rows, forward = {{model}}
 t = paceline.Trainer(model, loss, torch.optim.AdamW, global_batch=24, plan={{plan!r}}, forward=forward)
 for report in t.steps(rows, count={STEPS}):
