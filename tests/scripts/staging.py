@@ -121,6 +121,13 @@ def llama(implementation: str = "sdpa", tied: bool = False) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+def falcon() -> nn.Module:
+    """Whose layers compute ``x @ weight.T``, and whose heads have one key and value."""
+    import transformers
+
+    return transformers.FalconForCausalLM(transformers.FalconConfig(vocab_size=97, **SIZES, alibi=False))
+
+
 def bert() -> nn.Module:
     import transformers
 
@@ -145,6 +152,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], TensorDataset, Any]] = {
     "llama": (llama, ids, masked),
     "llama, odd": (llama, odd, masked),
     "llama, tied, eager": (lambda: llama("eager", True), ids, words),
+    "falcon": (falcon, ids, masked),
     "bert": (bert, ids, masked),
     "vit": (vit, images, lambda model, batch: model(pixel_values=batch[0]).logits),
     "skips": (Skips, ids, None),

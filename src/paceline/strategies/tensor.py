@@ -155,6 +155,10 @@ class TensorCut:
             if not names and source == "tensor= says so":
                 raise UsageError(f"tensor= names {pattern!r}, and the model has no such module", "write its path")
             found |= dict.fromkeys(names, how) if how.kind != WHOLE else {}
+        if source != "tensor= says so":  # entries that are scaled, say, and a head that is tied to them, stay whole
+            kinds = [m for m in named.values() if isinstance(m, nn.Embedding) and type(m) is not nn.Embedding]
+            other = {id(module.weight) for module in kinds}
+            found = {name: how for name, how in found.items() if id(getattr(named[name], "weight", None)) not in other}
         return found, source
 
     def _theirs(self) -> dict[str, str]:
@@ -430,7 +434,7 @@ class TensorCut:
         if name:
             what = f"the gradient of {name} is another when {self._name} is cut by tensor="
             raise UsageError(what, 'leave its layer out of tensor=, or say "whole" of it')
-        if model.training:
+        if model.training and torch.is_grad_enabled():
             gradients_too = f"and gradients {distance:.1g} apart" if backward else "apart (a backward would not fit)"
             figures = f"outputs {max(distances, default=0.0):.1g} {gradients_too}"
             what = f"one micro-batch was computed with whole layers, too: {figures}"
