@@ -226,20 +226,10 @@ def words(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(input_ids=batch[0]).logits
 
 
-def gemma() -> nn.Module:
-    """Whose entries are scaled by a layer of its own."""
-    import transformers
-
-    more = {"vocab_size": 97, "num_key_value_heads": 2, "head_dim": WIDTH // HEADS}
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 64}
-    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**sizes, **more))
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], TensorDataset, Any]] = {
     "gpt2": (gpt2, ids, words),
     "bert": (bert, ids, words),
     "llama": (llama, ids, words),
-    "gemma": (gemma, ids, words),
     "llama, eager": (lambda: llama("eager"), ids, words),
     "vit": (vit, images, lambda model, batch: model(pixel_values=batch[0]).logits),
     "t5": (t5, ids, lambda model, batch: model(input_ids=batch[0], decoder_input_ids=batch[0].flip(1)).logits),
