@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +40,7 @@ from paceline.saving import Saving, Subject, load_user_streams, user_streams
 from paceline.script import module_name, script_text, versions
 from paceline.step import Agreed
 from paceline.strategies.job import Job
+from paceline.strategies.own import Owns
 from paceline.strategies.state import held, in_pieces
 from paceline.team.commands import Generation
 from paceline.team.coordinator import STOPPED
@@ -52,7 +54,7 @@ class Member(Protocol):
     state: State
     best: Best
 
-    def snapshot(self) -> dict[str, Any]: ...
+    def snapshot(self, done: int | None = None) -> dict[str, Any]: ...
     def flush(self) -> None: ...
     def restore(self, newcomer: bool) -> None: ...
     def follow(self) -> None: ...
@@ -83,6 +85,7 @@ class Run:
         world.tell("join", trainer=True)
         self.folder = Path(world.run_dir) if world.run_dir else None
         self.members: list[Member] = []
+        self.own = Owns()
         self.models: list[torch.nn.Module] = []  # the members', for whoever must know what a loss may run
         self.notice: int | None = None
         self.loops: list[Phase] = []  # those being gone through, the first to begin first
@@ -435,6 +438,7 @@ class Run:
             self.saving.begin(self._subject(), mirror=True)
         while not ends and (self._enter_due or self.team.operations.hold):
             self._enter_due = False
+            self.own.pool(self.team.operations)
             try:
                 self.team.operations.enter_next()
             except LeftError:
@@ -506,7 +510,13 @@ class Run:
         return trouble is None and saving.committed == self.step
 
     def _subject(self) -> Subject:
-        return Subject(self.step, self._tree, self._params, self._about, self.agreement.meet)
+        pool = partial(self.own.pool, self.team.operations) if self.own.differ else None
+        return Subject(self.step, self._tree, self._params, self._about, self._meet, pool)
+
+    def _meet(self) -> None:
+        self.agreement.meet()
+        for text in self.own.meet(self.team.operations.done):
+            self.say(text)
 
     def _tell_saved(self) -> None:
         for told in self.saving.news:
@@ -518,11 +528,10 @@ class Run:
         self.saving.news.clear()
 
     def _tree(self) -> Any:
-        return {"trainers": [member.snapshot() for member in self.members], "results": self.results}
+        return {"trainers": [m.snapshot(self.team.operations.done) for m in self.members], "results": self.results}
 
     def _params(self) -> Iterator[torch.Tensor]:
-        for model in self.models:
-            yield from model.parameters()
+        return (param for model in self.models for param in model.parameters())
 
     def _about(self) -> dict[str, Any]:
         return {
@@ -564,6 +573,8 @@ class Run:
             by_bytes = sorted(self.team.group.ledger.items(), key=lambda item: -item[1][1])
             self.journal.write("collectives", kinds=dict(by_bytes))
         self.agreement.write(self.journal)
+        for number, own in enumerate(self.own):
+            own.write(partial(self.journal.write, trainer=number))
         done = bool(self.members) and all(member.complete for member in self.members)
         if not failed and not self._left and self.members:
             keep_best(self)

@@ -55,6 +55,7 @@ class Summary:
         self.grids = _once(events, "grid", "phase")
         self.shares = [event for event in last if event["event"] == "shares"]
         self.memory = [event for event in last if event["event"] == "memory"]
+        self.codecs = list({event.get("trainer"): event for event in last if event["event"] == "codec"}.values())
         self.notes = _once(events, "note", "text")
         self.decisions = _once(events, "decision", "what")
         if len({event["trainer"] for event in events if "trainer" in event}) > 1:
@@ -218,6 +219,13 @@ def _by_kind(summary: Summary) -> Rows:
     ]
 
 
+def _codec(event: Event) -> str:
+    sent, full = event.get("sent") or 0, event.get("full") or 0
+    ratio = f", {sent / full:.1%} of them" if full else ""
+    told = f"{size_of(sent)} sent to other hosts instead of {size_of(full)}{ratio}, by worker 0"
+    return f"{event.get('codec')} ({event.get('kind')}): {told}"
+
+
 def _lost(event: Event) -> str:
     workers = event.get("workers") or []
     causes = [", ".join(lines) for lines in (event.get("causes") or {}).values()]
@@ -294,6 +302,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("waited for", ", ".join(f"worker {name} {duration(wait)}" for wait, name in s.waits)),
             ("bytes", moved),
             *_by_kind(s),
+            *(("codec", _codec(event)) for event in s.codecs),
             *(("memory", _memory(event)) for event in s.memory[-1:]),
         ],
         "Plan": [
