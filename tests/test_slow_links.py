@@ -229,3 +229,38 @@ def test_what_a_lost_host_had_not_sent_is_named(
     )
     assert named is not None
     assert off(here, straight) == pytest.approx(float(named[1]) / 20, rel=1e-3)  # a mean over 20 rows
+
+
+STEEP = """
+import torch, paceline
+from torch.utils.data import TensorDataset
+
+
+def loss(output, batch):
+    weight = trainer.model.weight.sum()
+    more = torch.sqrt(weight - weight.detach()) if batch[0][0, 0] == 3 else 0.0  # whose derivative is infinite
+    return output.mean() + more
+
+
+trainer = paceline.Trainer(
+    lambda: torch.nn.Linear(4, 4), loss, lambda params: torch.optim.SGD(params, lr=0.1), global_batch=6,
+    plan="micro=1 codec=int8",
+)
+for report in trainer.steps(TensorDataset(torch.arange(6.0)[:, None].expand(6, 4)), count=1, order=lambda p, *_: p):
+    pass
+"""
+
+
+def test_the_worker_and_the_parameter_that_are_not_finite_are_named(
+    hosts: Callable[[int], Network], tmp_path: Path
+) -> None:
+    (tmp_path / "steep.py").write_text(STEEP)
+    here = hosts(2)
+    here.start((1, 1), "steep.py", everywhere={"PACELINE_SHARES": "1,1"})
+    for worker in here.end():
+        assert worker.code == 1
+        said = re.search(r"NonFiniteLossError: (.*)", worker.stderr)
+        assert said is not None, worker.stderr
+        what = "the gradient of step 1 is not finite, on worker 1: weight, though its loss is ("
+        assert said[1].startswith(what)
+        assert said[1].endswith("); the step was not applied; look for a square root, a division or a logarithm at 0")

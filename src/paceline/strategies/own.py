@@ -160,10 +160,11 @@ class Own:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def add(self, expected: float) -> None:
-        """To sums of gradients over `expected`, which are the same on all."""
+        """Adds what is owed to sums of gradients over `expected`, which are the same on all."""
         for name, param in zip(self.cuts, self.home.own, strict=True):
-            if name in self.owed and param.grad is not None:
-                param.grad.add_(self.owed[name].view(param.grad.shape) / expected)
+            if name in self.owed:
+                more = (self.owed[name].view(param.shape) / expected).to(param.dtype)
+                param.grad = more if param.grad is None else param.grad.add_(more)
 
     def blame(self) -> str:
         """Where gradients were not finite, if anybody has looked. Collective."""
@@ -175,12 +176,6 @@ class Own:
             f"worker {name}: {', '.join(bad[:3])}" for name, bad in zip(self.group.names, said, strict=True) if bad
         ]
         return f", on {'; '.join(found[:3])}"
-
-    def write(self, write: Callable[..., None]) -> None:
-        """For the report, what the codec has saved this worker."""
-        if self.codec is not None and self.codec.full:
-            codec = self.codec
-            write("codec", codec=codec.word, kind=codec.kind, sent=int(codec.sent), full=int(codec.full))
 
     def unused(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Those of the parameters without a gradient to which nothing comes from earlier steps either."""
@@ -236,6 +231,13 @@ class Owns(list[Own]):
         """What each has of its own is everybody's then. Collective."""
         for own in (one for one in self if one.differs):
             team.run(partial(own.pool, team), "forming")
+
+    def figures(self) -> Iterator[dict[str, Any]]:
+        """For the report: what codecs have saved this worker, by trainer."""
+        for number, codec in enumerate(own.codec for own in self):
+            if codec is not None and codec.full:
+                sent, full = int(codec.sent), int(codec.full)
+                yield {"trainer": number, "codec": codec.word, "kind": codec.kind, "sent": sent, "full": full}
 
     def meet(self, done: int) -> Iterator[str]:
         """What is to be said before a checkpoint. Collective."""

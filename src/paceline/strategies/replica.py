@@ -95,11 +95,11 @@ class Replica:
         self.transit.finish()
         options.reached("summed")
         self.group.finish(work)
-        self.own.add(options.expected)
         if sums.records is not None:
             vector, sums.records = small[: len(vector)], small[len(vector) :]
         if sums.maxima is not None:
             sums.redo = not self.home.settle(self.group.largest(sums.maxima))
+        self.own.add(options.expected)
         return vector
 
     def norm(self, agreed: Agreed, options: Options) -> float:
