@@ -13,7 +13,7 @@ from torch import nn
 from paceline.comm.buckets import zeros
 from paceline.comm.group import Group
 from paceline.mesh import Mesh
-from paceline.pieces import Cut, Held, Piece, Shards, assemble
+from paceline.pieces import Cut, Held, Piece, Shards, assemble, stacked
 from paceline.step import exact_sum
 from paceline.strategies.job import Job, Options, default_forward
 from paceline.strategies.layout import Layout
@@ -80,6 +80,22 @@ def test_pieces_of_a_tensor_make_it_again(cut: Cut) -> None:
         assert Held(local, cut, place).shape == cut.shape
         parts += [(block.at, block.of(local)) for block in cut.counted(place)]
     assert assemble(torch.full(cut.shape, -1), parts).equal(whole)
+
+
+@given(cuts(), st.data())
+def test_what_differs_from_worker_to_worker_lies_one_upon_another(cut: Cut, data: st.DataObject) -> None:
+    """Some replicas have a row each, of which every place writes its own part; the others have none."""
+    count, places = data.draw(st.integers(1, 3)), len(cut.pieces)
+    order = data.draw(st.permutations([*range(count), None]))
+    stack = stacked(cut, [row for row in order for _ in range(places)])
+    whole = numbered((count, *cut.shape))
+    assert stack.shape == whole.shape
+    locals_ = [piece.of(whole) for piece in stack.pieces]
+    for rank, local in enumerate(locals_):
+        row, own = order[rank // places], cut.at(rank).of(numbered(cut.shape)).reshape(-1)
+        assert local.reshape(-1).equal(own[:0] if row is None else own + row * math.prod(cut.shape))
+    parts = [(at, block.of(locals_[rank])) for (at, _), held in stack.blocks.items() for rank, block in held.items()]
+    assert assemble(torch.full_like(whole, -1), parts).equal(whole)
 
 
 @given(cuts(), st.data())

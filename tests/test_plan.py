@@ -222,7 +222,8 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
 
 
 BUILT = "use only what is: data=N, shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
-BUILT += "virtual=V, context=N, micro=N, precision=bf16|fp16, recompute=blocks, compile, exact"
+BUILT += "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign, precision=bf16|fp16, "
+BUILT += "recompute=blocks, compile, exact"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ BUILT += "virtual=V, context=N, micro=N, precision=bf16|fp16, recompute=blocks, 
     [
         ("local=2 every=50", "local=2 every=50 are"),
         ("server=1 staleness=0 exact", "server=1 staleness=0 are"),
-        ("codec=topk:0.01", "codec=topk:0.01 is"),
+        ("codec=auto", "codec=auto is"),
         ("auto", "auto is"),
     ],
 )
@@ -307,7 +308,7 @@ def test_axes_are_checked_before_pairs_and_pairs_before_what_is_built() -> None:
     assert refusal("shard=3 every=50 exact").startswith("shard=3 does not divide")
     assert refusal("shard=4 every=50 exact").startswith("every=50 needs local")
     assert refusal("shard=4 pipeline=2 codec=int8").startswith("zero=3 and pipeline=2 are not built together yet")
-    assert refusal("pipeline=2 codec=int8").startswith("codec=int8 is not built yet")
+    assert refusal("pipeline=2 codec=auto").startswith("codec=auto is not built yet")
 
 
 def test_the_help_has_one_line_per_word() -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.step import Moment, Resolution, StateLostError, Status, Transaction, resolve
+from paceline.step import Moment, Resolution, StateLostError, Status, Transaction, Versions, resolve
 
 Key = tuple[int, int]  # replica, place in it
 T = TypeVar("T")
@@ -298,3 +298,28 @@ def test_larger_teams_at_random(choices, faults):
         what[faults.get(moment, choice) % len(what)]()
         model.check()
     model.finish()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans()), max_size=12))
+def test_state_of_ones_own_follows_the_transactions_that_count(turns: list[tuple[int, bool, bool]]) -> None:
+    """Each is begun again so often, and ends here or at another worker, whose state is taken over; something of one's
+    own is made in it or not.
+    """
+    tx, mine, expected = Transaction(), Versions(-1), -1
+    for number, (again, taken, makes) in enumerate(turns):
+        for attempt in range(again + 1):
+            tx.begin()
+            assert mine.at(tx.done) == expected
+            if makes:
+                mine.pend(tx.done, 10 * number + attempt)
+            if attempt < again:
+                tx.abort()
+        if taken:
+            tx.empty()
+            tx.taken(number + 1, 0)
+        else:
+            tx.prepared()
+            tx.updating()
+            tx.applied()
+        expected = 10 * number + again if makes else expected
+    assert mine.at(tx.done) == expected

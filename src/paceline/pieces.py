@@ -191,6 +191,18 @@ class Cut:
         return [held[place] for held in self.blocks.values() if next(iter(held)) == place]
 
 
+def stacked(cut: Cut, rows: Sequence[int | None]) -> Cut:
+    """How tensors that are cut so and differ from worker to worker lie one upon another: the worker of each rank has a
+    row, or none.
+    """
+    pieces = []
+    for rank, row in enumerate(rows):
+        piece = cut.at(rank)
+        blocks = () if row is None else tuple(Block((row, *b.at), (1, *b.shape), (0, *b.start)) for b in piece.blocks)
+        pieces.append(Piece((len(blocks[:1]), *(piece.shape if cut.shape else ())), blocks))
+    return Cut((1 + max(row for row in rows if row is not None), *cut.shape), tuple(pieces))
+
+
 def counting(cuts: Sequence[Cut], place: int) -> list[list[Block]] | None:
     """Of each tensor the blocks that count at a place; None where all do, since nobody holds them before."""
     found = [cut.counted(cut.place_of(place)) for cut in cuts]

@@ -9,7 +9,7 @@ import bisect
 import difflib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -77,7 +77,11 @@ class Plan:
     virtual: int | None = _word("V", "V stages on each worker, for less waiting", of="pipeline", built=True)
     context: int | None = _word("N", "the sequence cut in N parts", axis=True, built=True)
     micro: int | None = _word("N", "rows of a micro-batch; an eighth of the global batch unless said", built=True)
-    codec: str | None = _word("bf16|fp16|int8|topk:R|powersgd:R|sign|auto", "gradients on the wire")
+    codec: str | None = _word(
+        "bf16|fp16|int8|topk:R|powersgd:R|sign|auto",
+        "sums of gradients between hosts as codes",
+        built=("bf16", "fp16", "int8", "topk:R", "powersgd:R", "sign"),
+    )
     precision: str | None = _word("bf16|fp16", "arithmetic of forward and backward", built=True)
     recompute: str | None = _word(
         "blocks", "activations are computed again in backward, which saves memory", built=True
@@ -113,7 +117,7 @@ class Plan:
         whole = replace(self, zero=self.zero or (3 if self.shard else None))
         whole._check_pairs()
         said = [(row.metadata["built"], value, word) for row, value, word in whole.said()]
-        unbuilt = [word for built, value, word in said if built is not True and str(value) not in (built or ())]
+        unbuilt = [word for built, value, word in said if built is not True and not _fits(str(value), built or ())]
         if unbuilt:
             verb = "is" if len(unbuilt) == 1 else "are"
             known = ", ".join(_usage(row, built=True) for row in fields(Plan) if row.metadata["built"])
@@ -234,11 +238,15 @@ def _read(word: str) -> tuple[Field[Any], Any]:
         return row, True
     if not text:
         raise PlanError(f"plan word {word!r} has no value", f"say {_usage(row)}, without spaces")
-    if not any(re.fullmatch(_NUMBERS[kind][0] if kind in _NUMBERS else kind, text) for kind in spec.split("|")):
+    if not _fits(text, spec.split("|")):
         notes = [_NUMBERS[kind][1] for kind in spec.split("|") if kind in _NUMBERS]
         cure = ", ".join([f"say {_usage(row)}", *notes])
         raise PlanError(f"plan word {word!r} has a value that does not fit", cure)
     return row, math.inf if text == "inf" else int(text) if text.isdecimal() else text
+
+
+def _fits(text: str, kinds: Iterable[str]) -> bool:
+    return any(re.fullmatch(_NUMBERS[kind][0] if kind in _NUMBERS else kind, text) for kind in kinds)
 
 
 def _unknown(word: str) -> PlanError:

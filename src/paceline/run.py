@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import signal
@@ -11,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Never, Protocol
 
@@ -36,9 +36,10 @@ from paceline.observe.memory import advice, whole_memory
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
-from paceline.script import module_name, script_text, versions
+from paceline.script import changed_since, module_name, script_text, versions
 from paceline.step import Agreed
 from paceline.strategies.job import Job
+from paceline.strategies.own import Owns
 from paceline.strategies.state import held, in_pieces
 from paceline.team.commands import Generation
 from paceline.team.coordinator import STOPPED
@@ -52,7 +53,7 @@ class Member(Protocol):
     state: State
     best: Best
 
-    def snapshot(self) -> dict[str, Any]: ...
+    def snapshot(self, done: int | None = None) -> dict[str, Any]: ...
     def flush(self) -> None: ...
     def restore(self, newcomer: bool) -> None: ...
     def follow(self) -> None: ...
@@ -83,6 +84,7 @@ class Run:
         world.tell("join", trainer=True)
         self.folder = Path(world.run_dir) if world.run_dir else None
         self.members: list[Member] = []
+        self.own = Owns()
         self.models: list[torch.nn.Module] = []  # the members', for whoever must know what a loss may run
         self.notice: int | None = None
         self.loops: list[Phase] = []  # those being gone through, the first to begin first
@@ -130,7 +132,8 @@ class Run:
         self.imported: str = self._from.get("imported", "") if self._from is not None else ""
         self.passing = self._from is not None and not self.imported  # what was done before is not done again
         if self._from is not None and not self.imported:
-            self._say_changes(self._from)
+            if self.main and (changed := changed_since(self._from["script"])):
+                self.say(changed)  # it continues
         self._may_handle = threading.current_thread() is threading.main_thread()
         # With an agent, SIGUSR2 is its word that the whole run is to stop; the others tell this worker alone to leave.
         alone_too = self._leave_alone if team.operations.elastic else self._notice
@@ -214,17 +217,6 @@ class Run:
             self.team.operations.admit()
 
     # -- beginning ----------------------------------------------------------------------------------------------
-
-    def _say_changes(self, manifest: dict[str, Any]) -> None:
-        """A changed script continues, but says what changed."""
-        before, now = manifest["script"], script_text()
-        if before == now or not self.main:
-            return
-        names = ("script of the checkpoint", "script now")
-        lines = list(difflib.unified_diff(before.splitlines(), now.splitlines(), *names, lineterm="", n=1))
-        if len(lines) > 30:
-            lines[30:] = [f"... and {len(lines) - 30} lines more"]
-        self.say("\n".join(["the script has changed since the checkpoint; continuing with the new one:", *lines]))
 
     def begin(self, plan: str, origin: str, seed: int, device: torch.device) -> None:
         """Writes the journal's start line, once."""
@@ -441,6 +433,7 @@ class Run:
             self.saving.begin(self._subject(), mirror=True)
         while not ends and (self._enter_due or self.team.operations.hold):
             self._enter_due = False
+            self.own.pool(self.team.operations)
             try:
                 self.team.operations.enter_next()
             except LeftError:
@@ -512,7 +505,13 @@ class Run:
         return trouble is None and saving.committed == self.step
 
     def _subject(self) -> Subject:
-        return Subject(self.step, self._tree, self._params, self._about, self.agreement.meet)
+        pool = partial(self.own.pool, self.team.operations) if self.own.differ else None
+        return Subject(self.step, self._tree, self._params, self._about, self._meet, pool)
+
+    def _meet(self) -> None:
+        self.agreement.meet()
+        for text in self.own.meet(self.team.operations.done):
+            self.say(text)
 
     def _tell_saved(self) -> None:
         for told in self.saving.news:
@@ -524,11 +523,10 @@ class Run:
         self.saving.news.clear()
 
     def _tree(self) -> Any:
-        return {"trainers": [member.snapshot() for member in self.members], "results": self.results}
+        return {"trainers": [m.snapshot(self.team.operations.done) for m in self.members], "results": self.results}
 
     def _params(self) -> Iterator[torch.Tensor]:
-        for model in self.models:
-            yield from model.parameters()
+        return (param for model in self.models for param in model.parameters())
 
     def _about(self) -> dict[str, Any]:
         return {
@@ -572,6 +570,8 @@ class Run:
             by_bytes = sorted(self.team.group.ledger.items(), key=lambda item: -item[1][1])
             self.journal.write("collectives", kinds=dict(by_bytes))
         self.agreement.write(self.journal)
+        for told in self.own.figures():
+            self.journal.write("codec", **told)
         done = bool(self.members) and all(member.complete for member in self.members)
         if not failed and not self._left and self.members:
             keep_best(self)

@@ -78,7 +78,8 @@ def some(writers: list[int], size: int) -> list[int]:
 @dataclass(frozen=True)
 class Subject:
     """What is saved: optimizer steps done; the whole state as a tree, whose tensors are not copies; all parameters in
-    it; what else the manifest tells; and a part of the collective, in which all workers' states are compared.
+    it; what else the manifest tells; and a part of the collective, in which all workers' states are compared. Where
+    workers have state of their own, `pool` makes it everybody's.
     """
 
     step: int
@@ -86,6 +87,7 @@ class Subject:
     params: Callable[[], Iterable[torch.Tensor]]
     about: Callable[[], dict[str, Any]]
     agree: Callable[[], None] = lambda: None
+    pool: Callable[[], None] | None = None
 
 
 @dataclass
@@ -183,6 +185,9 @@ class Saving:
     def begin(self, subject: Subject, still: bool = False, mirror: bool = False) -> None:
         """Begins one; collective. What went wrong is in the news."""
         self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
+        # Whoever has state of its own writes it; if not all can, there must be none.
+        if subject.pool is not None and 0 < len(self.team.operations.run(settling(self._writing))) < self.team.size:
+            subject.pool()
         attempt = settling(partial(self._prepare, subject), partial(self._start, subject, still))
         self.team.operations.run(attempt, "saving")
         self.open = True
@@ -216,6 +221,10 @@ class Saving:
         else:
             others = {rank: unpack(group.receive_bytes(rank)) for rank in range(group.size) if rank != writer}
             self._streams = [others.get(rank, mine) for rank in range(group.size)]
+
+    def _writing(self) -> list[int]:
+        self.team.group.enter("who can write a checkpoint")
+        return self._who_writes()[0]
 
     def _who_writes(self) -> tuple[list[int], Any]:
         """The workers that reach the place: those who find in it what the first one puts there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +16,16 @@ def script_text() -> str:
     """The text of the script that runs, as far as it is a file."""
     path = Path(sys.argv[0])
     return path.read_text(errors="replace")[:_LIMIT] if path.is_file() else ""
+
+
+def changed_since(before: str) -> str:
+    """For people, what is another one in the script now; empty where nothing is."""
+    now, names = script_text(), ("script of the checkpoint", "script now")
+    lines = list(difflib.unified_diff(before.splitlines(), now.splitlines(), *names, lineterm="", n=1))
+    if len(lines) > 30:
+        lines[30:] = [f"... and {len(lines) - 30} lines more"]
+    what = "the script has changed since the checkpoint; continuing with the new one:"
+    return "\n".join([what, *lines]) if before != now else ""
 
 
 def module_name() -> str | None:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from paceline.errors import UsageError
 
+_T = TypeVar("_T")
 _MASK = (1 << 64) - 1
 
 
@@ -310,6 +311,29 @@ class Transaction:
         if self.moment is Moment.EMPTY:
             return Status(None)
         return Status(self.done, self.applied_in, self.generation if self.moment is Moment.PREPARED else None)
+
+
+@dataclass
+class Versions(Generic[_T]):
+    """State of one's own, which no other worker has: its `value`, and what is pending of the transaction under way.
+
+    A transaction counts also where this worker takes its result over from another one, and of a redone one nothing
+    does. So nobody tells of its end: the number of those done does.
+    """
+
+    value: _T
+    _pending: tuple[int, _T] | None = None
+
+    def at(self, done: int) -> _T:
+        """The value after so many transactions. Of what was pending nothing is left."""
+        if self._pending is not None and self._pending[0] < done:
+            self.value = self._pending[1]
+        self._pending = None
+        return self.value
+
+    def pend(self, done: int, value: _T) -> None:
+        """What it becomes if the transaction after so many counts."""
+        self._pending = done, value
 
 
 class StateLostError(Exception):

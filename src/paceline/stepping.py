@@ -28,7 +28,7 @@ from paceline.strategies.chunks import MicroBatch, cut, digest_of, rows_of, to_d
 from paceline.strategies.forecast import blocks_told, forecast
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.merging import Merging
-from paceline.strategies.nest import cost, facts_of
+from paceline.strategies.nest import cost, facts_of, share_of_sums
 from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
@@ -169,6 +169,7 @@ class Stepper:
     def __post_init__(self) -> None:
         self.operations = self.run.team.operations
         self.run.measures.append(self.measure)
+        self.run.own.append(self.replica.own)
 
     def step(self, deal: Callable[[], Portion], name: str) -> Step:
         """Makes the next one, applied whole or not at all; `deal` gives this worker's rows, in the present team."""
@@ -242,6 +243,7 @@ class Stepper:
             hooked="hooks" in self.told,
             cure=step.whole.cure,
             reached=self.operations.reached,
+            turn=self.operations.done,
         )
 
     def _load(self, step: Step, deal: Callable[[], Portion]) -> None:
@@ -302,7 +304,8 @@ class Stepper:
         norm = step.norm or self.replica.norm(step.agreed, step.options)
         if not math.isfinite(norm):
             loss, cure = step.agreed.loss / step.agreed.count, "look for a square root, a division or a logarithm at 0"
-            what = f"the gradient of step {step.number + 1} is not finite, though its loss is ({loss:.6g})"
+            where = self.replica.own.blame()
+            what = f"the gradient of step {step.number + 1} is not finite{where}, though its loss is ({loss:.6g})"
             raise NonFiniteLossError(what, f"the step was not applied; {cure}")
         return norm
 
@@ -410,11 +413,18 @@ class Stepper:
             return
         balance = self.balance
         group.enter(name)
-        said = group.gather_json([None if balance is None else balance.state(), self.weights.kind])
+        self.replica.rehouse()
+        own = self.replica.own
+        shares, known = None if balance is None else balance.state(), own.known(operations.done)
+        said = group.gather_json([shares, self.weights.kind, known])
         if balance is not None:
             balance.reform(operations.members, said[0][0])  # of who is here longest
-        self.weights.kinds, self.weights.due = [kind for _, kind in said], True
-        self.replica.rehouse()
+        self.weights.kinds, self.weights.due = [kind for _, kind, _ in said], True
+        for text in own.formed([known for *_, known in said], resumed=operations.number == 0):
+            self.run.say(text, once=True)
+        if decided := own.told(partial(share_of_sums, self.plan, self.job, group.size)):
+            self.run.decide(self.trainer, *decided)
+            self.run.say(": ".join(decided), once=True)
         self.layout, self.housed, self.updated = None, operations.number, 0.0
 
     def _weigh(self, balance: Balance, step: Step) -> None:

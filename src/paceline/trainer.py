@@ -515,17 +515,15 @@ class Trainer:
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> dict[str, Any]:
-        """Everything that the rest of the training depends on, for a checkpoint."""
+    def snapshot(self, done: int | None = None) -> dict[str, Any]:
+        """What the rest of the training depends on; for a checkpoint, after `done` transactions, with its own state."""
         for optimizer in self._job.optimizers if not self._looked else ():
             if hidden := hidden_in(optimizer):
                 self._run.say(f"{hidden}; keep them in self.state", once=True)
         self._looked = True
         return {
-            "model": (state := self._replica.state())["model"],
-            "optimizers": state["optimizers"],
-            "schedulers": state["schedulers"],
-            "exact": state["exact"],
+            **self._replica.state(),
+            "own": {} if done is None else self._replica.own.state(done),
             "steps": self.steps_done,
             "expected": self._stepper.expected,
             "scaling": None if (scaling := self._stepper.scaling) is None else [scaling.scale, scaling.good],
@@ -585,6 +583,7 @@ class Trainer:
             self._stepper.scaling = LossScale(*mine["scaling"])
         if not newcomer:
             return
+        self._replica.own.take(mine.get("own") or {})
         self._seed = self._job.seed = self._said.go_on(mine.get("said"), self._run.say)
         self._phases = [Phase(**phase) for phase in mine["phases"]]
         self._stopped = mine["stopped"]

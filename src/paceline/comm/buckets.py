@@ -7,8 +7,8 @@ the parameters, the first is small, a bucket is handed on when its last gradient
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -41,14 +41,21 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 @dataclass
 class Bucket:
     """A flat tensor, one stretch of it for each place, and the numbers of the parameters whose gradients it has; `mine`
-    is the stretch of this worker's place.
+    is the stretch of this worker's place, where those of the `shapes` begin at `starts`.
     """
 
     index: int
     flat: torch.Tensor
     members: list[int]
     mine: torch.Tensor
+    shapes: list[torch.Size] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     missing: int = 0
+
+    def split(self, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Of a tensor like `mine` what belongs to each parameter, with its number."""
+        for number, shape, start in zip(self.members, self.shapes, self.starts, strict=True):
+            yield number, flat[start : start + shape.numel()].view(shape)
 
 
 class Landing:
@@ -211,6 +218,8 @@ class Buckets(Landing):
             self._wires[number] = wire
             self._views[number] = own[start : start + wire[me][0].numel()].view(self.own[number].shape)
             self._home[number] = bucket
+            bucket.shapes.append(self.own[number].shape)
+            bucket.starts.append(start)
             start += shards.width(shape)
         self.buckets.append(bucket)
 

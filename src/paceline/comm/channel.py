@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.engine import ENGINE, Operation, Steps
-from paceline.comm.hosts import Hosts, LinkError, address_towards
+from paceline.comm.hosts import Between, Hosts, LinkError, address_towards
 from paceline.comm.messages import Mailbox
 from paceline.comm.nccl import Nccl
 from paceline.comm.shared import Arena, MismatchError
@@ -85,15 +85,18 @@ class Channel:
         what: Asked | None = None,
         manner: Manner = PLAIN,
         root: int = -1,
+        between: Between | None = None,
     ) -> Operation:
-        """Reduces `flat` in place on all workers. `root`: who alone needs it, of all the same."""
+        """Reduces `flat` in place on all workers. `root`: who alone needs it, of all the same. `between` hosts: as
+        `Hosts.all_reduce`.
+        """
         arena = self.in_arena(flat)
         detail = int(reduction.op) * (self.size + 1) + root + 1
         return self.start(
             what or Asked("all_reduce", flat.dtype),
             len(flat),
             detail,
-            lambda fp: self.hosts.all_reduce(flat, reduction, fp, arena),
+            lambda fp: self.hosts.all_reduce(flat, reduction, fp, arena, between),
             manner,
         )
 

@@ -20,6 +20,7 @@ from paceline.comm.autoload import lend
 from paceline.comm.backend import ProcessGroup
 from paceline.comm.channel import Channel
 from paceline.comm.engine import Operation
+from paceline.comm.hosts import Between
 from paceline.comm.nccl import Nccl
 from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
@@ -197,6 +198,16 @@ class Group:
         return [self.channel.hosts.place(rank)[0] for rank in range(self.size)] if self.size > 1 else [0]
 
     @property
+    def leaders(self) -> list[int]:
+        """What the first worker of each host is called."""
+        return [self.names[first] for first, *_ in self.channel.hosts.hosts] if self.size > 1 else [*self.names]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker speaks to other hosts for its own one."""
+        return len(self.leaders) > 1 and self.names[self.rank] in self.leaders
+
+    @property
     def sent(self) -> int:
         """Bytes that this worker handed to collectives."""
         return int(sum(entry[1] for entry in self.ledger.values()))
@@ -268,14 +279,17 @@ class Group:
                 raise PeerLostError(f"a worker was lost while memory was shared ({error})", "see its log") from error
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+    def start_sum(self, tensor: torch.Tensor, between: Between | None = None) -> dist.Work | None:
         """Starts summing `tensor` in place over all workers; `finish` must follow. Part of the entered collective.
 
-        It goes on whenever something else is started or waited for.
+        It goes on whenever something else is started or waited for. `between` hosts a tensor of the CPU may be summed
+        in another way.
         """
         if self.size == 1:
             return None
         add = reduction(Op.SUM, tensor.dtype)
+        if between is not None:
+            return self._start(tensor, lambda _, flat: self.channel.all_reduce(flat, add, between=between))
         return self._start(tensor, lambda over, flat: over.all_reduce(flat, add))
 
     def start_scatter(self, flat: torch.Tensor) -> dist.Work | None:

@@ -54,7 +54,7 @@ class Gloo:
         options._devices = list(devices)
         self.group: Any = dist.ProcessGroupGloo(store, rank, size, options)
         self.group._set_default_timeout(FOREVER)
-        self.size = size
+        self.rank, self.size = rank, size
         self._abandoned = False
         self._recent: deque[tuple[Any, int]] = deque()
         self._kept = 0
@@ -100,6 +100,25 @@ class Gloo:
         everyone = torch.empty(self.size, len(flat), dtype=flat.dtype)
         yield from self.run(lambda: self.group._allgather_base(raw_bytes(everyone), raw_bytes(flat)), everyone.nbytes)
         return everyone
+
+    def all_reduce(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Steps:
+        options = c10d.AllreduceOptions()
+        options.reduceOp = op
+        yield from self.run(lambda: self.group.allreduce([flat], options), flat.nbytes)
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        yield from self.run(lambda: self.group.broadcast([raw_bytes(flat)], options), flat.nbytes)
+
+    def all_to_all(self, rows: torch.Tensor) -> Any:
+        """Row i goes to worker i; a row from everybody, of the same length."""
+        taken, options = torch.empty_like(rows), c10d.AllToAllOptions()
+        yield from self.run(lambda: self.group.alltoall_base(taken, rows, [], [], options), 2 * rows.nbytes)
+        return taken
+
+
+Between = Callable[[Gloo, torch.Tensor], Steps]  # sums a tensor over the first workers of hosts, in place
 
 
 class Hosts:
@@ -192,8 +211,17 @@ class Hosts:
             if self.shared is not None:
                 yield from collectives.barrier(self.shared, fp)
 
-    def all_reduce(self, flat: torch.Tensor, reduction: Reduction, fp: int, arena: Arena | None = None) -> Steps:
-        """`arena`: this host's workers' tensors in shared memory, of which `flat` is this worker's."""
+    def all_reduce(
+        self,
+        flat: torch.Tensor,
+        reduction: Reduction,
+        fp: int,
+        arena: Arena | None = None,
+        between: Between | None = None,
+    ) -> Steps:
+        """`arena`: this host's workers' tensors in shared memory, of which `flat` is this worker's. `between` hosts it
+        may be made in another way.
+        """
         shared, asked = self.shared, fp
         fp ^= arena is not None  # within a host all go the same way; another host may have no memory to share
         if self.leaders is None and shared is not None:
@@ -208,14 +236,13 @@ class Hosts:
             else:
                 yield from collectives.reduce(shared, flat, 0, reduction.of, fp)
         if self.leads and self.leaders is not None:
-            leaders = self.leaders
-            options = c10d.AllreduceOptions()
-            yield from leaders.same(asked)
-            if reduction.gloo is not None:
-                options.reduceOp = reduction.gloo
-                yield from leaders.run(lambda: leaders.group.allreduce([flat], options), flat.nbytes)
+            yield from self.leaders.same(asked)
+            if between is not None:
+                yield from between(self.leaders, flat)
+            elif reduction.gloo is not None:
+                yield from self.leaders.all_reduce(flat, reduction.gloo)
             else:
-                rows = yield from leaders.all_gather(flat)
+                rows = yield from self.leaders.all_gather(flat)
                 flat.copy_(functools.reduce(reduction.of, rows.unbind(0)))
         if shared is not None:
             yield from collectives.broadcast(shared, flat, 0, fp)
@@ -225,11 +252,8 @@ class Hosts:
         if self.shared is not None and host == self.here:
             yield from collectives.broadcast(self.shared, flat, place, fp)
         if self.leads and self.leaders is not None:
-            net = self.leaders
-            options = c10d.BroadcastOptions()
-            options.rootRank = host
-            yield from net.same(fp)
-            yield from net.run(lambda: net.group.broadcast([raw_bytes(flat)], options), flat.nbytes)
+            yield from self.leaders.same(fp)
+            yield from self.leaders.broadcast(flat, host)
         if self.shared is not None and host != self.here:
             yield from collectives.broadcast(self.shared, flat, 0, fp)
 

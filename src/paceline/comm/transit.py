@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.buckets import Bucket
+from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
 
 Heard = Callable[[int, torch.Tensor], None]
@@ -25,10 +26,12 @@ class Hop(NamedTuple):
 
 
 class Transit:
-    """Moves the buckets of a step along one route, in order. Nothing waits before `finish`."""
+    """Moves the buckets of a step along one route, in order. Nothing waits before `finish`. The last hop is made with
+    the `codec`, if there is one.
+    """
 
-    def __init__(self, group: Group, route: Sequence[Hop]) -> None:
-        self.group, self.route = group, route
+    def __init__(self, group: Group, route: Sequence[Hop], codec: Codec | None = None) -> None:
+        self.group, self.route, self.codec = group, route, codec
         self._queues: list[deque[tuple[dist.Work | None, Bucket]]] = [deque() for _ in route]
         self._arrived: list[Bucket] = []
         self._heard: Heard | None = None
@@ -69,7 +72,12 @@ class Transit:
                 self._heard(bucket.index, bucket.mine)
             return
         kind, among = self.route[number]
-        work = among.start_scatter(bucket.flat) if kind == "scatter" else among.start_sum(bucket.mine)
+        if kind == "scatter":
+            work = among.start_scatter(bucket.flat)
+        elif self.codec is not None and number == len(self.route) - 1:
+            work = self.codec.start(bucket, among)
+        else:
+            work = among.start_sum(bucket.mine)
         self._queues[number].append((work, bucket))
 
     def _advance(self, hops: int, wait: bool) -> None:

@@ -61,6 +61,7 @@ class Summary:
         grids = {grid.get("trainer"): grid for grid in self.grids}
         plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
         self.explained = [Explained.of(e) for e in plans if e.get("plan") and e.get("workers", 1) > 1]
+        self.codecs = list({event.get("trainer"): event for event in last if event["event"] == "codec"}.values())
         self.notes = _once(events, "note", "text")
         self.decisions = _once(events, "decision", "what")
         if len({event["trainer"] for event in events if "trainer" in event}) > 1:
@@ -224,6 +225,13 @@ def _by_kind(summary: Summary) -> Rows:
     ]
 
 
+def _codec(event: Event) -> str:
+    sent, full = event.get("sent") or 0, event.get("full") or 0
+    ratio = f", {sent / full:.1%} of them" if full else ""
+    told = f"{size_of(sent)} sent to other hosts instead of {size_of(full)}{ratio}, by worker 0"
+    return f"{event.get('codec')} ({event.get('kind')}): {told}"
+
+
 def _lost(event: Event) -> str:
     workers = event.get("workers") or []
     causes = [", ".join(lines) for lines in (event.get("causes") or {}).values()]
@@ -302,6 +310,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("waited for", ", ".join(f"worker {name} {duration(wait)}" for wait, name in s.waits)),
             ("bytes", moved),
             *_by_kind(s),
+            *(("codec", _codec(event)) for event in s.codecs),
             *(("memory", _memory(event)) for event in s.memory[-1:]),
         ],
         "Plan": [

@@ -91,7 +91,7 @@ class Options:
     `merge` is how many micro-batches a chunk may hold, `test` asks for an observation of whether they may be merged
     at all, `probe` to look once at the loss also where they may not, `collect` for BatchNorm's statistics per
     micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has gradient hooks. `cure` helps
-    against micro-batches of a single row. `reached` is told of moments in it.
+    against micro-batches of a single row. `reached` is told of moments in it. `turn` counts the team's transactions.
     """
 
     step: int
@@ -106,6 +106,7 @@ class Options:
     hooked: bool = False
     cure: str = ""
     reached: Callable[[str], None] = lambda moment: None
+    turn: int = 0
 
 
 @dataclass

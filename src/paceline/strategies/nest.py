@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
+from paceline.errors import PlanError
 from paceline.mesh import AXES
 from paceline.plan import Plan
 from paceline.strategies import data, shard
@@ -40,6 +42,12 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
         found.sent[axis] = forwards * facts.inside.get(axis, 0) + facts.ends.get(axis, 0)
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
     return replace(found, in_flight=max(map(kept, rows)))
+
+
+def share_of_sums(plan: Plan, job: Job, workers: int) -> float:
+    """Of the bytes that a worker sends in a step of one forward, those of gradients that replicas sum."""
+    facts = facts_of(job)
+    return facts.bytes(plan.shard or 1) / sum(cost(plan, facts, workers).sent.values())
 
 
 def facts_of(job: Job) -> Facts:
@@ -113,13 +121,16 @@ def nest(
     if values is not None:
         values.put(group, mesh, known)
     outer = group.along("data", "context", mesh=mesh)
+    codec = Codec(plan.codec) if plan.codec else None
+    if codec is not None and job.device.type != "cpu":
+        raise PlanError(f"codec={plan.codec} is not built for CUDA yet", f"leave codec={plan.codec} out")
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
-        return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline)
+        return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec)
     replica = group.along("shard", mesh=mesh)
     if plan.zero == 1:
-        return Replica(job, Shard(job, replica), group, outer, mesh, pipeline)
+        return Replica(job, Shard(job, replica), group, outer, mesh, pipeline, codec)
     from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
 
     filled = None if known else partial(share, group=group)
-    return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer, mesh)
+    return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer, mesh, codec=codec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
 from paceline.comm.transit import Heard, Hop, Transit
 from paceline.mesh import Mesh
-from paceline.pieces import Cut, counting
+from paceline.pieces import Cut, Held, counting
 from paceline.step import Agreed, exact_sum
 from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.layout import Layout
+from paceline.strategies.own import Own
 from paceline.strategies.pipeline import Pipeline
 from paceline.strategies.runner import Runner
 from paceline.strategies.staged import StagedRunner
@@ -29,11 +32,18 @@ from paceline.strategies.whole_batch import OverBatch
 
 class Replica:
     """A step is `run`, `agree`, `norm`, `update`, `complete`; until `update` it can be `abort`ed. `group` are all
-    workers, `outer` those that hold equal parts, whose gradients are summed.
+    workers, `outer` those that hold equal parts, whose gradients are summed, between hosts with the `codec`.
     """
 
     def __init__(
-        self, job: Job, layout: Layout, group: Group, outer: Group, mesh: Mesh, pipeline: Pipeline | None = None
+        self,
+        job: Job,
+        layout: Layout,
+        group: Group,
+        outer: Group,
+        mesh: Mesh,
+        pipeline: Pipeline | None = None,
+        codec: Codec | None = None,
     ) -> None:
         self.mesh = mesh
         self.job, self.layout, self.group = job, layout, group
@@ -45,10 +55,11 @@ class Replica:
         self.over = None if job.over is None else OverBatch(self.runner)
         self.updater = Update(job, self.home)
         whole = partial(Cut.whole, places=mesh.replica)
-        cuts = [job.own_cuts.get(name) or whole(param.shape) for name, param in job.own.items()]
-        self._counted = counting(cuts, job.place)
-        self.home.elements = [math.prod(cut.shape) for cut in cuts]
-        self.transit = Transit(group, [*layout.route, Hop("sum", outer)])
+        cuts = {name: job.own_cuts.get(name) or whole(param.shape) for name, param in job.own.items()}
+        self._counted = counting([*cuts.values()], job.place)
+        self.home.elements = [math.prod(cut.shape) for cut in cuts.values()]
+        self.transit = Transit(group, [*layout.route, Hop("sum", outer)], codec)
+        self.codec, self.own = codec, Own(codec, group, outer, mesh, self.home, cuts)
 
     def see_whole(self) -> None:
         """The optimizers that will be built are to hold whole parameters, of which others have the rest."""
@@ -71,6 +82,8 @@ class Replica:
         each bucket that has arrived.
         """
         name = f"step {options.step + 1}"
+        if self.codec is not None:
+            self.codec.begin(options.turn, options.expected)
 
         def run(micro_batches: Sequence[MicroBatch], options: Options) -> Sums:
             self.transit.begin(name, heard)
@@ -95,6 +108,7 @@ class Replica:
             vector, sums.records = small[: len(vector)], small[len(vector) :]
         if sums.maxima is not None:
             sums.redo = not self.home.settle(self.group.largest(sums.maxima))
+        self.own.add(options.expected)
         return vector
 
     def norm(self, agreed: Agreed, options: Options) -> float:
@@ -108,7 +122,7 @@ class Replica:
 
     def squares(self, options: Options) -> torch.Tensor:
         """Of the gradients that count here, in float64 numbers whose sum it is."""
-        alike = self._counted is None and self.mesh.context == 1  # on all who have summed
+        alike = self._counted is None and self.mesh.context == 1 and not self.own.owed  # on all who have summed
         known = self.transit.squares() if alike and not self.job.exact else None
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             return torch.tensor([known], dtype=torch.float64)
@@ -117,7 +131,10 @@ class Replica:
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
         """Changes the weights; `norm` is that of the mean gradient, for clipping."""
         self.runner.carried.merge(sums.records)
+        if self.own.owed or self.own.differs:
+            agreed = replace(agreed, unused=self.own.unused(agreed.unused))
         self.updater.apply(agreed, options, norm)
+        self.own.owed = {}
 
     def complete(self) -> None:
         """After an update, and in a new generation: brings what of the weights others have updated. Collective."""
@@ -154,9 +171,11 @@ class Replica:
         """Everything that the next step depends on, by logical names."""
         job = self.job
         model = in_pieces(job.model.state_dict(keep_vars=True), job.cuts, job.place)
-        return {"model": model, **self.updater.state()}
+        owed = {name: Held(tensor, self.own.cuts[name], job.place) for name, tensor in self.own.shared().items()}
+        return {"model": model, **self.updater.state(), "owed": owed}
 
     def load(self, state: Mapping[str, Any]) -> None:
         load_model(self.job.model, state["model"], self.job.cuts, self.job.place)
         if "optimizers" in state:  # else weights from elsewhere, to begin with
             self.updater.load(state)
+            self.own.load(state.get("owed") or {})

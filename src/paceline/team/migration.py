@@ -190,11 +190,11 @@ class Migration:
 
     @property
     def giving(self) -> bool:
-        return any(giver.begun and not giver.closed for giver in self.givers.values())
+        return any(giver.begun and not giver.closed for giver in [*self.givers.values()])
 
     def copied(self) -> None:
         """Waits until the state may change."""
-        for giver in self.givers.values():
+        for giver in [*self.givers.values()]:
             giver.copied()
 
     def step(self, trainer: int, whole: bool) -> Migration.Step:
@@ -220,7 +220,7 @@ class Migration:
             self._ahead.copied()
 
         def _put(self, *said: Any) -> None:
-            for giver in self._ahead.givers.values():
+            for giver in [*self._ahead.givers.values()]:
                 giver.put(self._trainer, *said)
 
     def enter(self, members: Iterable[int]) -> None:
@@ -231,7 +231,7 @@ class Migration:
 
     def drop(self) -> None:
         """What this worker had, and sent, is not the team's state."""
-        for giver in self.givers.values():
+        for giver in [*self.givers.values()]:
             giver.close()
 
 

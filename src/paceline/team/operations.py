@@ -122,6 +122,11 @@ class Operations:
         return self.world.orders_fd is not None and self.holder is not None
 
     @property
+    def done(self) -> int:
+        """Transactions that count so far: the same number on all members."""
+        return self._tx.done
+
+    @property
     def newcomers(self) -> bool:
         """Whether a generation waits for the end of a step."""
         return self._orders.newer(self.number)

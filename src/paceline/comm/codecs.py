@@ -1,0 +1,286 @@
+"""Sums between hosts as codes: fewer bytes over a slow link, and a sum that is not quite that of the gradients.
+
+Inside of a host sums are whole; the first workers of the hosts exchange codes of these. All decode the same codes in
+the same order, so the sum has the same bits on every worker. There are two classes:
+
+- *rounding* (`bf16`, `fp16`, `int8`): each leader gets everybody's codes of a stretch, adds them up in float32, and all
+  get the codes of the sums. Blocks have scales of their own, as in Dettmers et al., "8-bit Optimizers via Block-wise
+  Quantization", ICLR 2022; for `fp16` powers of two.
+- *lossy* (`topk:R`, `sign`, `powersgd:R`): most is left out. What was not sent is added to what is sent in the next
+  step (error feedback): Stich et al., "Sparsified SGD with Memory", NeurIPS 2018; Karimireddy et al., "Error Feedback
+  Fixes SignSGD and other Gradient Compression Schemes", ICML 2019; Vogels et al., "PowerSGD", NeurIPS 2019.
+
+What was not sent is kept unscaled, as a sum over rows: steps scale their gradients each in their own way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from paceline.comm.buckets import Bucket
+from paceline.comm.engine import Steps
+from paceline.comm.group import Group
+from paceline.comm.hosts import Gloo
+from paceline.comm.shared import raw_bytes
+from paceline.step import Versions
+
+BLOCK = 256  # elements that have a scale together
+_BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+_SQUARES = 8  # bytes: how much a leader has not sent goes along with what it sends
+
+
+class Code(Protocol):
+    """Rows of float32 as rows of bytes, and back. A row with an element that is not finite never becomes finite."""
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor: ...
+
+
+def _blocks(rows: torch.Tensor) -> torch.Tensor:
+    return pad(rows, (0, -rows.shape[1] % BLOCK)).view(len(rows), -1, BLOCK)
+
+
+def _packed(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.contiguous().flatten(1).view(torch.uint8) for part in parts], 1)
+
+
+def _unpacked(codes: torch.Tensor, bytes_: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first so many bytes of each row as numbers, and the rest."""
+    return codes[:, :bytes_].contiguous().view(dtype), codes[:, bytes_:].contiguous()
+
+
+class Bf16:
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return _packed(rows.bfloat16())
+
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        return codes.view(torch.bfloat16).float()
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Blocks in a small dtype, each over a scale of its own."""
+
+    dtype: torch.dtype
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        blocks = _blocks(rows)
+        most = blocks.abs().amax(-1, keepdim=True)
+        if self.dtype == torch.int8:
+            scale = most / 127
+            scale = scale.where(scale != 0, 1.0)
+            return _packed(scale, (blocks / scale).round().clamp(-127, 127).to(torch.int8))
+        scale = torch.ldexp(torch.ones_like(most), most.frexp().exponent - 1)
+        return _packed(scale, (blocks / scale).to(self.dtype))
+
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        scale, rest = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
+        blocks = rest.view(self.dtype).view(len(codes), -1, BLOCK).float()
+        return (blocks * scale[..., None]).flatten(1)[:, :length]
+
+
+class Sign:
+    """One bit an element, times the mean of a block's magnitudes."""
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        blocks = _blocks(rows)
+        bits = (blocks >= 0).view(len(rows), -1, 8) * _BITS
+        return _packed(blocks.abs().mean(-1), bits.sum(-1, dtype=torch.uint8))
+
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        scale, bits = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
+        signs = ((bits[..., None] & _BITS) != 0).view(len(codes), -1, BLOCK).float() * 2 - 1
+        return (signs * scale[..., None]).flatten(1)[:, :length]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The largest magnitudes, a `part` of all and one at least, each with its place."""
+
+    part: float
+
+    def _count(self, length: int) -> int:
+        return max(1, math.ceil(self.part * length))
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        places = rows.abs().topk(self._count(rows.shape[1]), sorted=False).indices
+        return _packed(places.int(), rows.gather(1, places))
+
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        places, values = _unpacked(codes, 4 * self._count(length), torch.int32)
+        return torch.zeros(len(codes), length).scatter_(1, places.long(), values.view(torch.float32))
+
+
+@dataclass
+class Kept:
+    """What a worker keeps for the next step: of each bucket, by number, what was `left` out, unscaled; of each matrix,
+    by its parameter's number, the `basis` to begin with; and of each leader, by its name, the squares of what it has
+    left out.
+    """
+
+    left: dict[int, torch.Tensor] = field(default_factory=dict)
+    basis: dict[int, torch.Tensor] = field(default_factory=dict)
+    squares: dict[int, float] = field(default_factory=dict)
+
+
+class Codec:
+    """Sums buckets among workers, between hosts as the plan's `word` says. `sent` are bytes that this worker sent to
+    other hosts, `full` those that it would have sent without. `bad` has the numbers of parameters whose gradients were
+    not finite here.
+    """
+
+    def __init__(self, word: str) -> None:
+        name, _, number = word.partition(":")
+        self.word, self.lossy = word, name in ("topk", "sign", "powersgd")
+        self.kind = "lossy" if self.lossy else "rounding"
+        self._rank = int(number) if name == "powersgd" else 0
+        codes: dict[str, Callable[[], Code]] = {"bf16": Bf16, "fp16": partial(Scaled, torch.float16)}
+        codes |= {"int8": partial(Scaled, torch.int8), "sign": Sign, "topk": lambda: TopK(float(number))}
+        self._code = codes.get(name, Bf16)()
+        self.kept = Versions(Kept())
+        self.sent = self.full = 0.0
+        self.bad: set[int] = set()
+        self._was, self._next, self._scale = Kept(), Kept(), 1.0
+
+    def begin(self, done: int, expected: float) -> None:
+        """A step begins, after so many transactions, whose gradients are sums over `expected`."""
+        self._was, self._next, self._scale = self.kept.at(done), Kept(), expected
+        self.kept.pend(done, self._next)
+        self.bad.clear()
+
+    def start(self, bucket: Bucket, among: Group) -> dist.Work | None:
+        """Starts summing a bucket; as `Group.start_sum`. What a worker keeps that is no leader now goes into its own
+        gradients.
+        """
+        flat = bucket.mine
+        if not flat.is_floating_point() or not len(flat):
+            return among.start_sum(flat)
+        if not bool(flat.isfinite().all()):
+            self.bad |= {number for number, part in bucket.split(flat) if not bool(part.isfinite().all())}
+        if bucket.index in self._was.left and not among.leads:
+            flat += self._was.left[bucket.index] / self._scale
+        sums = self._rounded if not self.lossy else self._low_rank if self._rank else self._picked
+        return among.start_sum(flat, partial(sums, bucket, among.leaders))
+
+    def _count(self, leaders: Gloo, flat: torch.Tensor, sent: float) -> None:
+        self.sent += sent
+        self.full += 2 * flat.nbytes * (leaders.size - 1) / leaders.size
+
+    # -- rounding ---------------------------------------------------------------------------------------------------
+
+    def _rounded(self, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        rows = pad(flat.float(), (0, -len(flat) % leaders.size)).view(leaders.size, -1)
+        length = rows.shape[1]
+        codes = yield from leaders.all_to_all(self._code.encode(rows))
+        codes = yield from leaders.all_gather(self._code.encode(self._sum(codes, length)[None])[0])
+        flat.copy_(self._code.decode(codes, length).reshape(-1)[: len(flat)])
+        self._count(leaders, flat, 2 * codes[1:].nbytes)
+
+    def _sum(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        """In the order of the rows, and one at a time."""
+        total = self._code.decode(codes[:1], length)[0]
+        for row in codes[1:]:
+            total += self._code.decode(row[None], length)[0]
+        return total
+
+    # -- lossy ------------------------------------------------------------------------------------------------------
+
+    def _owed(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        """What is to be sent: the sum of this host, and what was left out before."""
+        total = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
+        before = self._was.left.get(bucket.index)
+        return total if before is None else total.add_(before / self._scale)
+
+    def _keep(self, bucket: Bucket, left: torch.Tensor) -> torch.Tensor:
+        """Before the last that is sent, without which no step counts anywhere. Its squares."""
+        self._next.left[bucket.index] = left.mul_(self._scale)
+        return torch.dot(left, left).double()[None]
+
+    def _hear(self, names: list[int], squares: torch.Tensor) -> None:
+        for name, more in zip(names, squares.tolist(), strict=True):
+            self._next.squares[name] = self._next.squares.get(name, 0.0) + more
+
+    def _picked(self, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        owed = self._owed(bucket, flat)
+        codes = self._code.encode(owed.float()[None])
+        squares = self._keep(bucket, owed.sub_(self._code.decode(codes, len(flat))[0]))
+        everyone = yield from leaders.all_gather(torch.cat([codes[0], raw_bytes(squares)]))
+        codes, said = everyone[:, :-_SQUARES], everyone[:, -_SQUARES:].contiguous()
+        self._hear(names, said.view(torch.float64).view(-1))
+        flat.copy_(self._sum(codes, len(flat)))
+        self._count(leaders, flat, everyone[1:].nbytes)
+
+    def _low_rank(self, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        """Matrices as products of two thin ones; what has one dimension, or would not become less, goes as it is.
+
+        One step of the power iteration from the basis of before. The first leader's bits of the left factors are
+        everybody's, and their products are added up element by element: a matrix product has other bits where there are
+        other threads.
+        """
+        owed = self._owed(bucket, flat)
+        parts = list(bucket.split(owed))
+        thin = [(n, part.reshape(len(part), -1)) for n, part in parts if self._pays(part)]
+        plain = [part.reshape(-1) for _, part in parts if not self._pays(part)]
+        lefts = [matrix.float() @ self._basis(n, matrix) for n, matrix in thin]
+        first = torch.cat([part.reshape(-1) for part in (*lefts, *(part.float() for part in plain))])
+        for part in plain:
+            part.sub_(part.float())
+        factors = first[: sum(left.numel() for left in lefts)]
+        yield from leaders.all_reduce(first)
+        lefts = list(_views(factors, [left.shape for left in lefts]))
+        if leaders.rank == 0:
+            for left in lefts:
+                left.copy_(torch.linalg.qr(left).Q)
+        yield from leaders.broadcast(factors, 0)
+        rights = [matrix.float().T @ left for (_, matrix), left in zip(thin, lefts, strict=True)]
+        for (_, matrix), left, right in zip(thin, lefts, rights, strict=True):
+            _add_product(matrix, left, right, -1.0)
+        said = torch.zeros(leaders.size)
+        said[leaders.rank] = self._keep(bucket, owed)
+        second = torch.cat([*(right.reshape(-1) for right in rights), said])
+        yield from leaders.all_reduce(second)
+        self._hear(names, second[-leaders.size :])
+        total = torch.zeros_like(owed)
+        targets = dict(bucket.split(total))
+        for (n, matrix), left, right in zip(thin, lefts, _views(second, [r.shape for r in rights]), strict=True):
+            self._next.basis[n] = right.clone()
+            _add_product(targets[n].view(matrix.shape), left, right, 1.0)
+        whole = _views(first[len(factors) :], [part.shape for _, part in parts if not self._pays(part)])
+        for (n, _), part in zip((one for one in parts if not self._pays(one[1])), whole, strict=True):
+            targets[n].copy_(part)
+        flat.copy_(total)
+        share = (leaders.size - 1) / leaders.size
+        self._count(leaders, flat, share * (2 * first.nbytes + factors.nbytes + 2 * second.nbytes))
+
+    def _pays(self, part: torch.Tensor) -> bool:
+        rows = len(part) if part.dim() > 1 else 1
+        return self._rank * (rows + part.numel() // max(1, rows)) < part.numel() and rows > 1
+
+    def _basis(self, number: int, matrix: torch.Tensor) -> torch.Tensor:
+        """The basis of before; at first a random one, on all the same."""
+        if number in self._was.basis:
+            return self._was.basis[number]
+        chance = torch.Generator().manual_seed(number)
+        return torch.randn(matrix.shape[1], self._rank, generator=chance)
+
+
+def _views(flat: torch.Tensor, shapes: list[torch.Size]) -> Iterator[torch.Tensor]:
+    start = 0
+    for shape in shapes:
+        yield flat[start : start + shape.numel()].view(shape)
+        start += shape.numel()
+
+
+def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, sign: float) -> None:
+    """Adds left @ right.T, as elements and in one order."""
+    left, right = left.to(matrix.dtype) * sign, right.to(matrix.dtype)
+    for column in range(left.shape[1]):
+        matrix += left[:, column, None] * right[:, column]

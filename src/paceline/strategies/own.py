@@ -1,0 +1,244 @@
+"""State of one's own: what a codec has not sent yet differs from worker to worker, and nobody else's takes its place.
+
+In a checkpoint such tensors lie one upon another, as rows of one with a dimension more; each is written by the worker
+that has it. Beside them is the rule for another team or plan, which is `add`: their sum goes into the next gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from paceline.comm.buckets import Landing
+from paceline.comm.codecs import Codec, Kept
+from paceline.comm.group import Group
+from paceline.mesh import Mesh
+from paceline.pieces import Cut, Held, stacked
+
+
+class Team(Protocol):
+    """What the team does together; `done` is the number of transactions that count."""
+
+    @property
+    def done(self) -> int: ...
+    def run(self, make: Callable[[], Generator[Any, Any, None]], spends: str) -> Any: ...
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Own:
+    """What the `codec` of a worker, if there is one, has left out of the gradients at `home`, which are summed over
+    `outer`. They are of parameters by name, of which a worker has rows as `cuts` say.
+
+    `owed` is the state of all alike: what goes into the next gradient, by name and unscaled.
+    """
+
+    def __init__(
+        self, codec: Codec | None, group: Group, outer: Group, mesh: Mesh, home: Landing, cuts: Mapping[str, Cut]
+    ) -> None:
+        self.codec, self.group, self.outer, self.mesh = codec, group, outer, mesh
+        self.home, self.cuts = home, cuts
+        self.owed: dict[str, torch.Tensor] = {}
+        self._saved: Mapping[str, torch.Tensor] = {}  # from a checkpoint, and not taken yet
+        self._rows: list[int | None] = []
+
+    @property
+    def differs(self) -> bool:
+        """Whether workers may have, or bring back, what others have not."""
+        return bool(self._saved) or (self.codec is not None and self.codec.lossy)
+
+    def _left(self, done: int) -> dict[str, torch.Tensor]:
+        """What this worker has, by name, after so many transactions."""
+        left, names = {} if self.codec is None else self.codec.kept.at(done).left, list(self.cuts)
+        return {
+            names[number]: part
+            for bucket in self.home.buckets
+            if bucket.index in left
+            for number, part in bucket.split(left[bucket.index])
+        }
+
+    def _rows_of(self, holds: Sequence[bool]) -> list[int | None]:
+        """The row of each rank, if those who hold something have the first ones. Whoever is summed with others has as
+        many rows with them as any; the rest are zeros.
+        """
+        mesh = self.mesh.over(self.group.size)
+        teams = {mesh.peers(rank, "data", "context") for rank in range(self.group.size)}
+        count = max(sum(holds[rank] for rank in team) for team in teams)
+        rows: list[int | None] = [None] * self.group.size
+        for team in teams:
+            for row, rank in enumerate(sorted(team, key=lambda rank: not holds[rank])[:count]):
+                rows[rank] = row
+        return rows
+
+    # -- when a generation begins -----------------------------------------------------------------------------------
+
+    def known(self, done: int) -> list[Any]:
+        """For everybody: does this worker hold something, and lead; what leaders hold, if it knows that. Collective."""
+        if self.codec is None:
+            return [False, False, []]
+        self.outer.enter("how codecs stand", check=False)
+        kept = self.codec.kept.at(done)
+        return [bool(kept.left), self.outer.leads, [*kept.squares.items()]]
+
+    def formed(self, said: Sequence[Sequence[Any]], resumed: bool) -> Iterator[str]:
+        """All have said what they know: what was lost, for people. In the first generation of a run that is `resumed`
+        as many leaders as there were take a row each, in order; else the rule holds.
+        """
+        holding = {name for name, (holds, *_) in zip(self.group.names, said, strict=True) if holds}
+        squares = {name: value for *_, known in said for name, value in known if value > 0}
+        for name in sorted(squares.keys() - holding):
+            norm = math.sqrt(squares[name])
+            yield f"worker {name} was lost with what its codec had not sent yet: sums of gradients of norm {norm:.6g}"
+        if self._saved:
+            leads = [leads for _, leads, _ in said]
+            saved, rows, count = self._saved, self._rows_of(leads), len(next(iter(self._saved.values())))
+            alike = self.codec is not None and self.codec.lossy and sum(leads) == count * self.mesh.replica
+            if not (resumed and alike and max(row or 0 for row in rows) == count - 1):
+                yield from self.add_saved()
+            self._saved, row = {}, rows[self.group.rank] if self._saved else None
+            if row is not None:
+                self._restore({name: self._mine(name, tensor[row : row + 1][0]) for name, tensor in saved.items()})
+
+    def _mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return self.cuts[name].at(self.group.rank).of(whole)
+
+    def _restore(self, named: Mapping[str, torch.Tensor]) -> None:
+        assert self.codec is not None
+        names, left = list(self.cuts), self.codec.kept.value.left
+        for bucket in self.home.buckets:
+            flat = left[bucket.index] = torch.zeros(len(bucket.mine), dtype=wide(bucket.mine.dtype))
+            for number, part in bucket.split(flat):
+                part.copy_(named[names[number]].view(part.shape))
+
+    def add_saved(self) -> Iterator[str]:
+        """The rule `add`, and what is said of it."""
+        if not self._saved:
+            return
+        hosts, self.owed = len(next(iter(self._saved.values()))), self.shared()
+        self._saved = {}
+        yield (
+            f"what codecs of {hosts} hosts had not sent when the checkpoint was taken goes into the next gradient: "
+            "mathematics that the undisturbed run does not have"
+        )
+
+    def told(self, share: Callable[[], float]) -> tuple[str, str] | None:
+        """What the codec does among the present hosts, and why. `share` is which part of all bytes these sums are."""
+        if self.codec is None:
+            return None
+        what, hosts = f"codec={self.codec.word}", len(self.outer.leaders)
+        if hosts == 1:
+            return f"{what} has nothing to do", "the workers whose gradients are summed are on one host"
+        why = "inside of a host sums are whole, and its first worker sends codes of them"
+        if len({*self.group.hosts[: self.mesh.replica]}) > 1:
+            why += f"; replicas span hosts, and of what a worker sends these sums are at most {share():.0%}"
+        return f"{what} ({self.codec.kind}) between {hosts} hosts", why
+
+    # -- before a change --------------------------------------------------------------------------------------------
+
+    def pool(self, team: Team) -> Generator[Any, Any, None]:
+        """An attempt of the team's: what all have left out is summed and owed by all, before some of them leave."""
+        pooled, names = self.shared(), list(self.cuts)
+        if self.codec is not None:
+            was = self.codec.kept.at(team.done)
+            self.outer.enter("what codecs have left out", kind="gradients")
+            for bucket in (one for one in self.home.buckets if one.mine.is_floating_point()):
+                flat = torch.zeros(len(bucket.mine), dtype=wide(bucket.mine.dtype))
+                self.outer.sum(flat.add_(was.left.get(bucket.index, 0.0)))
+                for number, part in bucket.split(flat):
+                    pooled[names[number]] = part.add_(pooled.get(names[number], 0.0))
+            self.codec.kept.pend(team.done, Kept(basis=was.basis))
+        yield lambda: None
+        self.owed, self._saved = pooled, {}
+        yield None
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def add(self, expected: float) -> None:
+        """Adds what is owed to sums of gradients over `expected`, which are the same on all."""
+        for name, param in zip(self.cuts, self.home.own, strict=True):
+            if name in self.owed:
+                more = (self.owed[name].view(param.shape) / expected).to(param.dtype)
+                param.grad = more if param.grad is None else param.grad.add_(more)
+
+    def blame(self) -> str:
+        """Where gradients were not finite, if anybody has looked. Collective."""
+        if self.codec is None:
+            return ""
+        names = list(self.cuts)
+        said = self.group.gather_json([names[number] for number in sorted(self.codec.bad)])
+        found = [
+            f"worker {name}: {', '.join(bad[:3])}" for name, bad in zip(self.group.names, said, strict=True) if bad
+        ]
+        return f", on {'; '.join(found[:3])}"
+
+    def unused(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Those of the parameters without a gradient to which nothing comes from earlier steps either."""
+        grads = [(number, self.home.own[number].grad) for number in numbers]
+        return tuple(number for number, grad in grads if grad is None or not bool(grad.any()))
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def shared(self) -> dict[str, torch.Tensor]:
+        """What is owed once everything has been taken that was saved."""
+        found = dict(self.owed)
+        for name, rows in self._saved.items():
+            for row in range(len(rows)):
+                found[name] = self._mine(name, rows[row : row + 1][0]) + found.get(name, 0.0)
+        return found
+
+    def meet(self, done: int) -> Iterator[str]:
+        """All are about to write a checkpoint. Collective."""
+        yield from self.add_saved()
+        self._rows = self._rows_of(self.group.gather_json(bool(self._left(done))))
+
+    def state(self, done: int) -> dict[str, Any]:
+        """For a checkpoint."""
+        rows, left, made = self._rows, self._left(done) if self._rows else {}, {}
+        if max((-1 if row is None else row for row in rows), default=-1) < 0:
+            return {}
+        for param, (name, cut) in zip(self.home.own, self.cuts.items(), strict=True):
+            stack = stacked(cut, rows)
+            shape, rank = stack.at(self.group.rank).shape, self.group.rank
+            mine = left[name].view(shape) if name in left else torch.zeros(shape, dtype=wide(param.dtype))
+            made[name] = Held(mine, stack, rank)
+        return {"rule": "add", "left": made}
+
+    def take(self, saved: Mapping[str, Any]) -> None:
+        """What `state` was, of whole tensors."""
+        if saved:
+            self._saved = saved["left"]
+
+    def load(self, owed: Mapping[str, torch.Tensor]) -> None:
+        """What `shared` was, of whole tensors or of the own pieces."""
+        whole = {name: tuple(tensor.shape) == self.cuts[name].shape for name, tensor in owed.items()}
+        self.owed = {name: (self._mine(name, t) if whole[name] else t).clone() for name, t in owed.items()}
+
+
+class Owns(list[Own]):
+    """Those of all trainers of a script."""
+
+    @property
+    def differ(self) -> bool:
+        return any(own.differs for own in self)
+
+    def pool(self, team: Team) -> None:
+        """What each has of its own is everybody's then. Collective."""
+        for own in (one for one in self if one.differs):
+            team.run(partial(own.pool, team), "forming")
+
+    def figures(self) -> Iterator[dict[str, Any]]:
+        """For the report: what codecs have saved this worker, by trainer."""
+        for number, codec in enumerate(own.codec for own in self):
+            if codec is not None and codec.full:
+                sent, full = int(codec.sent), int(codec.full)
+                yield {"trainer": number, "codec": codec.word, "kind": codec.kind, "sent": sent, "full": full}
+
+    def meet(self, done: int) -> Iterator[str]:
+        """What is to be said before a checkpoint. Collective."""
+        return (text for own in self if own.differs for text in own.meet(done))

@@ -1,0 +1,290 @@
+"""Codecs: sums as numpy makes them, and nothing that is left out is lost, whatever becomes of a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.comm.buckets import Bucket
+from paceline.comm.codecs import BLOCK, Codec
+from paceline.comm.engine import Steps
+
+ROUNDING, LOSSY = ["bf16", "fp16", "int8"], ["topk:0.1", "topk:1.0", "sign", "powersgd:1", "powersgd:3"]
+quick = settings(max_examples=10, deadline=None)
+
+
+@dataclass
+class Table:
+    """Where so many workers, each a thread, lay something down and see what all have."""
+
+    size: int
+    meet: threading.Barrier = field(init=False)
+    laid: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.meet = threading.Barrier(self.size)
+
+    def all(self, rank: int, value: torch.Tensor) -> list[torch.Tensor]:
+        self.laid[rank] = value.clone()
+        self.meet.wait(30)
+        found = [self.laid[other] for other in range(self.size)]
+        self.meet.wait(30)
+        return found
+
+
+@dataclass
+class Leaders:
+    """As `Gloo`, and as the group that it belongs to: every host has one worker."""
+
+    table: Table
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return self.table.size
+
+    @property
+    def leaders(self) -> list[int]:
+        return list(range(self.size))
+
+    @property
+    def leads(self) -> bool:
+        return self.size > 1
+
+    def start_sum(self, flat: torch.Tensor, between: Callable[..., Steps] | None = None) -> None:
+        if between is not None and self.size > 1:
+            assert list(between(self, flat)) == []
+
+    def _said(self, value: torch.Tensor) -> Iterator[Any]:
+        yield from ()
+        return self.table.all(self.rank, value)
+
+    def all_gather(self, flat: torch.Tensor) -> Any:
+        return torch.stack((yield from self._said(flat)))
+
+    def all_to_all(self, rows: torch.Tensor) -> Any:
+        return torch.stack([one[self.rank] for one in (yield from self._said(rows))])
+
+    def all_reduce(self, flat: torch.Tensor) -> Any:
+        flat.copy_(sum((yield from self._said(flat))))
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Any:
+        flat.copy_((yield from self._said(flat))[root])
+
+
+def bucket_of(shapes: list[tuple[int, ...]], values: np.ndarray) -> Bucket:
+    """All parameters of these shapes, one after another, with these gradients."""
+    sizes = [torch.Size(shape) for shape in shapes]
+    starts = np.cumsum([0, *(size.numel() for size in sizes)]).tolist()[:-1]
+    flat = torch.from_numpy(values.copy())
+    return Bucket(0, flat, list(range(len(sizes))), flat, sizes, starts)
+
+
+def in_threads(count: int, work: Callable[[int, Leaders], Any]) -> list[Any]:
+    table = Table(count)
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: work(rank, Leaders(table, rank)), range(count)))
+
+
+def summed(word: str, gradients: list[np.ndarray], shapes: list[tuple[int, ...]] | None = None) -> list[np.ndarray]:
+    """What every host has after one step."""
+
+    def work(rank: int, leaders: Leaders) -> np.ndarray:
+        codec, bucket = Codec(word), bucket_of(shapes or [gradients[rank].shape], gradients[rank])
+        codec.begin(0, 1.0)
+        codec.start(bucket, leaders)  # type: ignore[arg-type]
+        return bucket.flat.numpy()
+
+    return in_threads(len(gradients), work)
+
+
+def values(seed: int, size: int, kind: str) -> np.ndarray:
+    chance = np.random.default_rng(seed)
+    scale = {"denormal": 1e-42, "tiny": 1e-30, "large": 1e30}.get(kind, 1.0)
+    found = (chance.standard_normal(size) * 10.0 ** chance.integers(-3, 4, size) * scale).astype(np.float32)
+    return np.zeros(size, np.float32) if kind == "zeros" else found
+
+
+gradients = st.builds(
+    lambda seed, hosts, size, kind: [values(seed + host, size, kind) for host in range(hosts)],
+    st.integers(0, 10_000),
+    st.integers(2, 4),
+    st.sampled_from([1, 2, 7, 255, 256, 257, 700]),
+    st.sampled_from(["usual", "zeros", "denormal", "tiny", "large"]),
+)
+
+# -- the oracle ---------------------------------------------------------------------------------------------------
+
+
+def rounded(row: np.ndarray, word: str) -> np.ndarray:
+    """What is left of a row of numbers after a code."""
+    if word == "bf16":
+        bits = row.astype(np.float32).view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+    blocks = np.pad(row, (0, -len(row) % BLOCK)).reshape(-1, BLOCK)
+    most = np.abs(blocks).max(1, keepdims=True)
+    if word == "int8":
+        scale = most / np.float32(127)
+        scale[scale == 0] = 1
+        found = np.clip(np.rint(blocks / scale), -127, 127).astype(np.int8).astype(np.float32) * scale
+    elif word == "fp16":
+        scale = np.ldexp(np.float32(1), np.frexp(most)[1] - 1)
+        found = (blocks / scale).astype(np.float16).astype(np.float32) * scale
+    else:
+        found = np.where(blocks >= 0, 1, -1).astype(np.float32) * np.abs(blocks).mean(1, keepdims=True)
+    return found.reshape(-1)[: len(row)]
+
+
+def expected(word: str, rows: list[np.ndarray]) -> np.ndarray:
+    length = -(-len(rows[0]) // len(rows))
+    padded = [np.pad(row, (0, length * len(rows) - len(row))).reshape(len(rows), length) for row in rows]
+    stretches = []
+    for stretch in range(len(rows)):
+        total = rounded(padded[0][stretch], word).copy()
+        for other in padded[1:]:
+            total += rounded(other[stretch], word)
+        stretches.append(rounded(total, word))
+    return np.concatenate(stretches)[: len(rows[0])]
+
+
+@pytest.mark.parametrize("word", ROUNDING)
+@given(rows=gradients)
+@quick
+def test_sums_of_rounded_numbers_have_the_bits_of_numpy(word: str, rows: list[np.ndarray]) -> None:
+    for found in summed(word, rows):
+        np.testing.assert_array_equal(found, expected(word, rows))
+
+
+@given(rows=gradients)
+@quick
+def test_the_largest_and_the_signs_are_those_of_numpy(rows: list[np.ndarray]) -> None:
+    signs = sum(rounded(row, "sign").astype(np.float64) for row in rows)
+    close = {"rtol": 1e-5, "atol": 1e-44 + 1e-5 * float(np.abs(signs).max())}
+    np.testing.assert_allclose(summed("sign", rows)[0], signs, **close)
+    largest = np.zeros(len(rows[0]))
+    for row in rows:
+        kept = np.argsort(-np.abs(row), kind="stable")[: -(-len(row) // 4)]
+        largest[kept] += row[kept]
+    np.testing.assert_allclose(summed("topk:0.25", rows)[0], largest, **close)
+
+
+@pytest.mark.parametrize("word", ["powersgd:1", "powersgd:3"])
+def test_a_low_rank_sum_is_the_projection_of_the_sum(word: str) -> None:
+    """Once the basis is warm: of gradients that stay the same, the best approximation, as the SVD has it."""
+    chance = np.random.default_rng(1)
+    shapes: list[tuple[int, ...]] = [(12, 3, 3), (7,), (2, 2)]
+    rows = [chance.standard_normal(12 * 9 + 7 + 4).astype(np.float32) for _ in range(3)]
+
+    def work(rank: int, leaders: Leaders) -> np.ndarray:
+        codec, bucket = Codec(word), bucket_of(shapes, rows[rank])
+        for step in range(60):
+            codec.begin(step, 1.0)
+            codec._was.left.clear()  # no error feedback here
+            bucket.flat.copy_(torch.from_numpy(rows[rank]))
+            codec.start(bucket, leaders)  # type: ignore[arg-type]
+        return bucket.flat.numpy().copy()
+
+    found, rank = in_threads(3, work), int(word[-1])
+    assert all(np.array_equal(found[0], other) for other in found)
+    whole = np.sum(rows, 0, dtype=np.float64)
+    np.testing.assert_allclose(found[0][108:], whole[108:], rtol=1e-5, atol=1e-6)
+    left, values, right = np.linalg.svd(whole[:108].reshape(12, 9))
+    best = (left[:, :rank] * values[:rank]) @ right[:rank]
+    np.testing.assert_allclose(found[0][:108].reshape(12, 9), best, atol=1e-2)
+
+
+@pytest.mark.parametrize("word", ROUNDING + LOSSY)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so_and_is_named(word: str, bad: float) -> None:
+    """So the norm is not, and the step is refused; what was left out before is as it was."""
+    rows = [values(host, 300, "usual") for host in range(3)]
+
+    def work(rank: int, leaders: Leaders) -> tuple[bool, set[int], bool]:
+        codec, shapes = Codec(word), [(10, 20), (100,)]
+        for done in (0, 1):  # the second one is refused
+            bucket = bucket_of(shapes, rows[rank])
+            if done and rank == 1:
+                bucket.flat[205] = bad
+            codec.begin(done, 1.0)
+            before = {index: left.clone() for index, left in codec.kept.value.left.items()}
+            codec.start(bucket, leaders)  # type: ignore[arg-type]
+        kept = codec.kept.at(1).left
+        same = kept.keys() == before.keys() and all(kept[index].equal(before[index]) for index in kept)
+        return bool(bucket.flat.isfinite().all()), set(codec.bad), same
+
+    assert in_threads(3, work) == [(False, set(), True), (False, {1}, True), (False, set(), True)]
+
+
+# -- what is left out -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", LOSSY)
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
+@given(
+    seed=st.integers(0, 10_000),
+    hosts=st.integers(2, 3),
+    # Of each step: the count that its gradients are divided by, and how often it is begun before it counts.
+    steps=st.lists(st.tuples(st.sampled_from([1.0, 3.0, 24.0, 0.37]), st.integers(0, 2)), min_size=1, max_size=5),
+)
+@quick
+def test_sent_and_left_out_are_all_gradients(
+    word: str, dtype: Any, seed: int, hosts: int, steps: list[tuple[float, int]]
+) -> None:
+    """Through changing counts and steps that are begun again, with other numbers. At the end one worker is left, and
+    what it has left out goes into its next gradient.
+    """
+    shapes: list[tuple[int, ...]] = [(9, 8), (5,), (1, 30), (4, 4, 4)]
+    size = 72 + 5 + 30 + 64
+
+    def work(rank: int, leaders: Leaders) -> tuple[Any, ...]:
+        codec, chance = Codec(word), np.random.default_rng(seed + rank)
+        given, sent = np.zeros(size), np.zeros(size)
+        for done, (count, again) in enumerate(steps):
+            for attempt in range(again + 1):
+                mine = chance.standard_normal(size).astype(dtype)
+                bucket = bucket_of(shapes, mine)
+                codec.begin(done, count / (attempt + 1))
+                codec.start(bucket, leaders)  # type: ignore[arg-type]
+            given += mine.astype(np.float64) * (count / (again + 1))
+            sent += bucket.flat.numpy().astype(np.float64) * (count / (again + 1))
+        kept = codec.kept.at(len(steps))
+        alone = bucket_of(shapes, np.zeros(size, dtype))
+        codec.begin(len(steps), 2.0)
+        codec.start(alone, Leaders(Table(1), 0))  # type: ignore[arg-type]
+        assert codec.kept.at(len(steps) + 1).left == {}
+        return given, sent, kept.left[0].numpy().astype(np.float64), kept.squares, alone.flat.numpy() * 2.0
+
+    found = in_threads(hosts, work)
+    sums = [np.array(one) for one in zip(*(row[:3] for row in found), strict=True)]
+    given, sent, left = sums[0].sum(0), sums[1][0], sums[2].sum(0)
+    assert all(np.array_equal(sent, other) for other in sums[1]), "hosts have other sums"
+    assert np.linalg.norm(sent + left - given) <= 1e-6 * np.linalg.norm(np.abs(sums[0]).sum(0)) * len(steps)
+    for rank, (*_, mine, squares, alone) in enumerate(found):
+        np.testing.assert_allclose(alone, mine, rtol=1e-6, atol=1e-6)
+        for row in found:
+            assert row[3][rank] == pytest.approx(float(np.square(mine).sum()), rel=1e-5), "what others know of it"
+        assert squares.keys() == set(range(hosts))
+
+
+@pytest.mark.parametrize(
+    ("word", "most"), [("bf16", 0.5), ("fp16", 0.51), ("int8", 0.26), ("sign", 0.055), ("topk:0.01", 0.031)]
+)
+def test_bytes_beside_those_of_whole_sums(word: str, most: float) -> None:
+    rows = [values(host, 1 << 16, "usual") for host in range(3)]
+
+    def work(rank: int, leaders: Leaders) -> float:
+        codec = Codec(word)
+        codec.begin(0, 1.0)
+        codec.start(bucket_of([(1 << 16,)], rows[rank]), leaders)  # type: ignore[arg-type]
+        return codec.sent / codec.full
+
+    assert max(in_threads(3, work)) <= most + 0.002

@@ -1,0 +1,266 @@
+"""Plans with a codec among hosts: equal weights everywhere, few bytes between them, and nothing lost but what is named.
+
+A loss that is linear in the weights shows the latter: they end where the sum of all gradients brings them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from clusters import Cluster
+from clusters import cluster as cluster
+from launching import SCRIPTS, paceline
+from networks import Network
+from networks import hosts as hosts
+from once import once
+from safetensors.torch import load_file
+
+from paceline.checkpoint.files import checkpoints_of, find_checkpoint
+from paceline.observe.summary import Summary, facts
+from paceline.team.chaos import read_log
+
+pytestmark = pytest.mark.root
+STEPS = 45
+LOSSY = ["topk:0.05", "sign", "powersgd:2"]
+CODE = (SCRIPTS / "linear.py").read_text()
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one worker gives without a codec."""
+    command = ("run", "--workers", "1", SCRIPTS / "linear.py", "out", str(STEPS))
+    return once(tmp_path_factory, "linear", lambda folder: paceline(*command, cwd=folder))
+
+
+def off(cluster: Cluster, straight: Path) -> float:
+    """How far the weights are from there, as a norm, beside how far they have come."""
+    mine, other = (load_file(folder / "out.safetensors") for folder in (cluster.folder, straight))
+    return float(sum(((mine[name] - value).double() ** 2).sum() for name, value in other.items()) ** 0.5)
+
+
+@pytest.mark.parametrize("codec", [LOSSY[0], *(pytest.param(one, marks=pytest.mark.slow) for one in LOSSY[1:])])
+def test_three_hosts_two_and_one(
+    cluster: Callable[[int], Cluster], straight: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    """What those who leave have not sent is sent by those who stay, and by the last one alone."""
+    monkeypatch.setenv("PLAN", f"codec={codec}")
+    here = cluster(3)
+    here.steps = STEPS
+    here.start(0, 2, code=CODE)
+    here.until(lambda: here.status().get("step", 0) > 1)
+    for host in (1, 2):
+        here.start(host, 2, code=CODE)
+    here.members(6)
+    for host, left in ((2, 4), (1, 2)):
+        at = here.status()["step"]
+        here.until(lambda at=at: here.status()["step"] > at + 1)
+        here.stop(host)
+        here.members(left)
+    here.end(0, 75, 75)
+
+    assert off(here, straight) <= 1e-5
+
+
+# Every codec in one run, each with a trainer of its own.
+ALL = """
+import hashlib, sys, torch, paceline
+from torch import nn
+from torch.utils.data import TensorDataset
+chance = torch.Generator().manual_seed(1)
+x, y = torch.randn(96, 40, generator=chance), torch.randint(0, 3, (96,), generator=chance)
+for codec in sys.argv[1:]:
+    trainer = paceline.Trainer(
+        lambda: nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(50), nn.ReLU(), nn.Linear(50, 3)),
+        loss=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        global_batch=24, clip_norm=1.0, plan=codec,
+    )
+    for report in trainer.steps(TensorDataset(x, y), count=5):
+        pass
+    held = b"".join(param.detach().numpy().tobytes() for param in trainer.model.parameters())
+    print(codec, hashlib.sha256(held).hexdigest(), report.loss)
+"""
+WORDS = [f"codec={one}" for one in ("bf16", "fp16", "int8", *LOSSY)]
+
+
+def test_weights_have_the_same_bytes_on_every_worker(hosts: Callable[[int], Network], tmp_path: Path) -> None:
+    (tmp_path / "all.py").write_text(ALL)
+    ran = hosts(3).run((2, 2, 2), "all.py", "micro=3", *WORDS, everywhere={"PACELINE_RUN_DIR": str(tmp_path / "run")})
+    assert len({worker.stdout for worker in ran}) == 1
+    told = [line.split() for line in ran[0].stdout.splitlines()]
+    assert len({digest for _, digest, _ in told}) == len(WORDS) + 1, "no codec did anything"
+    losses = [float(loss) for *_, loss in told]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=0.1)
+    rows = [text for name, text in facts(Summary(tmp_path / "run"))["Costs"] if name == "codec"]
+    told = r"[\d.]+ kB sent to other hosts instead of [\d.]+ kB, [\d.]+% of them, by worker 0"
+    kinds = [*(f"{one} (rounding)" for one in ("bf16", "fp16", "int8")), *(f"{one} (lossy)" for one in LOSSY)]
+    assert all(re.fullmatch(f"{re.escape(kind)}: {told}", row) for kind, row in zip(kinds, rows, strict=True)), rows
+
+
+def test_on_one_host_there_is_nothing_to_do(tmp_path: Path) -> None:
+    (tmp_path / "all.py").write_text(ALL)
+    ran = paceline("run", "--workers", "2", "all.py", "micro=3", "codec=int8", "codec=topk:0.1", cwd=tmp_path)
+    digests = {line.split()[1] for line in ran.stdout.splitlines() if len(line.split()) == 3}
+    assert len(digests) == 1
+    assert "codec=int8 has nothing to do: the workers whose gradients are summed are on one host" in ran.stderr
+
+
+# 4 MB of gradients in each step.
+TRAFFIC = """
+import sys, torch, paceline
+from torch.utils.data import TensorDataset
+plan, steps = sys.argv[1:]
+trainer = paceline.Trainer(
+    lambda: torch.nn.Linear(1000, 1000),
+    loss=lambda output, batch: output.square().mean(),
+    optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+    global_batch=6, plan=plan,
+)
+for report in trainer.steps(TensorDataset(torch.ones(6, 1000)), count=int(steps)):
+    pass
+"""
+
+
+def test_int8_sends_a_quarter(hosts: Callable[[int], Network], tmp_path: Path) -> None:
+    """By the counters of the interfaces: what a step costs is the difference between many and few."""
+    (tmp_path / "traffic.py").write_text(TRAFFIC)
+    here = hosts(3)
+
+    def sent(plan: str) -> list[float]:
+        found = []
+        for steps in (1, 4):
+            before = [host.sent() for host in here.hosts]
+            here.run((2, 2, 2), "traffic.py", plan, str(steps))
+            found.append([host.sent() - was for host, was in zip(here.hosts, before, strict=True)])
+        return [many - few for few, many in zip(*found, strict=True)]
+
+    whole, codes = sent("micro=1"), sent("micro=1 codec=int8")
+    assert min(whole) > 3 * 4e6
+    for few, many in zip(codes, whole, strict=True):
+        assert few <= 0.27 * many
+
+
+@pytest.mark.parametrize(
+    "codec", ["sign", *(pytest.param(one, marks=pytest.mark.slow) for one in LOSSY if one != "sign")]
+)
+def test_a_run_that_is_resumed(hosts: Callable[[int], Network], tmp_path: Path, straight: Path, codec: str) -> None:
+    """On as many hosts each goes on with what it had not sent; on one it goes into the next gradient."""
+    here, script = hosts(3), (SCRIPTS / "linear.py", "out", str(STEPS))
+    variables = {"PLAN": f"codec={codec}", "PACELINE_RUN_DIR": str(tmp_path / "run")}
+
+    def go_on(counts: tuple[int, ...], to: int) -> str:
+        more = {"PACELINE_MAX_STEPS": str(to), "PACELINE_SHARES": ",".join("1" * sum(counts))}
+        return here.run((*counts, 0, 0)[:3], *script, everywhere=variables | more)[0].stderr
+
+    def state() -> dict[str, torch.Tensor]:
+        found = find_checkpoint(checkpoints_of(tmp_path / "run"), print)
+        assert found is not None
+        assert found.manifest["tree"]["trainers"][0]["own"]["rule"] == "add"
+        return found.tensors()
+
+    go_on((1, 2, 1), 20)
+    undisturbed = state()
+    shutil.rmtree(tmp_path / "run")
+    assert "resuming" not in go_on((1, 2, 1), 10)
+    said = go_on((1, 2, 1), 20)
+    assert "resuming from step 10 " in said
+    assert "goes into the next gradient" not in said
+    if codec[:8] != "powersgd":  # whose basis begins anew
+        now = state()
+        for name in (name for name in now if ".own." in name):  # but for what rounding makes of a sign
+            assert (now[name] - undisturbed[name]).norm() <= 1e-2 * undisturbed[name].norm(), name
+        assert [len(value) for name, value in undisturbed.items() if ".own." in name] == [3, 3]
+    said = go_on((2,), STEPS + 1)
+    assert (
+        "what codecs of 3 hosts had not sent when the checkpoint was taken goes into the next gradient: mathematics "
+        "that the undisturbed run does not have" in said
+    )
+    assert off(Cluster(here, tmp_path), straight) <= 1e-5
+
+
+@pytest.mark.parametrize("codec", ["powersgd:2", *(pytest.param(one, marks=pytest.mark.slow) for one in LOSSY[:2])])
+def test_workers_are_lost_at_any_moment_of_a_step(
+    cluster: Callable[[int], Cluster], straight: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    """They have nothing of their own, and what others have left out stays theirs: once, if the step is redone, and also
+    where it is taken over.
+    """
+    monkeypatch.setenv("PLAN", f"codec={codec}")
+    here, moments = cluster(2), ("backward", "summed", "reduced", "applied")
+    here.steps = STEPS
+    here.start(0, 2, code=CODE)
+    here.until(lambda: here.status().get("step", 0) > 1)
+    faults = [f"kill:{worker}@{4 * place + 4}.{moment}" for place, moment in enumerate(moments) for worker in (3,)]
+    here.start(1, 2, code=CODE, faults=",".join(faults))
+    here.members(4)
+    here.until(lambda: len(read_log(here.agents[1].folder)) == len(faults))
+    here.members(4)
+    here.stop(1)
+    here.members(2)
+    here.end(0, 75)
+    assert "was lost with what its codec" not in here.agents[0].text
+    assert off(here, straight) <= 1e-5
+
+
+def test_what_a_lost_host_had_not_sent_is_named(
+    cluster: Callable[[int], Cluster], straight: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLAN", "codec=topk:0.05")
+    here = cluster(2)
+    here.steps = STEPS
+    here.start(0, 2, code=CODE)
+    here.until(lambda: here.status().get("step", 0) > 1)
+    here.start(1, 2, code=CODE)
+    here.members(4)
+    at = here.status()["step"]
+    here.until(lambda: here.status()["step"] > at + 2)
+    here.agents[1].kill()
+    here.members(2)
+    here.end(0, -9)
+    named = re.search(
+        r"^worker [23] was lost with what its codec had not sent yet: sums of gradients of norm (.*)$",
+        here.agents[0].text,
+        re.M,
+    )
+    assert named is not None
+    assert off(here, straight) == pytest.approx(float(named[1]) / 20, rel=1e-3)  # a mean over 20 rows
+
+
+STEEP = """
+import torch, paceline
+from torch.utils.data import TensorDataset
+
+
+def loss(output, batch):
+    weight = trainer.model.weight.sum()
+    more = torch.sqrt(weight - weight.detach()) if batch[0][0, 0] == 3 else 0.0  # whose derivative is infinite
+    return output.mean() + more
+
+
+trainer = paceline.Trainer(
+    lambda: torch.nn.Linear(4, 4), loss, lambda params: torch.optim.SGD(params, lr=0.1), global_batch=6,
+    plan="micro=1 codec=int8",
+)
+for report in trainer.steps(TensorDataset(torch.arange(6.0)[:, None].expand(6, 4)), count=1, order=lambda p, *_: p):
+    pass
+"""
+
+
+def test_the_worker_and_the_parameter_that_are_not_finite_are_named(
+    hosts: Callable[[int], Network], tmp_path: Path
+) -> None:
+    (tmp_path / "steep.py").write_text(STEEP)
+    here = hosts(2)
+    here.start((1, 1), "steep.py", everywhere={"PACELINE_SHARES": "1,1"})
+    for worker in here.end():
+        assert worker.code == 1
+        said = re.search(r"NonFiniteLossError: (.*)", worker.stderr)
+        assert said is not None, worker.stderr
+        what = "the gradient of step 1 is not finite, on worker 1: weight, though its loss is ("
+        assert said[1].startswith(what)
+        assert said[1].endswith("); the step was not applied; look for a square root, a division or a logarithm at 0")
