@@ -24,9 +24,9 @@ PACKAGE = ROOT / "src" / "paceline"
 # outputs, metrics that are no sums, and the best checkpoint were to be had; 24,300 until workers could share a model
 # along several axes and hold blocks of its tensors; 24,700 until what a script gives of a wrong kind was answered in a
 # sentence; 25,000 until layers could be cut among workers; 27,400 until a model could be in stages and a sequence be
-# divided.
+# divided; 28,900 until a run could be launched on other hosts.
 ALLOWED = {"paceline.trainer.__init__": 12}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 28_900, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 29_870, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

@@ -27,10 +27,11 @@ class World:
     this start of workers from others that may come to the same store. `join_timeout` is in seconds.
     `events_fd` is a pipe to the agent, one JSON object a line. `shares` are the workers' weights in dealing
     micro-batches. `orders_fd` is a socket on which the agent tells of new generations of the team; a `newcomer` waits
-    for one that it belongs to. `members` are the workers of its generation by rank, where one has formed. `chaos` are
-    faults on purpose. `save_every` is seconds (``60s``), steps (``100``) or ``auto``; of the `checkpoints`, at a place
-    other than the run folder if one is given, the newest `keep` stay; a `mirror` is a folder in memory for a copy of a
-    lone worker's state, every so many steps; `max_steps` ends the run early.
+    for one that it belongs to; workers that are too few `hold` after their first step. `members` are the workers of its
+    generation by rank, where one has formed. `chaos` are faults on purpose. `save_every` is seconds (``60s``), steps
+    (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
+    stay; a `mirror` is a folder in memory for a copy of a lone worker's state, every so many steps; `max_steps` ends
+    the run early.
     """
 
     rank: int = 0
@@ -55,6 +56,7 @@ class World:
     check: str | None = None
     orders_fd: int | None = None
     newcomer: bool = False
+    hold: bool = False
     chaos: str = ""
     members: tuple[int, ...] = ()
 
@@ -197,6 +199,7 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         check=env.get("PACELINE_CHECK") or None,
         orders_fd=int(orders) if orders else None,
         newcomer=newcomer,
+        hold=bool(env.get("PACELINE_HOLD")),
         chaos=env.get("PACELINE_CHAOS", ""),
     )
 
@@ -276,6 +279,45 @@ def inherited_warm(env: Mapping[str, str] | None = None) -> tuple[int, int] | No
     pid, _, descriptor = (os.environ if env is None else env).get("PACELINE_WARM", "").partition(":")
     os.environ.pop("PACELINE_WARM", None)
     return (int(pid), int(descriptor)) if pid else None
+
+
+def gpus(env: Mapping[str, str] | None = None) -> int:
+    """NVIDIA's GPUs here that workers may use, counted without torch."""
+    chosen = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([number for number in chosen.split(",") if number.strip() not in ("", "-1", "NoDevFiles")])
+    return sum(1 for name in os.listdir("/dev") if re.fullmatch("nvidia[0-9]+", name))
+
+
+def reached_at(env: Mapping[str, str] | None = None) -> str:
+    """The address of ours at which ssh reached us, if it did."""
+    words = (os.environ if env is None else env).get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 and ":" not in words[2] else ""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """An allocation: its number and nodes, how often it was requeued, and whether a batch script runs in it."""
+
+    number: str
+    nodes: str
+    restarts: int
+    batch: bool
+
+
+def slurm_job(env: Mapping[str, str] | None = None) -> SlurmJob | None:
+    """The allocation of Slurm's in which we are, if any."""
+    env = os.environ if env is None else env
+    number, nodes = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
+    if not number or not nodes:
+        return None
+    batch = env.get("SLURM_JOB_NAME", "") not in ("interactive", "bash", "sh") and not env.get("SLURM_STEP_ID")
+    return SlurmJob(number, nodes, _number(env, "SLURM_RESTART_COUNT", 0), batch)
+
+
+def variable(name: str) -> str | None:
+    """What a user wants to be handed on."""
+    return os.environ.get(name)
 
 
 def gloo_interface() -> str:

@@ -72,6 +72,10 @@ def _begin(options: LaunchOptions, compared: Summary | None) -> tuple[int, bool]
         if compared:
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
         numbers = list(range(options.workers))
+        if options.token is not None:
+            keep_token(folder, options.token)
+        if options.heard is not None:
+            options.heard(listener.getsockname())
         link = Link(listener.getsockname(), make_token(folder), introduction(options, folder, numbers, listener))
         given = {name: getattr(options, name) for name in GIVEN}
         link.run = {
@@ -80,7 +84,7 @@ def _begin(options: LaunchOptions, compared: Summary | None) -> tuple[int, bool]
         link.run |= {"same": likeness(options), "given": given}
         with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
             agent = Agent(options, folder, journal, progress, link, numbers, listener)
-            with _signals() as wakeup:
+            with signals() as wakeup:
                 return agent.run(wakeup), agent.in_pieces
 
 
@@ -97,7 +101,7 @@ def _join(options: LaunchOptions) -> int:
         if own:
             keep_token(folder, token)  # it may be this host that is joined one day
         agent = Agent(options, folder, journal, progress, link, numbers, standby)
-        with _signals() as wakeup:
+        with signals() as wakeup:
             return agent.run(wakeup)
 
 
@@ -145,7 +149,7 @@ def _check(options: LaunchOptions) -> None:
     if options.workers > most:
         what = f"{options.workers:,} workers need more open files than this process may have"
         raise UsageError(what, f"take at most {most:,} workers on this host, or see `ulimit -n`")
-    if not 1 <= options.min_workers <= options.workers:
+    if options.min_workers > options.workers and options.listen is None and options.join is None:
         what = f"--min-workers {options.min_workers} does not fit {options.workers} workers"
         raise UsageError(what, f"give 1 to {options.workers}")
     if options.debug is not None and not 0 <= options.debug < options.workers:
@@ -181,11 +185,11 @@ def _new_folder(stem: str) -> Path:
 
 
 @contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """SIGINT, SIGTERM, SIGUSR1 and SIGHUP (unless ignored, as under nohup) and SIGCHLD, which tells of workers that are
-    stopped, are only written, as numbers, to this socket.
+def signals() -> Iterator[socket.socket]:
+    """SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP (unless ignored, as under nohup) and SIGCHLD, which tells of workers
+    that are stopped, are only written, as numbers, to this socket.
     """
-    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD]
+    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD]
     wanted = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
     read, write = socket.socketpair()
     with read, write:
