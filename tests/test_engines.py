@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
@@ -17,9 +18,11 @@ from agents import WORKER, until
 from warm import environment
 
 from paceline.cli import main
-from paceline.errors import UsageError
+from paceline.errors import LaunchError, UsageError
 from paceline.launch.engines.engine import Place, parse_hosts, read_hosts
+from paceline.launch.engines.hosted import unpack
 from paceline.launch.engines.launcher import Job
+from paceline.launch.engines.start import archive
 
 # An engine whose hosts are folders here: each has a script of its own. `down` is a file that keeps one from answering.
 HERE = """
@@ -210,6 +213,30 @@ def test_a_launcher_that_dies_stops_the_run(launched: Launched) -> None:
     until(lambda: not launched.ours())
 
 
+def test_sync_copies_what_git_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracked and unignored files, and what is gone here goes there; neither the token nor what git ignores."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    for name, text in {"a.py": "a", "b/c.py": "c", ".gitignore": "runs/\n", "runs/x": "x", "token": "t"}.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    monkeypatch.chdir(source)
+    subprocess.run(["git", "init", "-q"], check=True)
+    for gone in ("", "b/c.py"):
+        if gone:
+            (source / gone).unlink()
+        data = archive()
+        monkeypatch.chdir(target)
+        unpack(io.BytesIO(data), len(data))
+        monkeypatch.chdir(source)
+        found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+        assert found == {"a.py", "b/c.py", ".gitignore", ".paceline-files"} - {gone}
+    monkeypatch.setattr("paceline.launch.engines.start.MOST", 1)
+    with pytest.raises(LaunchError, match=r"--sync would copy 0 MB, the largest is .gitignore; keep data elsewhere"):
+        archive()
+
+
 def test_hosts_are_read(tmp_path: Path) -> None:
     assert parse_hosts("a,me@b:2") == [Place("a"), Place("me@b", 2)]
     (tmp_path / "hosts").write_text("# ours\na\n\nb:2\nc slots=4  # large\n")
@@ -273,7 +300,7 @@ def test_dry_runs_show_no_secret(
     assert capsys.readouterr().out == (
         "#!/bin/sh\n#SBATCH --job-name=paceline-train\n#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=1\n"
         "#SBATCH --requeue\n#SBATCH --open-mode=append\n#SBATCH --signal=B:USR2@120\n"
-        "#SBATCH --output=/c d/runs/a/slurm-%j.out\n#SBATCH --time=1:00:00\n#SBATCH -p\n#SBATCH gpu\n"
-        "cd '/c d' || exit\nexec /py -m paceline launch slurm -N 4 '--engine=--time=1:00:00 -p gpu' --dry-run "
+        "#SBATCH --output=/c d/runs/a/slurm-%j.out\n#SBATCH --time=1:00:00 -p gpu\n"
+        "cd '/c d' || exit\nexec /py -m paceline launch slurm -N 4 '--engine=--time=1:00:00 -p gpu' "
         "--python /py --cwd '/c d' --run-dir runs/a --env KEY train.py --lr 1\n"
     )

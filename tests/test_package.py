@@ -312,7 +312,7 @@ def asked() -> Iterator[str]:
         assert (began(environment), starts_cold(environment), inherited_warm(environment)) == (None, False, None)
         assert (pulse_descriptor(environment), standstill(environment)) == (None, 30.0)
         environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
-        assert (slurm_job(environment), reached_at(environment)) == (SlurmJob("7", "n1", 0, True), "")
+        assert (slurm_job(environment), reached_at(environment)) == (SlurmJob("7", "n1", 0, False), "")
         assert gpus(environment) >= 0
         yield from environment.names - {""}
 

@@ -311,7 +311,7 @@ def slurm_job(env: Mapping[str, str] | None = None) -> SlurmJob | None:
     number, nodes = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
     if not number or not nodes:
         return None
-    batch = env.get("SLURM_JOB_NAME", "") not in ("interactive", "bash", "sh") and not env.get("SLURM_STEP_ID")
+    batch = env.get("ENVIRONMENT") == "BATCH"
     return SlurmJob(number, nodes, _number(env, "SLURM_RESTART_COUNT", 0), batch)
 
 

@@ -44,7 +44,7 @@ def hosted() -> int:
         if job is None:
             return STOPPED
         if job["files"]:
-            _unpack(heard, job["files"])
+            unpack(heard, job["files"])
         options = LaunchOptions(**job["options"], workers=job["workers"] or gpus() or 1, token=job["token"].encode())
         _say("like", **_like(options), workers=options.workers)
         order = json.loads(heard.readline() or "null")
@@ -71,7 +71,7 @@ def _like(options: LaunchOptions) -> dict[str, Any]:
     return likeness(options)
 
 
-def _unpack(heard: io.FileIO, size: int) -> None:
+def unpack(heard: io.RawIOBase | io.BytesIO, size: int) -> None:
     """Files of the launcher's, into the working directory; those that an earlier launch brought and this one does not
     are removed.
     """

@@ -80,6 +80,7 @@ def allocation(given: Sequence[str]) -> Slurm | None:
     nodes = _ask("scontrol", "show", "hostnames", job.nodes).split()
     if not nodes:
         raise LaunchError(f"the nodes of job {job.number} are not known", "see `scontrol show hostnames`")
+    given = [] if job.batch else given  # sbatch had them
     return Slurm([Place(node) for node in nodes], given, job.number, job.restarts, job.batch)
 
 
@@ -94,11 +95,14 @@ def batch_script(job: Job, again: Sequence[str], nodes: int, name: str, given: S
         "--open-mode=append",
         f"--signal=B:USR2@{NOTICE}",
         f"--output={folder}/slurm-%j.out",
-        *given,
+        *([shlex.join(given)] if given else []),
     ]
     head = "".join(f"#SBATCH {option}\n" for option in options)
     setup = f"{job.setup}\n" if job.setup else ""
-    command = shlex.join([job.python, "-m", *again])
+    words = list(again)
+    if "--dry-run" in words:
+        words.remove("--dry-run")
+    command = shlex.join([job.python, "-m", *words])
     return f"#!/bin/sh\n{head}cd {shlex.quote(job.cwd)} || exit\n{setup}exec {command}\n"
 
 

@@ -51,7 +51,7 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         given["setup"] or "",
         given["workers_per_host"],
         given["listen"],
-        _archive() if given["sync"] else b"",
+        archive() if given["sync"] else b"",
     )
     engine: Engine | None
     if where == "ssh":
@@ -96,7 +96,7 @@ def _folder() -> str:
     return f"~/paceline-sync/{here.name}-{hashlib.sha256(f'{socket.gethostname()}:{here}'.encode()).hexdigest()[:8]}"
 
 
-def _archive() -> bytes:
+def archive() -> bytes:
     """What git tracks here or would track; without git all but run folders and environments."""
     git = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], capture_output=True, check=False)
     if git.returncode == 0:
