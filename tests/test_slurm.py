@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,10 +66,11 @@ def test_a_notice_is_a_checkpoint_and_a_requeue(job: Job, notice: list[str]) -> 
     (job.folder / "go").touch()
 
     def hurried() -> bool:  # Slurm itself would wait for two minutes
+        time.sleep(1.0)
         job.slurm.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
         return f"job {job.number} goes on: restart 1\n" in job.text
 
-    until(hurried, 120)
+    until(hurried, 240)
     assert job.process.wait(240) == 0, job.text
     assert "train.py finished at step 400" in job.text
     for said in (job.text, job.slurm.run("scontrol", "show", "job", job.number).stdout):
