@@ -26,7 +26,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # sentence; 25,000 until layers could be cut among workers; 27,400 until a model could be in stages and a sequence be
 # divided; 28,900 until a run could be launched on other hosts.
 ALLOWED = {"paceline.trainer.__init__": 12}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 30_030, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 30_093, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

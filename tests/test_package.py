@@ -39,10 +39,12 @@ from paceline.world import (
     inherited_warm,
     pulse_descriptor,
     reached_at,
+    read_nodes,
     read_world,
     slurm_job,
     standstill,
     starts_cold,
+    take_token,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -315,6 +317,9 @@ def asked() -> Iterator[str]:
         assert (slurm_job(environment), reached_at(environment)) == (SlurmJob("7", "n1", 0, False), "")
         assert gpus(environment) >= 0
         yield from environment.names - {""}
+    nodes = Asked(SKYPILOT_NODE_RANK="1", DSTACK_NODE_RANK="1", PET_NODE_RANK="1")
+    assert (read_nodes(nodes), take_token(nodes)) == ((1, 1, "", 0), None)
+    yield from nodes.names
 
 
 def test_every_environment_variable_is_documented() -> None:

@@ -338,6 +338,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--join", metavar="RUN", help="bring these workers to a run: its folder, or HOST:PORT with --token-file")
     option("--token-file", metavar="FILE", help="the token of the run to join: a copy of the file token in its folder")
     option("--listen", metavar="ADDR[:PORT]", help="where other hosts reach this one (default: none can join)")
+    option("--nodes", choices=["auto"], help="each node starts this by itself, and finds the first one")
     option("--store", metavar="etcd://HOST:PORT/NAME", help="this etcd decides who keeps the coordinator, at once")
     _running(option)
     option("--shares", metavar="A,B,..", help="weights of unequal workers in dealing rows, as 3,1")

@@ -315,6 +315,47 @@ def slurm_job(env: Mapping[str, str] | None = None) -> SlurmJob | None:
     return SlurmJob(number, nodes, _number(env, "SLURM_RESTART_COUNT", 0), batch)
 
 
+# What tells a node that starts by itself its number, how many there are, the first one's address (of several: the
+# first) and its GPUs.
+NODES = {
+    "SkyPilot": ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE"),
+    "dstack": ("DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP", "DSTACK_GPUS_PER_NODE"),
+    "Kubeflow": ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_NPROC_PER_NODE"),
+}
+
+
+def read_nodes(env: Mapping[str, str] | None = None) -> tuple[int, int, str, int]:
+    """This node's number, how many there are, the first one's address, and its GPUs (0: not said). UsageError: nobody
+    says so, or two disagree.
+    """
+    env, found = os.environ if env is None else env, {}
+    for name, (rank, count, first, here) in NODES.items():
+        if env.get(rank):
+            gpus = env.get(here, "")
+            address = [*env.get(first, "").split(), ""][0]
+            found[name] = (
+                _number(env, rank, 0),
+                _number(env, count, 1, 1),
+                address,
+                int(gpus) if gpus.isdecimal() else 0,
+            )
+    if not found:
+        what = f"--nodes auto finds no variables of {', '.join(NODES)}"
+        raise UsageError(what, "say --listen on the first node and --join on the others")
+    if len(set(found.values())) > 1:
+        raise UsageError(
+            f"the variables of {' and '.join(found)} disagree about the nodes", "unset those of another start"
+        )
+    return next(iter(found.values()))
+
+
+def take_token(env: Mapping[str, str] | None = None) -> bytes | None:
+    """The run's token, where the environment has it: nobody after us finds it there."""
+    token = (os.environ if env is None else env).get("PACELINE_TOKEN")
+    os.environ.pop("PACELINE_TOKEN", None)
+    return token.encode() if token else None
+
+
 def variable(name: str) -> str | None:
     """What a user wants to be handed on."""
     return os.environ.get(name)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -30,9 +31,10 @@ from paceline.observe.summary import Summary
 from paceline.plan import Plan
 from paceline.team.lease import parse_store
 from paceline.team.link import Link
-from paceline.team.token import keep_token, make_token
-from paceline.world import parse_save_every, parse_shares
+from paceline.team.token import keep_token, make_token, read_token
+from paceline.world import parse_save_every, parse_shares, read_nodes, take_token
 
+PORT, PATIENCE = 29400, 300.0  # of the first of several nodes; seconds in which it is to begin
 FILES = 8  # that are open for a worker: three pipes, two sockets, its log, its pidfd, its pulse
 
 
@@ -43,6 +45,8 @@ def launch(options: LaunchOptions) -> int:
     one, else the failing worker's own. To be called from the main thread. UsageError: the options cannot
     work. LaunchError: the run folder is in use, or the workers cannot be started.
     """
+    if options.nodes is not None:
+        options = _as_node(options)
     _check(options)
     compared = Summary(Path(options.against)) if options.against else None
     if options.join:
@@ -61,6 +65,22 @@ def launch(options: LaunchOptions) -> int:
             if not again or code <= 128 or code == 130 or restarts > options.max_restarts:  # not killed, or too often
                 return code
             print(f"starting again with {source} ({restarts} of {options.max_restarts})", file=sys.stderr)
+
+
+def _as_node(options: LaunchOptions) -> LaunchOptions:
+    """The first node listens, the others join it, at a port that all know."""
+    rank, count, first, gpus = read_nodes()
+    token = take_token()
+    if options.token_file is not None:
+        token = read_token(Path(options.token_file))
+    if token is None or len(token) < 32:
+        cure = "give all nodes the same --token-file or PACELINE_TOKEN, of 32 characters or more"
+        raise UsageError("--nodes auto needs a secret that the nodes share", cure)
+    if not first and count > 1:
+        raise UsageError("the variables of this node do not say where the first one is", "say --listen and --join")
+    where: dict[str, Any] = {"join" if rank else "listen": f"{first}:{PORT}"} if count > 1 else {}
+    workers = gpus if options.workers == 1 and gpus else options.workers
+    return replace(options, workers=workers, token=token, token_file=None, patience=PATIENCE, **where)
 
 
 def _begin(options: LaunchOptions, compared: Summary | None) -> tuple[int, bool]:
