@@ -57,7 +57,7 @@ def test_a_function_of_a_program_and_its_value(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(f"step {step}\n" for step in range(1, 9)) + "value 80\n"
-    assert "\npaceline.launch.function finished at step 8\n" in done.stderr
+    assert " finished at step 8\n" in done.stderr
 
 
 @pytest.mark.slow
