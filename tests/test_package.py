@@ -32,7 +32,20 @@ from paceline.errors import UsageError
 from paceline.launch.tuning import HUGE, surround
 from paceline.plan import Plan
 from paceline.run import Member
-from paceline.world import began, inherited_warm, pulse_descriptor, read_world, standstill, starts_cold
+from paceline.world import (
+    SlurmJob,
+    began,
+    gpus,
+    inherited_warm,
+    pulse_descriptor,
+    reached_at,
+    read_nodes,
+    read_world,
+    slurm_job,
+    standstill,
+    starts_cold,
+    take_token,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
@@ -242,7 +255,13 @@ def test_the_transport_is_used_as_documented(tmp_path: Path) -> None:
     assert [code for code, _ in without_an_agent(script, script)] == [0, 0]
 
 
-@pytest.mark.parametrize("command", ["run", "check", "tokenize", "export", "import", "inspect", "explain", "report"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("run", "launch ssh", "launch slurm", "check", "tokenize"),
+        *("export", "import", "inspect", "explain", "report"),
+    ],
+)
 def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -294,7 +313,13 @@ def asked() -> Iterator[str]:
         assert read_world(environment).size == (2 if values else 1)
         assert (began(environment), starts_cold(environment), inherited_warm(environment)) == (None, False, None)
         assert (pulse_descriptor(environment), standstill(environment)) == (None, 30.0)
+        environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+        assert (slurm_job(environment), reached_at(environment)) == (SlurmJob("7", "n1", 0, False), "")
+        assert gpus(environment) >= 0
         yield from environment.names - {""}
+    nodes = Asked(SKYPILOT_NODE_RANK="1", DSTACK_NODE_RANK="1", PET_NODE_RANK="1")
+    assert (read_nodes(nodes), take_token(nodes)) == ((1, 1, "", 0), None)
+    yield from nodes.names
 
 
 def test_every_environment_variable_is_documented() -> None:

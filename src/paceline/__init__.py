@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import paceline.data as data
     from paceline.data.order import sample_index as sample_index
     from paceline.errors import PacelineError as PacelineError
+    from paceline.launch.function import launch as launch
     from paceline.plan import Plan as Plan
     from paceline.schedules import cosine as cosine
     from paceline.schedules import linear as linear
@@ -49,6 +50,7 @@ _HOMES = {
 __all__ = [  # noqa: PLE0604 (they are strings)
     *_HOMES,
     "data",
+    "launch",
     "__version__",
 ]
 
@@ -58,8 +60,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
-    if name == "data":
-        return import_module("paceline.data")
+    if name in ("data", "launch"):
+        return import_module(f"paceline.{name}")
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
 
 

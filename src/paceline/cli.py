@@ -1,4 +1,4 @@
-"""The command line: run, check, chaos, tokenize, export, import, inspect, explain, report."""
+"""The command line: run, launch, check, chaos, tokenize, export, import, inspect, explain, report."""
 
 from __future__ import annotations
 
@@ -70,6 +70,19 @@ def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions
 
 def _run(take_over: Path | None, **options: Any) -> int | str:
     return launch(_launched(**options)) if take_over is None else taken_over(take_over)
+
+
+FAR = (
+    *("hosts", "hostfile", "sync", "nodes", "detach"),  # of one engine
+    *("workers_per_host", "listen", "python", "cwd", "setup", "env", "engine", "dry_run"),
+)
+
+
+def _launch(where: str, words: list[str], **options: Any) -> int:
+    from paceline.launch.engines.start import launch_on  # not with every run
+
+    given = {name: options.pop(name, None) for name in FAR}
+    return launch_on(where, words, given, options)
 
 
 def _check(steps: int, **options: Any) -> int:
@@ -241,6 +254,70 @@ def _makers(add: Callable[..., Any]) -> None:
     )
 
 
+def _running(option: Callable[..., Any]) -> None:
+    """Options of a run, wherever it is."""
+    option("--run-dir", metavar="DIR", help="run folder; the same one again resumes (default: a new one under runs/)")
+    option("--plan", blank=True, metavar="TEXT", help="how the work is spread; wins over the script's")
+    option("--save-every", metavar="60s|N|auto", help="interval of checkpoints: seconds, steps or auto (default 60s)")
+    option("--keep", least=1, metavar="N", help="how many checkpoints stay (default 2)")
+    option(
+        "--checkpoints", metavar="PLACE", help="a folder or URL for them, as s3://bucket/a (default: the run folder)"
+    )
+    option("--mirror", least=1, metavar="K", help="every K steps, the state of a lone worker or replica in memory")
+    option("--steps", dest="max_steps", least=1, metavar="N", help="end cleanly after N optimizer steps in all")
+    option("--max-restarts", least=0, default=10, metavar="N", help=RESTARTS)
+    option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer (default 1)")
+    option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
+    option("--cold-start", action="store_true", help="start each worker from nothing, and not from a warm process")
+    option("--quiet", action="store_true", help="print only how the run ended, where it did not finish")
+    option("--verbose", action="store_true", help="end with all figures of the report")
+
+
+def _launching(add: Callable[..., Any]) -> None:
+    does = "Starts one agent a host, which brings its workers to one run; the first host keeps the coordinator."
+    option = add(
+        "launch ssh",
+        partial(_launch, "ssh"),
+        "train on hosts behind OpenSSH",
+        "examples:\n"
+        "  paceline launch ssh --hosts a,b:2,c train.py\n"
+        "  paceline launch ssh --hostfile hosts --sync --setup 'module load cuda' train.py",
+        does,
+    )
+    option("--hosts", metavar="A,B:2,..", help="the hosts, as ssh takes them, some with their number of workers")
+    option("--hostfile", type=Path, metavar="FILE", help="a file with a host on each line")
+    option("--sync", action="store_true", help="copy the files that git has here, at most 200 MB")
+    _far(option, "ssh")
+    option = add(
+        "launch slurm",
+        partial(_launch, "slurm"),
+        "train on nodes of a Slurm",
+        "examples:\n"
+        "  paceline launch slurm -N 4 --engine='--time=2:00:00 -p gpu' train.py     submits, and follows to the end\n"
+        "  paceline launch slurm -N 4 --dry-run train.py                            prints what it would submit",
+        f"{does} Inside an allocation it uses srun, else it submits itself as a batch script.",
+    )
+    option("-N", "--nodes", least=1, metavar="N", help="how many nodes")
+    option("--detach", action="store_true", help="submit, and do not follow")
+    _far(option, "sbatch and srun")
+
+
+def _far(option: Callable[..., Any], engine: str) -> None:
+    """Options of a run on other hosts."""
+    option("--workers-per-host", least=1, metavar="N", help="workers on each host (default: its GPUs, else 1)")
+    option("--listen", metavar="ADDR[:PORT]", help="where the others reach the first host (default: found out)")
+    option("--python", metavar="PATH", help="the hosts' Python (default: the path of this one)")
+    option("--cwd", metavar="DIR", help="the folder to run in (default: the path of this one)")
+    option("--setup", metavar="SHELL", help="what a shell runs there first, as 'module load cuda'")
+    option("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the workers; repeatable")
+    option("--engine", default="", blank=True, metavar="OPTIONS", help=f"handed on to {engine} as it is")
+    option("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
+    _running(option)
+    option("script", nargs="?", help="the training script")
+    option("arguments", blank=True, nargs=argparse.REMAINDER, help="its own arguments")
+
+
 def _parser() -> argparse.ArgumentParser:
     """The options of a command have the names of its function's parameters."""
     parser = argparse.ArgumentParser(
@@ -273,29 +350,17 @@ def _parser() -> argparse.ArgumentParser:
     option("--join", metavar="RUN", help="bring these workers to a run: its folder, or HOST:PORT with --token-file")
     option("--token-file", metavar="FILE", help="the token of the run to join: a copy of the file token in its folder")
     option("--listen", metavar="ADDR[:PORT]", help="where other hosts reach this one (default: none can join)")
+    option("--nodes", choices=["auto"], help="each node starts this by itself, and finds the first one")
     option("--store", metavar="etcd://HOST:PORT/NAME", help="this etcd decides who keeps the coordinator, at once")
-    option("--run-dir", metavar="DIR", help="run folder; the same one again resumes (default: a new one under runs/)")
-    option("--plan", blank=True, metavar="TEXT", help="how the work is spread; wins over the script's")
+    _running(option)
     option("--shares", metavar="A,B,..", help="weights of unequal workers in dealing rows, as 3,1")
-    option("--save-every", metavar="60s|N|auto", help="interval of checkpoints: seconds, steps or auto (default 60s)")
-    option("--keep", least=1, metavar="N", help="how many checkpoints stay (default 2)")
-    option(
-        "--checkpoints", metavar="PLACE", help="a folder or URL for them, as s3://bucket/a (default: the run folder)"
-    )
-    option("--mirror", least=1, metavar="K", help="every K steps, the state of a lone worker or replica in memory")
-    option("--steps", dest="max_steps", least=1, metavar="N", help="end cleanly after N optimizer steps in all")
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
-    option("--max-restarts", least=0, default=10, metavar="N", help=RESTARTS)
-    option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer (default 1)")
-    option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
-    option("--cold-start", action="store_true", help="start each worker from nothing, and not from a warm process")
     option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
-    option("--quiet", action="store_true", help="print only how the run ended, where it did not finish")
-    option("--verbose", action="store_true", help="end with all figures of the report")
     option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")
     option("script", nargs="?", help="the training script")
     option("arguments", blank=True, nargs=argparse.REMAINDER, help="its own arguments")
 
+    _launching(add)
     _rehearsals(add)
     _makers(add)
     _weights(add)
@@ -345,9 +410,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         cut = words.index("--")
         words, own = words[:cut], words[cut + 1 :]
     try:
-        if words[:1] in (["run"], ["check"], ["chaos"]) and not sys.platform.startswith("linux"):
+        if words[:1] in (["run"], ["launch"], ["check"], ["chaos"]) and not sys.platform.startswith("linux"):
             what = f"the workers of `paceline {words[0]}` need Linux, and this is {sys.platform}"
             raise LaunchError(what, "run `python train.py` here, which trains with one")
+        if words == ["agent"]:  # what `paceline launch` starts on a host
+            from paceline.launch.engines.hosted import hosted
+
+            return hosted()
+        if words[:1] == ["launch"]:
+            if words[1:2] not in (["ssh"], ["slurm"]):
+                raise UsageError("where to launch is not said", "write paceline launch ssh, or paceline launch slurm")
+            words[:2] = [" ".join(words[:2])]
         if words and words[0].endswith(".py"):
             raise UsageError(f"{shown(words[0])} is no command", f"write paceline run {shown(words[0])}")
         at = words.index("--shares") if "--shares" in words else len(words)
@@ -369,6 +442,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             del options["arguments"][0]
         elif "--" not in words and (note := _misplaced(usage(), **options)):
             print(note, file=sys.stderr)
+        if words[0].startswith("launch "):
+            options["words"] = [*words[0].split(), *words[1:]]
         done: int | str = command(**options)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)

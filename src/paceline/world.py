@@ -29,10 +29,11 @@ class World:
     this start of workers from others that may come to the same store. `join_timeout` is in seconds.
     `events_fd` is a pipe to the agent, one JSON object a line. `shares` are the workers' weights in dealing
     micro-batches. `orders_fd` is a socket on which the agent tells of new generations of the team; a `newcomer` waits
-    for one that it belongs to. `members` are the workers of its generation by rank, where one has formed. `chaos` are
-    faults on purpose. `save_every` is seconds (``60s``), steps (``100``) or ``auto``; of the `checkpoints`, at a place
-    other than the run folder if one is given, the newest `keep` stay; a `mirror` is a folder in memory for a copy of a
-    lone worker's state, every so many steps; `max_steps` ends the run early.
+    for one that it belongs to; workers that are too few `hold` after their first step. `members` are the workers of its
+    generation by rank, where one has formed. `chaos` are faults on purpose. `save_every` is seconds (``60s``), steps
+    (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
+    stay; a `mirror` is a folder in memory for a copy of a lone worker's state, every so many steps; `max_steps` ends
+    the run early.
     """
 
     rank: int = 0
@@ -57,6 +58,7 @@ class World:
     check: str | None = None
     orders_fd: int | None = None
     newcomer: bool = False
+    hold: bool = False
     chaos: str = ""
     members: tuple[int, ...] = ()
 
@@ -199,6 +201,7 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         check=env.get("PACELINE_CHECK") or None,
         orders_fd=int(orders) if orders else None,
         newcomer=newcomer,
+        hold=bool(env.get("PACELINE_HOLD")),
         chaos=env.get("PACELINE_CHAOS", ""),
     )
 
@@ -278,6 +281,86 @@ def inherited_warm(env: Mapping[str, str] | None = None) -> tuple[int, int] | No
     pid, _, descriptor = (os.environ if env is None else env).get("PACELINE_WARM", "").partition(":")
     os.environ.pop("PACELINE_WARM", None)
     return (int(pid), int(descriptor)) if pid else None
+
+
+def gpus(env: Mapping[str, str] | None = None) -> int:
+    """NVIDIA's GPUs here that workers may use, counted without torch."""
+    chosen = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([number for number in chosen.split(",") if number.strip() not in ("", "-1", "NoDevFiles")])
+    return sum(1 for name in os.listdir("/dev") if re.fullmatch("nvidia[0-9]+", name))
+
+
+def reached_at(env: Mapping[str, str] | None = None) -> str:
+    """The address of ours at which ssh reached us, if it did."""
+    words = (os.environ if env is None else env).get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 and ":" not in words[2] else ""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """An allocation: its number and nodes, how often it was requeued, and whether a batch script runs in it."""
+
+    number: str
+    nodes: str
+    restarts: int
+    batch: bool
+
+
+def slurm_job(env: Mapping[str, str] | None = None) -> SlurmJob | None:
+    """The allocation of Slurm's in which we are, if any."""
+    env = os.environ if env is None else env
+    number, nodes = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
+    if not number or not nodes:
+        return None
+    batch = env.get("ENVIRONMENT") == "BATCH"
+    return SlurmJob(number, nodes, _number(env, "SLURM_RESTART_COUNT", 0), batch)
+
+
+# What tells a node that starts by itself its number, how many there are, the first one's address (of several: the
+# first) and its GPUs.
+NODES = {
+    "SkyPilot": ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE"),
+    "dstack": ("DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP", "DSTACK_GPUS_PER_NODE"),
+    "Kubeflow": ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_NPROC_PER_NODE"),
+}
+
+
+def read_nodes(env: Mapping[str, str] | None = None) -> tuple[int, int, str, int]:
+    """This node's number, how many there are, the first one's address, and its GPUs (0: not said). UsageError: nobody
+    says so, or two disagree.
+    """
+    env, found = os.environ if env is None else env, {}
+    for name, (rank, count, first, here) in NODES.items():
+        if env.get(rank):
+            gpus = env.get(here, "")
+            address = [*env.get(first, "").split(), ""][0]
+            found[name] = (
+                _number(env, rank, 0),
+                _number(env, count, 1, 1),
+                address,
+                int(gpus) if gpus.isdecimal() else 0,
+            )
+    if not found:
+        what = f"--nodes auto finds no variables of {', '.join(NODES)}"
+        raise UsageError(what, "say --listen on the first node and --join on the others")
+    if len(set(found.values())) > 1:
+        raise UsageError(
+            f"the variables of {' and '.join(found)} disagree about the nodes", "unset those of another start"
+        )
+    return next(iter(found.values()))
+
+
+def take_token(env: Mapping[str, str] | None = None) -> bytes | None:
+    """The run's token, where the environment has it: nobody after us finds it there."""
+    token = (os.environ if env is None else env).get("PACELINE_TOKEN")
+    os.environ.pop("PACELINE_TOKEN", None)
+    return token.encode() if token else None
+
+
+def variable(name: str) -> str | None:
+    """What a user wants to be handed on."""
+    return os.environ.get(name)
 
 
 def gloo_interface() -> str:

@@ -74,7 +74,7 @@ class Ending:
             return asked
         if failures:
             return self._failed(workers, failures, failing)
-        for number, agent, why in (entry for entry in told if entry[0] not in mine):
+        for number, agent, why in (entry for entry in told if entry[0] not in mine and stop is None):
             self._say(f"worker {number} of {agent} {why}, which ended the run: see there", always=True)
             return 1
         if left:
@@ -172,6 +172,8 @@ class Ending:
     def _command(self) -> str:
         """The command that goes on with this run."""
         options, done = self._options, self._newest_checkpoint() or 0
+        if options.again is not None:
+            return options.again
         given = {
             "--join": options.join,
             "--token-file": options.token_file,

@@ -9,6 +9,7 @@ import re
 import secrets
 import socket
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -25,10 +26,10 @@ from paceline.team.token import NAME, read_token
 LONGEST = 30  # lines of a difference that are shown
 
 
-def likeness(options: LaunchOptions) -> dict[str, Any]:
-    """What all agents of a run must have in common."""
+def likeness(options: LaunchOptions, text: bytes | None = None) -> dict[str, Any]:
+    """What all agents of a run must have in common. `text` is the script's, where it is not to be read."""
     return {
-        "script": hashlib.sha256(Path(options.script).read_bytes()).hexdigest(),
+        "script": hashlib.sha256(Path(options.script).read_bytes() if text is None else text).hexdigest(),
         "module": options.module,
         "arguments": list(options.arguments),
         "plan": options.plan,
@@ -119,6 +120,8 @@ def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
     if ":" not in options.join:
         cure = "give the run's folder, or HOST:PORT of its coordinator and --token-file"
         raise UsageError(f"there is no folder {options.join}", cure)
+    if options.token is not None:
+        return address_of(options.join), options.token, None
     if options.token_file is None:
         raise UsageError("a run at HOST:PORT needs its token", f"copy the file {NAME} of its folder: --token-file FILE")
     return address_of(options.join), read_token(Path(options.token_file)), None
@@ -128,7 +131,7 @@ def join(options: LaunchOptions, link: Link) -> tuple[LaunchOptions, list[int]]:
     """Comes to a running run: the options with what that one was given, and the numbers of our workers."""
     host, port = link.address
     try:
-        numbers = link.introduce()
+        numbers = _introduced(link, options.patience)
     except RefusedError as refused:
         if refused.code == 401:
             cure = f"copy the file {NAME} of its folder here again"
@@ -146,6 +149,18 @@ def join(options: LaunchOptions, link: Link) -> tuple[LaunchOptions, list[int]]:
     given = {name: value for name, value in run["given"].items() if getattr(options, name) is None}
     rules = {name: run[name] for name in ("max_restarts", "min_workers")}
     return replace(options, **given, **rules, size=run["workers"]), numbers
+
+
+def _introduced(link: Link, patience: float) -> list[int]:
+    """Numbers for our workers, from a coordinator that may still be on its way."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return link.introduce()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
 
 
 def _difference(options: LaunchOptions, name: str, theirs: Any, mine: Any, script: str) -> str:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -30,9 +31,10 @@ from paceline.observe.summary import Summary
 from paceline.plan import Plan
 from paceline.team.lease import parse_store
 from paceline.team.link import Link
-from paceline.team.token import keep_token, make_token
-from paceline.world import parse_save_every, parse_shares
+from paceline.team.token import keep_token, make_token, read_token
+from paceline.world import parse_save_every, parse_shares, read_nodes, take_token
 
+PORT, PATIENCE = 29400, 300.0  # of the first of several nodes; seconds in which it is to begin
 FILES = 8  # that are open for a worker: three pipes, two sockets, its log, its pidfd, its pulse
 
 
@@ -43,6 +45,8 @@ def launch(options: LaunchOptions) -> int:
     one, else the failing worker's own. To be called from the main thread. UsageError: the options cannot
     work. LaunchError: the run folder is in use, or the workers cannot be started.
     """
+    if options.nodes is not None:
+        options = _as_node(options)
     _check(options)
     compared = Summary(Path(options.against)) if options.against else None
     if options.join:
@@ -63,6 +67,22 @@ def launch(options: LaunchOptions) -> int:
             print(f"starting again with {source} ({restarts} of {options.max_restarts})", file=sys.stderr)
 
 
+def _as_node(options: LaunchOptions) -> LaunchOptions:
+    """The first node listens, the others join it, at a port that all know."""
+    rank, count, first, gpus = read_nodes()
+    token = take_token()
+    if options.token_file is not None:
+        token = read_token(Path(options.token_file))
+    if token is None or len(token) < 32:
+        cure = "give all nodes the same --token-file or PACELINE_TOKEN, of 32 characters or more"
+        raise UsageError("--nodes auto needs a secret that the nodes share", cure)
+    if not first and count > 1:
+        raise UsageError("the variables of this node do not say where the first one is", "say --listen and --join")
+    where: dict[str, Any] = {"join" if rank else "listen": f"{first}:{PORT}"} if count > 1 else {}
+    workers = gpus if options.workers == 1 and gpus else options.workers
+    return replace(options, workers=workers, token=token, token_file=None, patience=PATIENCE, **where)
+
+
 def _begin(options: LaunchOptions, compared: Summary | None) -> tuple[int, bool]:
     """A run of our own, or one that is resumed: its exit code, and whether a model was in pieces, all of them here."""
     listener = listen(options)
@@ -72,6 +92,10 @@ def _begin(options: LaunchOptions, compared: Summary | None) -> tuple[int, bool]
         if compared:
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
         numbers = list(range(options.workers))
+        if options.token is not None:
+            keep_token(folder, options.token)
+        if options.heard is not None:
+            options.heard(listener.getsockname())
         link = Link(listener.getsockname(), make_token(folder), introduction(options, folder, numbers, listener))
         given = {name: getattr(options, name) for name in GIVEN}
         link.run = {
@@ -80,7 +104,7 @@ def _begin(options: LaunchOptions, compared: Summary | None) -> tuple[int, bool]
         link.run |= {"same": likeness(options), "given": given}
         with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
             agent = Agent(options, folder, journal, progress, link, numbers, listener)
-            with _signals() as wakeup:
+            with signals() as wakeup:
                 return agent.run(wakeup), agent.in_pieces
 
 
@@ -97,7 +121,7 @@ def _join(options: LaunchOptions) -> int:
         if own:
             keep_token(folder, token)  # it may be this host that is joined one day
         agent = Agent(options, folder, journal, progress, link, numbers, standby)
-        with _signals() as wakeup:
+        with signals() as wakeup:
             return agent.run(wakeup)
 
 
@@ -145,7 +169,7 @@ def _check(options: LaunchOptions) -> None:
     if options.workers > most:
         what = f"{options.workers:,} workers need more open files than this process may have"
         raise UsageError(what, f"take at most {most:,} workers on this host, or see `ulimit -n`")
-    if not 1 <= options.min_workers <= options.workers:
+    if options.min_workers > options.workers and options.listen is None and options.join is None:
         what = f"--min-workers {options.min_workers} does not fit {options.workers} workers"
         raise UsageError(what, f"give 1 to {options.workers}")
     if options.debug is not None and not 0 <= options.debug < options.workers:
@@ -181,11 +205,11 @@ def _new_folder(stem: str) -> Path:
 
 
 @contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """SIGINT, SIGTERM, SIGUSR1 and SIGHUP (unless ignored, as under nohup) and SIGCHLD, which tells of workers that are
-    stopped, are only written, as numbers, to this socket.
+def signals() -> Iterator[socket.socket]:
+    """SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP (unless ignored, as under nohup) and SIGCHLD, which tells of workers
+    that are stopped, are only written, as numbers, to this socket.
     """
-    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD]
+    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD]
     wanted = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
     read, write = socket.socketpair()
     with read, write:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.launch.warm import Kept
@@ -26,7 +26,11 @@ class LaunchOptions:
     loss ends the run. With fewer than `min_workers` it pauses. `hang_timeout`: seconds after which a worker that does
     nothing is ended; 0: never, None: as the console is. `join`: the run folder or HOST:PORT of a run that these workers
     are to join, `token_file` its token; `listen`: the address at which other hosts reach this one; `store`: the etcd
-    that decides who keeps the coordinator. `address` and `size` (workers that the run began with) are found out.
+    that decides who keeps the coordinator. `nodes`: ``auto`` where each node starts by itself; `token`: the
+    run's own, where no file holds it; `patience`: seconds
+    in which the run to join may begin; `heard` is told where its coordinator listens; `again`: the command that goes
+    on with this run, where it is not `paceline run`. `address` and `size` (workers that the run began
+    with) are found out.
     """
 
     script: str
@@ -55,6 +59,11 @@ class LaunchOptions:
     token_file: str | None = None
     listen: str | None = None
     store: str | None = None
+    nodes: str | None = None
+    token: bytes | None = field(default=None, repr=False)
+    patience: float = 0.0
+    heard: Callable[[tuple[str, int]], None] | None = None
+    again: str | None = None
     address: str = "127.0.0.1"
     size: int = 0
 

@@ -251,6 +251,7 @@ class Workers:
                 PACELINE_RANK=str(rank),
                 PACELINE_LOCAL_RANK=str(self.numbers.index(rank)),
                 PACELINE_NEWCOMER="1" if newcomer else None,
+                PACELINE_HOLD="1" if not newcomer and len(self.numbers) < self._options.min_workers else None,
                 PACELINE_STORE=f"{store[0]}:{store[1]}",
                 PACELINE_BEGAN=str(self._began),
             ),

@@ -256,7 +256,7 @@ class Coordinator:
 
     @property
     def _paused(self) -> bool:
-        return self.order is not None and self._too_few(self.order.members)
+        return self._too_few((self.order or self.roster).members)
 
     def _state(self, number: int, seat: Seat, members: Collection[int]) -> dict[str, Any]:
         said = seat.said

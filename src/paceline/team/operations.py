@@ -171,6 +171,7 @@ class Operations:
         """
         if self.elastic and not self._told:
             self._told = True
+            self.hold |= self.world.hold
             self.world.tell("ready", replica=self._group.mesh.replica)
         if self.waiting:
             raise UsageError(

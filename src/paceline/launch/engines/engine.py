@@ -1,0 +1,85 @@
+"""The seam to whatever starts processes on other hosts: four questions, and all else is `launcher`'s. No torch."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import UsageError, shown
+
+
+@dataclass(frozen=True)
+class Place:
+    """A host, by the engine's name for it, and its workers: as many as it has GPUs, else one, where that is None."""
+
+    name: str
+    workers: int | None = None
+
+
+@dataclass(frozen=True)
+class End:
+    """What an engine says of an end that was not the agent's own: ``lost`` (the host, or the way to it), ``preempted``,
+    ``timed out`` or ``failed``; and the engine's words.
+    """
+
+    kind: str
+    text: str
+
+    @property
+    def passing(self) -> bool:
+        """Whether another attempt may go better."""
+        return self.kind == "lost"
+
+
+class Engine(ABC):
+    """Hosts at `places`, the first of which keeps the coordinator. `given` are options for the engine's own command."""
+
+    name: str
+
+    def __init__(self, places: Sequence[Place], given: Sequence[str] = ()) -> None:
+        self.places, self.given = list(places), list(given)
+
+    @abstractmethod
+    def command(self, place: Place) -> list[str]:
+        """Starts an agent: the command here that becomes ``sh`` on the host, with our standard streams."""
+
+    def missing(self, place: Place) -> str:
+        """Why a host has not answered yet, as the engine sees it; empty where it sees nothing."""
+        return ""
+
+    def end(self, place: Place, code: int, said: str) -> End | None:
+        """What the engine says of the end of `command`, from its exit code and last line; None: it has no say."""
+        return None
+
+    def after(self, code: int, told: int | None) -> int:
+        """What becomes of the run's exit code; `told`: the signal that asked us to stop, if any did."""
+        return code
+
+    def stop(self, place: Place) -> None:  # noqa: B027 (most have nothing to do)
+        """Ends what may be left on a host after the end of `command`."""
+
+
+def parse_hosts(text: str) -> list[Place]:
+    """``a,b:2,user@c``: hosts, some with their number of workers."""
+    places = []
+    for word in text.split(","):
+        name, _, count = word.rpartition(":") if re.fullmatch("[^:]+:[0-9]{1,6}", word) else (word, "", "")
+        if not name or name.startswith("-") or re.search(r"[\s\0]", name) or count == "0":
+            raise UsageError(f"{shown(word)} is no host", "give names as ssh takes them, as --hosts a,b:2,user@c")
+        places.append(Place(name, int(count) if count else None))
+    names = [place.name for place in places]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"the host {shown(twice)} is given twice", f"write {twice}:2 for two workers on it")
+    return places
+
+
+def read_hosts(path: Path) -> list[Place]:
+    """A file with a host on each line: ``b``, ``b:2`` or, as mpirun has it, ``b slots=2``; # begins a comment."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise UsageError(f"--hostfile {path} cannot be read ({error.strerror})", "give a file of hosts") from error
+    return parse_hosts(",".join(re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line))

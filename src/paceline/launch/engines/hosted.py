@@ -1,0 +1,139 @@
+"""What `paceline launch` starts on a host: hears on standard input what to do, and then is the agent there. No torch.
+
+It says three things on standard output, each a line that begins with `MARK`: ``ready``, ``like`` (what all hosts must
+have in common) and ``listens``. It hears a job, then an order (which host is the first), each a line of JSON; and then
+bytes: zeros, so that a cable that is cut can be told from a launcher that has nothing to say, and numbers of signals.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.launch.joining import likeness
+from paceline.launch.local import launch
+from paceline.launch.options import LaunchOptions
+from paceline.world import gpus, reached_at
+
+MARK = b"\x1epaceline "
+SILENCE = 15.0  # seconds without a byte, after which the connection counts as broken
+PATIENCE = 60.0  # seconds in which the first host's coordinator is to be there
+PIECE = 4096  # bytes that a pipe takes at once if it takes any
+STOPPED = 75
+
+
+def hosted() -> int:
+    """The exit code of `paceline run` here. What cannot work is a UsageError or LaunchError."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a connection that breaks is told of by its silence
+    with open(0, "rb", buffering=0, closefd=False) as heard:
+        _say("ready")
+        job = json.loads(heard.readline() or "null")
+        if job is None:
+            return STOPPED
+        if job["files"]:
+            unpack(heard, job["files"])
+        options = LaunchOptions(**job["options"], workers=job["workers"] or gpus() or 1, token=job["token"].encode())
+        _say("like", **_like(options), workers=options.workers)
+        order = json.loads(heard.readline() or "null")
+    if order is None:  # the launcher is gone, or the hosts differ
+        return STOPPED
+    broken = threading.Event()
+    threading.Thread(target=_heed, args=(broken,), name="paceline-heed", daemon=True).start()
+    where: dict[str, Any] = {"listen": order["listen"] or _own_address(order["towards"])}
+    where["heard"] = lambda address: _say("listens", address=address)
+    if order["join"]:
+        folder = Path(options.run_dir or ".", "hosts", order["name"])
+        where = {"join": order["join"], "run_dir": str(folder), "patience": PATIENCE}
+    with _relayed(1, broken), _relayed(2, broken):
+        return launch(replace(options, **where))
+
+
+def _say(what: str, **fields: Any) -> None:
+    os.write(1, MARK + json.dumps({"says": what, **fields}).encode() + b"\n")
+
+
+def _like(options: LaunchOptions) -> dict[str, Any]:
+    if not Path(options.script).is_file():
+        return {**likeness(options, b""), "script": "missing"}
+    return likeness(options)
+
+
+def unpack(heard: io.RawIOBase | io.BytesIO, size: int) -> None:
+    """Files of the launcher's, into the working directory; those that an earlier launch brought and this one does not
+    are removed.
+    """
+    data = bytearray()
+    while len(data) < size and (piece := heard.read(min(1 << 20, size - len(data)))):
+        data += piece
+    kept = Path(".paceline-files")
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        names = archive.getnames()
+        for name in set(kept.read_text().splitlines() if kept.exists() else ()) - set(names):
+            with suppress(OSError):
+                os.unlink(name)
+        archive.extractall(filter="data")
+    kept.write_text("".join(f"{name}\n" for name in names))
+
+
+def _own_address(towards: str | None) -> str:
+    """Where other hosts reach this one: as ssh did, or else the address from which one of them is reached."""
+    if address := reached_at():
+        return address
+    if towards is None:
+        return "127.0.0.1"
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        what = f"{socket.gethostname()} finds no way to {towards} ({error.strerror})"
+        raise UsageError(what, "give --listen ADDR, at which the other hosts reach the first") from error
+
+
+def _heed(broken: threading.Event) -> None:
+    """Signals that the launcher sends; and when nothing comes any more, this host stops as upon a SIGTERM."""
+    while select.select([0], [], [], SILENCE)[0] and (numbers := os.read(0, PIECE)):
+        for number in filter(None, numbers):
+            os.kill(os.getpid(), number)
+    broken.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _relayed(stream: int, broken: threading.Event) -> Iterator[None]:
+    """A standard stream through a pipe and a thread: a connection that breaks, or stands still, must not stop us."""
+    own = os.dup(stream)
+    read, write = os.pipe()
+    os.dup2(write, stream)
+    os.close(write)
+
+    def relay() -> None:
+        while data := os.read(read, PIECE):
+            while not broken.is_set():
+                if select.select([], [own], [], 0.5)[1]:
+                    with suppress(OSError):
+                        os.write(own, data)
+                    break
+
+    thread = threading.Thread(target=relay, name="paceline-relay", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        for text in (sys.stdout, sys.stderr):
+            text.flush()
+        os.dup2(own, stream)
+        thread.join(SILENCE)

@@ -1,0 +1,328 @@
+"""A run on the hosts of an engine: one agent each, followed from here to the end. No torch.
+
+Hosts are checked before any of them begins; the first one keeps the coordinator, and the others join it. One that does
+not answer, or whose connection breaks, is started again until it comes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import LaunchError
+from paceline.launch.engines.engine import End, Engine, Place
+from paceline.launch.engines.hosted import MARK, STOPPED
+from paceline.launch.local import signals
+
+BEAT = 1.0  # seconds between two bytes that say that we are there
+ANSWER = 15.0  # seconds for the hosts to answer, after which the run begins without those that did not
+AGAIN, LATEST = 5.0, 60.0  # seconds before a host is tried again: at first, and at most
+FAREWELL = 15.0  # seconds for the other hosts to end after the first one
+CHUNK = 1 << 16
+COLUMNS = ("python", "torch", "paceline", "script")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What runs on each host: `python` in the folder `cwd`, after the lines of shell in `setup`. `options` are those of
+    `paceline run` (`LaunchOptions`); `files` an archive that is unpacked there; `listen` where the first host listens.
+    """
+
+    options: Mapping[str, Any]
+    python: str
+    cwd: str
+    setup: str = ""
+    workers: int | None = None
+    listen: str | None = None
+    files: bytes = b""
+
+    @property
+    def script(self) -> str:
+        """What ``sh`` reads first. It may read ahead, so nothing else is sent before it has given way to Python."""
+        home = "~/" if self.cwd.startswith("~/") else ""
+        folder = home + shlex.quote(self.cwd.removeprefix(home))
+        make = f"(umask 077; mkdir -p {folder}) && " if self.files else ""
+        setup = f"{{ {self.setup}\n}} </dev/null && " if self.setup else ""
+        return f"{make}cd {folder} && {setup}exec {shlex.quote(self.python)} -m paceline agent\n"
+
+
+@dataclass
+class _Host:
+    place: Place
+    first: bool
+    process: subprocess.Popen[bytes] | None = None
+    unsent: bytearray = field(default_factory=bytearray)
+    unread: dict[str, bytes] = field(default_factory=dict)
+    last: str = ""  # its last line on standard error
+    like: dict[str, Any] | None = None
+    ordered: bool = False  # its agent begins
+    code: int | None = None
+    end: End | None = None
+    due: float = math.inf  # when it is started again
+    pause: float = 0.0
+
+    @property
+    def over(self) -> bool:
+        return self.process is None and self.due == math.inf
+
+
+class Launcher:
+    """`run` returns the exit code. `told`: the signal that asked for a stop, if any did."""
+
+    def __init__(self, engine: Engine, job: Job) -> None:
+        self._engine, self._job = engine, job
+        self._token = secrets.token_hex(32)
+        self._hosts = [_Host(place, first=not number) for number, place in enumerate(engine.places)]
+        self._selector = selectors.DefaultSelector()
+        self._began = time.monotonic()
+        self._listens = ""  # where the coordinator is
+        self._checked = False
+        self._late = math.inf  # when the others are not waited for any more
+        self._beaten = 0.0
+        self.told: int | None = None
+
+    def run(self) -> int:
+        """From the hosts' start to their end; nothing of ours is left. LaunchError: they cannot begin."""
+        with signals() as wakeup:
+            self._selector.register(wakeup, selectors.EVENT_READ, (None, ""))
+            try:
+                for host in self._hosts:
+                    self._start(host)
+                while not self._done():
+                    for key, events in self._selector.select(BEAT / 4):
+                        host, name = key.data
+                        if host is None:
+                            self._signalled(wakeup)
+                        elif host.process is None:
+                            continue  # it has ended since
+                        elif events & selectors.EVENT_WRITE:
+                            self._write(host)
+                        else:
+                            self._read(host, name)
+                    self._tick(time.monotonic())
+            finally:
+                for host in self._hosts:
+                    self._close(host)
+        return self._code()
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    # ---- hosts
+
+    def _start(self, host: _Host) -> None:
+        host.due, host.like, host.ordered, host.last = math.inf, None, False, ""
+        command = self._engine.command(host.place)
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        try:
+            host.process = subprocess.Popen(command, **streams, start_new_session=True)  # type: ignore[call-overload]
+        except OSError as error:
+            what = f"{command[0]} cannot be started ({error.strerror})"
+            raise LaunchError(what, f"install it, or see `paceline launch {self._engine.name} --help`") from error
+        assert host.process is not None
+        host.unread = {"stdout": b"", "stderr": b""}
+        for name in host.unread:
+            self._selector.register(getattr(host.process, name), selectors.EVENT_READ, (host, name))
+        os.set_blocking(host.process.stdin.fileno(), False)  # type: ignore[union-attr]
+        self._send(host, self._job.script.encode())
+
+    def _send(self, host: _Host, data: bytes) -> None:
+        if host.process is not None:
+            if not host.unsent:
+                self._selector.register(host.process.stdin, selectors.EVENT_WRITE, (host, ""))  # type: ignore[arg-type]
+            host.unsent += data
+
+    def _keys(self, host: _Host) -> list[selectors.SelectorKey]:
+        return [key for key in self._selector.get_map().values() if key.data[0] is host]
+
+    def _write(self, host: _Host) -> None:
+        assert host.process is not None
+        with suppress(BlockingIOError):
+            try:
+                del host.unsent[: os.write(host.process.stdin.fileno(), host.unsent[:CHUNK])]  # type: ignore[union-attr]
+            except BrokenPipeError:
+                host.unsent.clear()
+        if not host.unsent:
+            self._selector.unregister(host.process.stdin)  # type: ignore[arg-type]
+
+    def _read(self, host: _Host, name: str) -> None:
+        pipe = getattr(host.process, name)
+        data = os.read(pipe.fileno(), CHUNK)
+        *lines, host.unread[name] = (host.unread[name] + data).split(b"\n")
+        if not data:
+            lines, host.unread[name] = [host.unread[name]] if host.unread[name] else [], b""
+            self._selector.unregister(pipe)
+        for line in lines:
+            if name == "stdout" and line.startswith(MARK):
+                self._told(host, json.loads(line.removeprefix(MARK)))
+                continue
+            if name == "stderr":
+                host.last = line.decode(errors="replace").strip() or host.last
+            if host.ordered:
+                out = getattr(sys, name)
+                before = b"" if host.first or name == "stdout" else f"{host.place.name} | ".encode()
+                out.flush()
+                out.buffer.write(before + line + b"\n")
+                out.flush()
+        if not data and not any(key.events & selectors.EVENT_READ for key in self._keys(host)):
+            self._ended(host)
+
+    def _told(self, host: _Host, said: dict[str, Any]) -> None:
+        what = said.pop("says")
+        if what == "ready":
+            workers = host.place.workers or self._job.workers
+            job = {"options": self._job.options, "workers": workers, "token": self._token}
+            self._send(host, json.dumps({**job, "files": len(self._job.files)}).encode() + b"\n" + self._job.files)
+        elif what == "like":
+            host.like = said
+        elif what == "listens":
+            address, port = said["address"]
+            self._listens = f"{address}:{port}"
+
+    def _order(self, host: _Host) -> None:
+        """Its agent begins: the first listens, the others join it."""
+        towards = self._hosts[1].place.name if len(self._hosts) > 1 else None
+        join = None if host.first else self._listens
+        order = {"name": host.place.name, "listen": self._job.listen, "towards": towards, "join": join}
+        host.ordered, host.pause = True, 0.0
+        self._send(host, json.dumps(order).encode() + b"\n")
+
+    def _ended(self, host: _Host) -> None:
+        process, host.process = host.process, None
+        assert process is not None
+        host.code = process.wait()
+        self._forget(host, process)
+        host.end = self._engine.end(host.place, host.code, host.last)
+        self._engine.stop(host.place)
+        if host.first or not (host.end and host.end.passing) or self.told is not None:
+            return
+        if not host.pause:
+            when = "is lost" if host.ordered else "does not answer"
+            self._say(f"{host.place.name} {when} ({host.end.text}): it is tried again until it comes")
+        host.pause = min(LATEST, 2 * host.pause) or AGAIN
+        host.due = time.monotonic() + host.pause
+
+    def _close(self, host: _Host) -> None:
+        """Ends what is left of it: the agent there hears that nobody is here any more."""
+        host.due = math.inf
+        if host.process is not None:
+            host.process.kill()
+            host.process.wait()
+            self._forget(host, host.process)
+            host.process = None
+            self._engine.stop(host.place)
+
+    def _forget(self, host: _Host, process: subprocess.Popen[bytes]) -> None:
+        for key in self._keys(host):
+            self._selector.unregister(key.fileobj)
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            pipe.close()  # type: ignore[union-attr]
+        host.unsent.clear()
+
+    # ---- all of them
+
+    def _tick(self, now: float) -> None:
+        if now - self._beaten >= BEAT:
+            self._beaten = now
+            for host in self._hosts:
+                if host.ordered and not host.unsent:
+                    self._send(host, b"\0")
+        if not self._checked:
+            self._check(now)
+        for host in self._hosts:
+            if now >= host.due and not self._hosts[0].over:
+                self._start(host)
+            elif self._listens and host.like and not host.ordered and host.process is not None:
+                self._admit(host)
+
+    def _check(self, now: float) -> None:
+        """Lets the first host begin once all have answered, or some have not for too long."""
+        first, silent = self._hosts[0], [host for host in self._hosts if host.like is None]
+        waits = [host for host in silent if host.process is not None]
+        if (waits and now - self._began < ANSWER) or self.told is not None:
+            return
+        unlike = [host for host in silent if host.process is None and not (host.end and host.end.passing)]
+        if unlike or len({self._row(host)[1:] for host in self._hosts if host.like}) > 1:
+            raise LaunchError(f"the hosts differ:\n{self._table()}", self._cure())
+        if first.like is None:
+            why = (first.end and first.end.text) or self._engine.missing(first.place) or "it says nothing"
+            what = f"the first host {first.place.name} does not answer ({why}), and it is to keep the coordinator"
+            raise LaunchError(what, "name another one first, or bring it back")
+        for host in waits:
+            why = self._engine.missing(host.place) or f"it has said nothing for {ANSWER:.0f} s"
+            self._say(f"{host.place.name} does not answer yet ({why}): the run begins without it")
+        self._checked = True
+        self._order(first)
+
+    def _admit(self, host: _Host) -> None:
+        """A host joins, unless it came late and differs."""
+        if self._row(host)[1:] == self._row(self._hosts[0])[1:]:
+            self._order(host)
+        else:
+            self._say(f"{host.place.name} differs, and is left out:\n{self._table()}")
+            host.pause = math.inf
+            self._close(host)
+
+    def _row(self, host: _Host) -> tuple[str, ...]:
+        if host.like is None:
+            text = host.end.text if host.end else host.last or f"ended with exit code {host.code}"
+            return (host.place.name, text if host.process is None else "has not answered")
+        return (host.place.name, *(str(host.like[name])[: 8 if name == "script" else 40] for name in COLUMNS))
+
+    def _table(self) -> str:
+        rows = [("host", *COLUMNS), *map(self._row, self._hosts)]
+        full = [row for row in rows if len(row) > 2]
+        widths = [max(len(row[column]) for row in (rows if not column else full)) for column in range(len(COLUMNS) + 1)]
+        cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=False)] for row in rows]
+        return "\n".join("  ".join(row).rstrip() for row in cells)
+
+    def _cure(self) -> str:
+        scripts = {host.like["script"] for host in self._hosts if host.like}
+        if len(scripts) > 1:
+            return "bring the same script there, or say --sync"
+        return "install the same versions, or give --python PATH and --setup"
+
+    def _signalled(self, wakeup: socket.socket) -> None:
+        for number in wakeup.recv(CHUNK):
+            if number == signal.SIGCHLD:
+                continue
+            first = self._hosts[0]
+            if self.told is None and not first.ordered:  # nothing has begun
+                for host in self._hosts:
+                    self._close(host)
+            self.told = self.told or number
+            self._send(first, bytes([number if number != signal.SIGUSR2 else signal.SIGTERM]))
+
+    def _done(self) -> bool:
+        first = self._hosts[0]
+        if not self._checked and self.told is None:
+            return False
+        if not first.over:
+            return False
+        self._late = min(self._late, time.monotonic() + FAREWELL)
+        return all(host.process is None for host in self._hosts) or time.monotonic() > self._late
+
+    def _code(self) -> int:
+        """That of the first host; where a worker on another host failed, that of its own."""
+        first = self._hosts[0]
+        if first.end is not None:
+            self._say(f"{first.place.name}: {first.end.kind} ({first.end.text}); the same command goes on")
+            return STOPPED
+        if not first.ordered:
+            return 130 if self.told == signal.SIGINT else STOPPED
+        others = [host.code for host in self._hosts[1:] if host.code not in (None, 0, 2, STOPPED, 130)]
+        code = others[0] if first.code == 1 and others and others[0] else first.code
+        return code if code is not None and code >= 0 else 1

@@ -1,0 +1,176 @@
+"""`paceline launch slurm`: submits itself as one batch script; inside an allocation, srun is its way to each node.
+
+Slurm's notice (USR1, USR2 or TERM, to the script or to the steps) stops the run with a checkpoint; the job is then
+requeued, and goes on in the same run folder. No torch.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LaunchError, UsageError
+from paceline.launch.engines.engine import End, Engine, Place
+from paceline.launch.engines.hosted import STOPPED
+from paceline.launch.engines.launcher import Job
+from paceline.world import slurm_job, worker_environment
+
+LOOK = 2.0  # seconds between two looks at the queue
+NOTICE = 120  # seconds before the time limit
+LOST = ("NODE_FAIL", "DOWN", "NOT_RESPONDING", "FAIL")
+
+
+def _ask(*command: str) -> str:
+    """What a command of Slurm's prints; nothing where it fails, as while its controller is away."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+class Slurm(Engine):
+    """The nodes of the allocation `job`; `restarts` counts how often it was requeued, `batch` tells a script's."""
+
+    name = "slurm"
+
+    def __init__(self, places: Sequence[Place], given: Sequence[str], job: str, restarts: int, batch: bool) -> None:
+        super().__init__(places, given)
+        self._job, self._restarts, self._batch = job, restarts, batch
+        if restarts:
+            print(f"job {job} goes on: restart {restarts}", file=sys.stderr, flush=True)
+
+    def command(self, place: Place) -> list[str]:
+        one = ["--nodes=1", "--ntasks=1", f"--nodelist={place.name}", "--overlap", "--cpu-bind=none", "--unbuffered"]
+        return ["srun", *one, "--job-name=paceline", *self.given, "sh"]
+
+    def missing(self, place: Place) -> str:
+        return _ask("sinfo", "--noheader", "--Node", f"--nodes={place.name}", "--format=%T %E")
+
+    def end(self, place: Place, code: int, said: str) -> End | None:
+        if "srun: error" not in said and "slurmstepd" not in said:
+            return None
+        state = _ask("sinfo", "--noheader", "--Node", f"--nodes={place.name}", "--format=%T").upper()
+        if any(word in said.upper() for word in ("NODE FAIL", "NODE_FAIL", "COMMUNICATION", "TIMED OUT")):
+            return End("lost", f"the node is {state.lower() or 'gone'}")
+        if any(state.startswith(word) for word in LOST):
+            return End("lost", f"the node is {state.lower()}")
+        return None
+
+    def after(self, code: int, told: int | None) -> int:
+        """Requeues a job that was stopped by a notice of Slurm's."""
+        if code != STOPPED or not self._batch or told == signal.SIGHUP:
+            return code
+        if "JobState=CANCELLED" in _ask("scontrol", "show", "job", self._job):
+            return code
+        done = subprocess.run(["scontrol", "requeue", self._job], capture_output=True, text=True, check=False)
+        how = "is requeued" if done.returncode == 0 else f"is not requeued: {done.stderr.strip()}"
+        print(f"job {self._job} was preempted, or is near its time limit, and {how}", file=sys.stderr, flush=True)
+        return code
+
+
+def allocation(given: Sequence[str]) -> Slurm | None:
+    """That in which we are, if we are in one."""
+    job = slurm_job()
+    if job is None:
+        return None
+    nodes = _ask("scontrol", "show", "hostnames", job.nodes).split()
+    if not nodes:
+        raise LaunchError(f"the nodes of job {job.number} are not known", "see `scontrol show hostnames`")
+    given = [] if job.batch else given  # sbatch had them
+    return Slurm([Place(node) for node in nodes], given, job.number, job.restarts, job.batch)
+
+
+def batch_script(job: Job, again: Sequence[str], nodes: int, name: str, given: Sequence[str]) -> str:
+    """The whole of what is submitted. It holds no secret: what `--env` names comes with the job's environment."""
+    folder = Path(job.cwd, job.options["run_dir"])
+    options = [
+        f"--job-name={name}",
+        f"--nodes={nodes}",
+        "--ntasks-per-node=1",
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=B:USR2@{NOTICE}",
+        f"--output={folder}/slurm-%j.out",
+        *([shlex.join(given)] if given else []),
+    ]
+    head = "".join(f"#SBATCH {option}\n" for option in options)
+    setup = f"{job.setup}\n" if job.setup else ""
+    words = list(again)
+    if "--dry-run" in words:
+        words.remove("--dry-run")
+    command = shlex.join([job.python, "-m", *words])
+    return f"#!/bin/sh\n{head}cd {shlex.quote(job.cwd)} || exit\n{setup}exec {command}\n"
+
+
+def submit(job: Job, again: Sequence[str], given: Mapping[str, Any], environment: Mapping[str, str]) -> int:
+    """Submits the script and follows it to its end; the exit code of the job, 0 with `--detach`."""
+    if given["nodes"] is None:
+        raise UsageError("how many nodes is not said", "give -N NODES, or run it inside of salloc")
+    name = f"paceline-{Path(job.options['script']).stem}"
+    text = batch_script(job, again, given["nodes"], name, shlex.split(given["engine"]))
+    if given["dry_run"]:
+        print(text, end="")
+        return 0
+    Path(job.options["run_dir"]).mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"],
+            input=text,
+            env=worker_environment(None, **environment),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"sbatch cannot be started ({error.strerror})", "run this where Slurm's commands are"
+        ) from error
+    if done.returncode:
+        raise LaunchError(f"Slurm refuses the job ({done.stderr.strip()})", "see --engine='...' and --dry-run")
+    number = done.stdout.strip().partition(";")[0]
+    print(f"job {number}, run folder {job.options['run_dir']}", file=sys.stderr, flush=True)
+    return 0 if given["detach"] else _follow(number, Path(job.options["run_dir"], f"slurm-{number}.out"))
+
+
+def _follow(job: str, output: Path) -> int:
+    """Prints the job's output, and what Slurm says of it, until it has ended. Ctrl-C stops the run, again: at once."""
+    told, shown, asked = "", 0, False
+    while True:
+        try:
+            fields = dict(
+                word.partition("=")[::2] for word in _ask("scontrol", "show", "job", job).split() if "=" in word
+            )
+            state, reason = fields.get("JobState", "UNKNOWN"), fields.get("Reason", "None")
+            if output.exists():
+                with output.open("rb") as file:
+                    file.seek(shown)
+                    data = file.read()
+                    shown += len(data)
+                sys.stderr.flush()
+                sys.stdout.buffer.write(data)
+                sys.stdout.flush()
+            news = f"job {job} is {state.lower()}" + (f" ({reason})" if reason != "None" else "")
+            if news != told:
+                told = news
+                print(news, file=sys.stderr, flush=True)
+            if state not in (
+                "PENDING",
+                "CONFIGURING",
+                "RUNNING",
+                "SUSPENDED",
+                "COMPLETING",
+                "REQUEUED",
+                "REQUEUE_HOLD",
+            ):
+                code = fields.get("ExitCode", "1:0").partition(":")[0]
+                return 130 if asked else int(code) or (0 if state == "COMPLETED" else 1)
+            time.sleep(LOOK)
+        except KeyboardInterrupt:
+            pending = "RUNNING" not in told.upper()
+            how = [] if asked or pending else ["--signal=INT", "--batch"]
+            asked = True
+            _ask("scancel", *how, job)

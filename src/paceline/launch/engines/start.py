@@ -1,0 +1,116 @@
+"""`paceline launch`: what it was asked for, made into hosts of an engine and a job for them. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LaunchError, UsageError, shown
+from paceline.launch.engines.engine import Engine, parse_hosts, read_hosts
+from paceline.launch.engines.launcher import Job, Launcher
+from paceline.launch.engines.slurm import allocation, submit
+from paceline.launch.engines.ssh import Ssh
+from paceline.launch.modules import find_module
+from paceline.world import variable
+
+MOST = 200_000_000  # bytes that are copied with --sync
+
+
+def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], options: dict[str, Any]) -> int:
+    """Runs a script on the hosts of the engine `where`; the exit code. `words` are the command line, `given` are the
+    options of `paceline launch`, `options` those of the run. UsageError, LaunchError: it cannot be.
+    """
+    script = options["script"]
+    if script is None:
+        raise UsageError("no script was given", "give the path of the Python file that trains")
+    module = script if options["module"] else None
+    options |= {"script": find_module(script) if module else script, "module": module}
+    if not Path(options["script"]).is_file():
+        raise UsageError(f"the script {script} does not exist", "give the path of the Python file that trains")
+    environment = {name: _value(name, value) for name, _, value in (word.partition("=") for word in given["env"])}
+    again: list[str] = _without_values(words)
+    if options["run_dir"] is None:
+        stem = module or Path(script).stem
+        options["run_dir"] = f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        again[3:3] = ["--run-dir", str(options["run_dir"])]
+    options |= {"environment": environment, "again": shlex.join(again)}
+    job = Job(
+        options,
+        given["python"] or sys.executable,
+        given["cwd"] or (_folder() if given["sync"] else os.getcwd()),
+        given["setup"] or "",
+        given["workers_per_host"],
+        given["listen"],
+        archive() if given["sync"] else b"",
+    )
+    engine: Engine | None
+    if where == "ssh":
+        if (given["hosts"] is None) == (given["hostfile"] is None):
+            raise UsageError("which hosts is not said", "give --hosts a,b:2 or --hostfile FILE")
+        places = parse_hosts(given["hosts"]) if given["hosts"] else read_hosts(given["hostfile"])
+        engine = Ssh(places, shlex.split(given["engine"]))
+    else:
+        engine = allocation(shlex.split(given["engine"]))
+        if engine is None:
+            return submit(job, again, given, environment)
+    if given["dry_run"]:
+        print(
+            "\n".join(f"{shlex.join(engine.command(place))} <<< {shlex.quote(job.script)}" for place in engine.places)
+        )
+        return 0
+    launcher = Launcher(engine, job)
+    return engine.after(launcher.run(), launcher.told)
+
+
+def _value(name: str, value: str) -> str:
+    if not name.isidentifier():
+        raise UsageError(f"--env {shown(name)} is no variable", "give NAME, or NAME=VALUE")
+    value = value or variable(name) or ""
+    if not value:
+        raise UsageError(f"--env {name}: there is no such variable here", f"export it, or give --env {name}=VALUE")
+    return value
+
+
+def _without_values(words: Sequence[str]) -> list[str]:
+    """The command line as it may be shown: of ``--env NAME=VALUE`` the name."""
+    found = ["paceline"]
+    for word in words:
+        named = word.removeprefix("--env=") if word.startswith("--env=") else word if found[-1] == "--env" else None
+        found += [word] if named is None else (["--env"] if found[-1] != "--env" else []) + [named.partition("=")[0]]
+    return found
+
+
+def _folder() -> str:
+    """Where files are copied to: another folder for each one here."""
+    here = Path.cwd()
+    return f"~/paceline-sync/{here.name}-{hashlib.sha256(f'{socket.gethostname()}:{here}'.encode()).hexdigest()[:8]}"
+
+
+def archive() -> bytes:
+    """What git tracks here or would track; without git all but run folders and environments."""
+    git = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], capture_output=True, check=False)
+    if git.returncode == 0:
+        paths = [Path(os.fsdecode(name)) for name in git.stdout.split(b"\0") if name]
+    else:
+        apart = {path.parent for path in Path().rglob("pyvenv.cfg")} | {Path("runs")}
+        paths = [path for path in Path().rglob("*") if not apart.intersection(path.parents)]
+    files = [path for path in paths if path.is_file() and path.name != "token" and "__pycache__" not in path.parts]
+    if (size := sum(path.stat().st_size for path in files)) > MOST:
+        largest = max(files, key=lambda path: path.stat().st_size)
+        what = f"--sync would copy {size / 1e6:,.0f} MB, the largest is {largest}"
+        raise LaunchError(what, "keep data elsewhere, or name it in .gitignore: at most 200 MB are copied")
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for path in files:
+            archive.add(path, recursive=False)
+    return data.getvalue()

@@ -1,0 +1,306 @@
+"""What all engines share, over one that starts its agents on this machine."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from agents import WORKER, until
+from warm import environment
+
+from paceline.cli import main
+from paceline.errors import LaunchError, UsageError
+from paceline.launch.engines.engine import Place, parse_hosts, read_hosts
+from paceline.launch.engines.hosted import unpack
+from paceline.launch.engines.launcher import Job
+from paceline.launch.engines.start import archive
+
+# An engine whose hosts are folders here: each has a script of its own. `down` is a file that keeps one from answering.
+HERE = """
+import json, signal, sys
+from pathlib import Path
+from paceline.errors import PacelineError
+from paceline.launch.engines import launcher
+from paceline.launch.engines.engine import End, Engine, Place
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Here(Engine):
+    name = "here"
+    def command(self, place):
+        if Path(place.name, "down").exists():
+            return ["sh", "-c", "exit 255"]
+        return ["env", "-C", place.name, "sh"]
+    def end(self, place, code, said):
+        return End("lost", said or "no answer") if code == 255 else None
+given = json.loads(sys.argv[1])
+launcher.AGAIN = 0.5
+places = [Place(name, count) for name, count in given.pop("places")]
+python, listen = given.pop("python", sys.executable), given.pop("listen")
+job = launcher.Job(given, python, ".", listen=listen)
+try:
+    sys.exit(launcher.Launcher(Here(places), job).run())
+except PacelineError as error:
+    print(f"paceline: {error}", file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+class Launched:
+    """Launchers over hosts that are folders of the test's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, list[subprocess.Popen[str]]()
+
+    def start(
+        self, scripts: dict[str, str], counts: dict[str, int] | None = None, **more: object
+    ) -> subprocess.Popen[str]:
+        for name, script in scripts.items():
+            (self.folder / name).mkdir(exist_ok=True)
+            if script:
+                (self.folder / name / "train.py").write_text(WORKER + textwrap.dedent(script))
+        places = [(name, (counts or {}).get(name)) for name in scripts]
+        given = {
+            "script": "train.py",
+            "run_dir": "run",
+            "cold_start": True,
+            "again": "AGAIN",
+            "places": places,
+            "listen": "127.0.0.1",
+            **more,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", HERE, json.dumps(given)],
+            cwd=self.folder,
+            env=environment(CUDA_VISIBLE_DEVICES=""),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def ours(self) -> list[psutil.Process]:
+        """All processes that work in our folders."""
+        found = psutil.process_iter(["cwd", "cmdline", "environ"])
+        return [one for one in found if (one.info["cwd"] or "").startswith(str(self.folder))]
+
+    def close(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    made = Launched(tmp_path)
+    yield made
+    made.close()
+    until(lambda: not made.ours())  # also where the launcher was killed
+
+
+ENDS = "print('out', RANK, flush=True)\nprint('error', file=sys.stderr, flush=True)\nsys.exit(CODE)\n"
+WAITS = "mark('up')\nwhile not os.path.exists('go'): time.sleep(0.02)\n"
+
+
+def test_output_and_exit_code_are_those_of_a_local_run(launched: Launched) -> None:
+    process = launched.start({"a": "CODE = 3\n" + ENDS}, max_restarts=0)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 3, error
+    assert out == "out 0\n"
+    assert "\nworker 0 failed (host " in error
+    assert error.endswith("then run `AGAIN`: it starts anew: no checkpoint was written\n")
+
+
+def test_the_token_is_nowhere_but_in_the_run_folder(launched: Launched) -> None:
+    process = launched.start({"a": WAITS, "b": WAITS}, {"a": 1, "b": 2})
+    run = launched.folder / "a" / "run"
+    until(lambda: (run / "up-0").exists() and (launched.folder / "b/run/hosts/b/up-1").exists())
+    token = (run / "token").read_text().strip()
+    assert len(token) == 64
+    shown = [[*(one.info["cmdline"] or ()), *map(str, (one.info["environ"] or {}).items())] for one in launched.ours()]
+    assert len(shown) > 6
+    assert not any(token in word for words in shown for word in words)
+    for name in "ab":
+        (launched.folder / name / "go").touch()
+    said = "".join(process.communicate(timeout=60))
+    assert token not in said
+    holders = [path for path in launched.folder.rglob("*") if path.is_file() and token in path.read_text("latin-1")]
+    assert sorted(holders) == sorted([run / "token", launched.folder / "b/run/hosts/b/token"])
+    assert all(path.stat().st_mode & 0o077 == 0 for path in holders)
+
+
+def test_hosts_that_differ_are_shown_in_one_table(launched: Launched) -> None:
+    process = launched.start({"a": "pass\n", "b": "pass # another\n", "c": ""})
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    lines = error.splitlines()
+    assert lines[:2] == ["paceline: the hosts differ:", "host  python  torch       paceline  script"]
+    versions = lines[2].split()[1:4]
+    assert [line.split()[:4] for line in lines[2:]] == [[name, *versions] for name in "abc"]
+    assert lines[4].endswith("  missing; bring the same script there, or say --sync")
+    assert not list(launched.folder.rglob("run"))
+
+
+def test_a_host_without_python_is_named(launched: Launched) -> None:
+    process = launched.start({"a": "pass\n"}, python="/nowhere/python")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert error.startswith("paceline: the hosts differ:\nhost  python  torch  paceline  script\na     sh: ")
+    assert error.endswith("/nowhere/python: not found; install the same versions, or give --python PATH and --setup\n")
+
+
+def test_a_host_that_does_not_answer_comes_later(launched: Launched) -> None:
+    (launched.folder / "b").mkdir()
+    (launched.folder / "b" / "down").touch()
+    process = launched.start({"a": WAITS, "b": WAITS})
+    until(lambda: (launched.folder / "a/run/up-0").exists())
+    (launched.folder / "b" / "down").unlink()
+    until(lambda: (launched.folder / "b/run/hosts/b/up-1").exists())
+    (launched.folder / "a" / "go").touch()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    assert error.startswith("b does not answer (no answer): it is tried again until it comes\n")
+    assert error.count("does not answer") == 1
+
+
+def test_the_first_host_must_answer(launched: Launched) -> None:
+    (launched.folder / "a").mkdir()
+    (launched.folder / "a" / "down").touch()
+    process = launched.start({"a": WAITS, "b": WAITS})
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert error.endswith(
+        "paceline: the first host a does not answer (no answer), and it is to keep the coordinator; "
+        "name another one first, or bring it back\n"
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR2, 75)])
+def test_a_signal_ends_all_hosts(launched: Launched, number: int, code: int) -> None:
+    process = launched.start({"a": WAITS, "b": WAITS})
+    until(lambda: (launched.folder / "b/run/hosts/b/up-1").exists())
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code, error
+    assert "start again with: AGAIN\n" in error
+    until(lambda: not launched.ours())
+
+
+def test_no_way_to_the_next_host(launched: Launched) -> None:
+    process = launched.start({"a": WAITS, "no.such.host": WAITS}, listen=None)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    what = r"paceline: \S+ finds no way to no\.such\.host \(.+\); "
+    assert re.fullmatch(what + "give --listen ADDR, at which the other hosts reach the first\n", error)
+
+
+def test_a_launcher_that_dies_stops_the_run(launched: Launched) -> None:
+    """The workers are asked to stop, as upon a SIGTERM; nobody is left."""
+    hears = "signal.signal(signal.SIGUSR2, lambda *_: (mark('asked'), sys.exit(75)))\nevent('phase')\n"
+    process = launched.start({"a": hears + WAITS, "b": hears + WAITS})
+    until(lambda: (launched.folder / "b/run/hosts/b/up-1").exists())
+    process.kill()
+    until(lambda: (launched.folder / "a/run/asked-0").exists())
+    until(lambda: not launched.ours())
+
+
+def test_sync_copies_what_git_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracked and unignored files, and what is gone here goes there; neither the token nor what git ignores."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    for name, text in {"a.py": "a", "b/c.py": "c", ".gitignore": "runs/\n", "runs/x": "x", "token": "t"}.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    monkeypatch.chdir(source)
+    subprocess.run(["git", "init", "-q"], check=True)
+    for gone in ("", "b/c.py"):
+        if gone:
+            (source / gone).unlink()
+        data = archive()
+        monkeypatch.chdir(target)
+        unpack(io.BytesIO(data), len(data))
+        monkeypatch.chdir(source)
+        found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+        assert found == {"a.py", "b/c.py", ".gitignore", ".paceline-files"} - {gone}
+    monkeypatch.setattr("paceline.launch.engines.start.MOST", 1)
+    with pytest.raises(LaunchError, match=r"--sync would copy 0 MB, the largest is .gitignore; keep data elsewhere"):
+        archive()
+
+
+def test_hosts_are_read(tmp_path: Path) -> None:
+    assert parse_hosts("a,me@b:2") == [Place("a"), Place("me@b", 2)]
+    (tmp_path / "hosts").write_text("# ours\na\n\nb:2\nc slots=4  # large\n")
+    assert read_hosts(tmp_path / "hosts") == [Place("a"), Place("b", 2), Place("c", 4)]
+    for text in ("-oProxyCommand=x", "a b", "", "a,,b", "a:0"):
+        with pytest.raises(UsageError, match="is no host; give names as ssh takes them, as --hosts a,b:2,user@c"):
+            parse_hosts(text)
+
+
+@pytest.mark.parametrize("folder", ["/work/it's here", "~/run", "/a b/$HOME/`x`"])
+def test_what_sh_reads_is_quoted(folder: str) -> None:
+    job = Job({}, "/opt/my python/bin/python", folder, setup="module load cuda")
+    done = subprocess.run(["sh", "-n"], input=job.script, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert job.script.endswith("&& exec '/opt/my python/bin/python' -m paceline agent\n")
+    assert "{ module load cuda\n} </dev/null && " in job.script
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["ssh", "SCRIPT"], "which hosts is not said; give --hosts a,b:2 or --hostfile FILE"),
+    (["ssh", "--hosts", "a,a:2", "SCRIPT"], "the host a is given twice; write a:2 for two workers on it"),
+    (
+        ["ssh", "--hostfile", "none", "SCRIPT"],
+        "--hostfile none cannot be read (No such file or directory); give a file of hosts",
+    ),
+    (["ssh", "--hosts", "a"], "no script was given; give the path of the Python file that trains"),
+    (
+        ["ssh", "--hosts", "a", "none.py"],
+        "the script none.py does not exist; give the path of the Python file that trains",
+    ),
+    (
+        ["ssh", "--hosts", "a", "--env", "NO_SUCH_VARIABLE", "SCRIPT"],
+        "--env NO_SUCH_VARIABLE: there is no such variable here; export it, or give --env NO_SUCH_VARIABLE=VALUE",
+    ),
+    (["ssh", "--hosts", "a", "--env", "1=2", "SCRIPT"], "--env 1 is no variable; give NAME, or NAME=VALUE"),
+    (["slurm", "SCRIPT"], "how many nodes is not said; give -N NODES, or run it inside of salloc"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), WRONG, ids=[told.split(";")[0] for _, told in WRONG])
+def test_what_cannot_be_launched(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(["launch", *("train.py" if word == "SCRIPT" else word for word in words)]) == 2
+    assert capsys.readouterr().err == f"paceline: {told}\n"
+
+
+def test_dry_runs_show_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    given = ["--dry-run", "--python", "/py", "--cwd", "/c d", "--run-dir", "runs/a", "--env", "KEY=secret"]
+    assert main(["launch", "ssh", "--hosts", "a,b", *given, "train.py"]) == 0
+    one = "ssh -T -a -x -o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=5 -- {} sh <<< "
+    script = """'cd '"'"'/c d'"'"' && exec /py -m paceline agent\n'"""
+    assert capsys.readouterr().out == "".join(f"{one.format(name)}{script}\n" for name in "ab")
+    assert main(["launch", "slurm", "-N", "4", "--engine=--time=1:00:00 -p gpu", *given, "train.py", "--lr", "1"]) == 0
+    assert capsys.readouterr().out == (
+        "#!/bin/sh\n#SBATCH --job-name=paceline-train\n#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=1\n"
+        "#SBATCH --requeue\n#SBATCH --open-mode=append\n#SBATCH --signal=B:USR2@120\n"
+        "#SBATCH --output=/c d/runs/a/slurm-%j.out\n#SBATCH --time=1:00:00 -p gpu\n"
+        "cd '/c d' || exit\nexec /py -m paceline launch slurm -N 4 '--engine=--time=1:00:00 -p gpu' "
+        "--python /py --cwd '/c d' --run-dir runs/a --env KEY train.py --lr 1\n"
+    )

@@ -1,0 +1,135 @@
+"""`paceline.launch(function)`: what comes back, what is shown, and what cannot be sent."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from basics import data, make
+from launching import SCRIPTS
+from warm import environment
+
+import paceline
+from paceline.errors import LaunchError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def trained(epochs: int) -> dict[str, torch.Tensor]:
+    """What a `Trainer` of basics.py has after some epochs, alone or with others."""
+    trainer = make(plan="exact")
+    for report in trainer.steps(data, epochs=epochs):
+        print(f"step {report.step}", flush=True)
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+# A program like a notebook's kernel: the function is of __main__, and captures what stands around it.
+PROGRAM = """
+import sys
+import paceline
+epochs = 2
+def train(scale):
+    from basics import make, data
+    trainer = make(plan="exact")
+    for report in trainer.steps(data, epochs=epochs):
+        print("step", report.step, flush=True)
+    return scale * report.step
+assert "torch" not in sys.modules
+print("value", paceline.launch(train, 10, workers=2, run_dir="run"))
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_function_of_a_program_and_its_value(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "program.py"], env=environment(), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"step {step}\n" for step in range(1, 9)) + "value 80\n"
+    assert " finished at step 8\n" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_function_of_a_module_gives_what_one_process_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{SCRIPTS}:{Path(__file__).parent}")
+    found = paceline.launch(trained, 1, workers=2)
+    alone = paceline.launch(trained, 1, workers=1)
+    assert all(torch.equal(found[name], value) for name, value in alone.items())
+
+
+def fails() -> None:
+    paceline.join()
+    raise ValueError("no")
+
+
+def test_a_failure_is_shown_and_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError) as raised:
+        paceline.launch(fails, run_dir="run")
+    assert str(raised.value) == "fails ended with exit code 1; see above, or run/logs"
+    shown = capsys.readouterr().err
+    assert "ValueError: no" in shown
+    assert "then run `paceline.launch(fails, ..., run_dir='run')`" in shown
+
+
+KERNEL = """
+import signal, sys, time
+import paceline
+def train():
+    import paceline, time
+    from basics import make, data
+    for report in make().steps(data, epochs=1000):
+        print("step", report.step, flush=True)
+        time.sleep(0.05)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    paceline.launch(train, workers=2, run_dir="run")
+except KeyboardInterrupt:
+    print("interrupted, and goes on", flush=True)
+"""
+
+
+def test_ctrl_c_ends_the_cell_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    process = subprocess.Popen(
+        [sys.executable, "kernel.py"], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    while process.stdout.readline() != "step 3\n":
+        pass
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=100)
+    assert process.returncode == 0, error
+    assert out.endswith("interrupted, and goes on\n")
+    assert "continue with: paceline.launch(train, ..., run_dir='run')" in error
+    assert list((tmp_path / "run/checkpoints").glob("step-*/manifest.json"))
+
+
+def test_what_cannot_be_sent() -> None:
+    lock = threading.Lock()
+    with pytest.raises(UsageError) as raised:
+        paceline.launch(lambda: lock)
+    assert str(raised.value) == (
+        "<lambda> cannot be sent to workers (cannot pickle '_thread.lock' object); "
+        "make inside of the function what cannot travel: files, locks, a Trainer, a loader"
+    )
+
+
+def test_what_is_large_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from paceline.launch import function
+
+    monkeypatch.setattr(function, "LARGE", 1_000_000)
+    rows, small = bytes(3_000_000), bytes(10)
+    function._packed(lambda: (rows, small), (), "train")
+    told = "note: train carries 3 MB to each worker, of which rows has 3; load it inside of the function\n"
+    assert capsys.readouterr().err == told

@@ -1,0 +1,217 @@
+"""`paceline launch ssh` over real sshd, one in each network namespace; the launcher is on a host of its own."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agents import journal, until
+from clusters import processes
+from conftest import lacking
+from launching import SCRIPTS, paceline
+from networks import Network
+from networks import hosts as hosts
+from oracle import apart
+from safetensors.torch import load_file
+from test_launchers_of_others import weights
+from warm import environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
+DIGITS = Path(__file__).parents[1] / "examples" / "digits.py"
+SSHD = """
+ListenAddress {address}
+HostKey {folder}/host
+PidFile none
+AuthorizedKeysFile {folder}/client.pub
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+StrictModes no
+UsePAM no
+"""
+CLIENT = """
+Host *
+  User root
+  IdentityFile {folder}/client
+  IdentitiesOnly yes
+  StrictHostKeyChecking yes
+  UserKnownHostsFile {folder}/known
+"""
+
+
+class Shore:
+    """Hosts a, b, ... behind sshd, which know each other by no name; the last one is where the launcher runs."""
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.folder, self.here, self.hosts = folder, network.hosts[-1], network.hosts[:-1]
+        self.started: list[subprocess.Popen[str]] = []
+        Path("/run/sshd").mkdir(exist_ok=True)
+        for key in ("host", "client"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+        public = (folder / "host.pub").read_text()
+        (folder / "known").write_text("".join(f"{host.address} {public}" for host in self.hosts))
+        names = [f"Host {name}\n  HostName {host.address}\n" for name, host in zip("abc", self.hosts, strict=False)]
+        (folder / "config").write_text("".join(names) + CLIENT.format(folder=folder))
+        self.servers = [self.serve(number) for number in range(len(self.hosts))]
+
+    def serve(self, number: int) -> subprocess.Popen[bytes]:
+        host = self.hosts[number]
+        conf = self.folder / f"sshd-{number}"
+        conf.write_text(SSHD.format(address=host.address, folder=self.folder))
+        log = (self.folder / f"sshd-{number}.log").open("ab")
+        server = subprocess.Popen(host.command("/usr/sbin/sshd", "-D", "-e", "-f", conf), stderr=log)
+        log.close()
+        until(lambda: "Server listening" in (self.folder / f"sshd-{number}.log").read_text())
+        return server
+
+    def start(self, *words: str | Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "paceline", "launch", "ssh", f"--engine=-F {self.folder / 'config'}"]
+        variables = ["--env=OMP_NUM_THREADS=1", "--env=CUDA_VISIBLE_DEVICES", f"--env=PYTHONPATH={SCRIPTS}"]
+        process = subprocess.Popen(
+            self.here.command(*command, "--cwd", self.folder, "--workers-per-host", "1", *variables, *words),
+            cwd=self.folder,
+            env=environment(CUDA_VISIBLE_DEVICES="-1"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def nobody(self) -> bool:
+        """Whether no process of a run is left, here or there."""
+        return not [one for one in processes() if "paceline" in (one.info["cmdline"] or ()) and self.ours(one.info)]
+
+    def ours(self, info: dict[str, object]) -> bool:
+        return info["cwd"] == str(self.folder)
+
+    def close(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+        for server in self.servers:
+            server.terminate()
+            server.wait(20)
+
+
+@pytest.fixture
+def shore(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Callable[[int], Shore]]:
+    if shutil.which("sshd", path="/usr/sbin") is None:
+        lacking("there is no sshd: run .ci/servers")
+    made: list[Shore] = []
+
+    def make(count: int) -> Shore:
+        made.append(Shore(hosts(count + 1), tmp_path))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_two_hosts_train_what_one_worker_trains(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+    """To the byte with `exact`; no process, and nothing of the token, is left where others could see it."""
+    paceline("run", "--plan", "exact", "--steps", "12", "--run-dir", "alone", DIGITS, cwd=tmp_path)
+    here = shore(2)
+    process = here.start(
+        "--hosts", "a,b", "--min-workers", "2", "--plan", "exact", "--steps", "12", "--run-dir", "run", DIGITS
+    )
+    token = tmp_path / "run" / "token"
+    until(lambda: token.exists() and journal(tmp_path / "run", "formed"), 200)
+    secret = token.read_text().strip()
+    for one in processes():
+        assert not any(secret in word for word in one.info["cmdline"] or ())
+        assert secret not in (one.info["environ"] or {}).values()
+    out, error = process.communicate(timeout=200)
+    assert process.returncode == 0, error
+    assert secret not in out + error
+    assert "worker 1 has joined: 2 workers" in error
+    (reached,) = journal(tmp_path / "run", "stopped")
+    assert (reached["step"], reached["why"]) == (12, "--steps 12")
+    assert weights(tmp_path / "run") == weights(tmp_path / "alone")
+    assert here.nobody()
+
+
+SLOWLY = """
+from basics import *
+import os, time
+trainer = make()
+for report in trainer.steps(data, epochs=100):
+    if not os.path.exists("go"):
+        time.sleep(0.2)
+trainer.export("out.safetensors")
+"""
+
+
+def begun(
+    here: Shore,
+    *words: str,
+) -> subprocess.Popen[str]:
+    """A run on two hosts, both of which train."""
+    (here.folder / "train.py").write_text(SLOWLY)
+    process = here.start("--hosts", "a,b", "--run-dir", "run", "--min-workers", "2", *words, "train.py")
+    until(lambda: (here.folder / "run/journal.jsonl").exists() and journal(here.folder / "run", "formed"), 200)
+    return process
+
+
+def test_a_launcher_that_dies_leaves_a_checkpoint(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+    here = shore(2)
+    process = begun(here)
+    process.kill()
+    until(lambda: here.nobody(), 100)
+    (stopped,) = journal(tmp_path / "run", "stopped")
+    assert (tmp_path / "run" / "checkpoints" / f"step-{stopped['step']:012d}" / "manifest.json").exists()
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+    here = shore(2)
+    process = begun(here)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=100)
+    assert process.returncode == 130, error
+    again = next(line for line in error.splitlines() if line.startswith("continue with: paceline launch ssh "))
+    assert " --run-dir run " in again
+    assert "VISIBLE_DEVICES" in again
+    until(here.nobody, 30)
+    (tmp_path / "go").touch()
+    _, error = here.start("--hosts", "a,b", "--run-dir", "run", "train.py").communicate(timeout=200)
+    assert "train.py finished at step 400" in error
+    found = load_file(tmp_path / "out.safetensors")
+    paceline("run", "--run-dir", "alone", "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    assert apart(found, load_file(tmp_path / "out.safetensors")) < 1e-12
+
+
+def test_a_host_whose_cable_is_cut_leaves_and_comes_back(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+    here = shore(2)
+    process = begun(here)
+    here.hosts[1].cut()
+    until(lambda: journal(tmp_path / "run", "lost"), 100)
+    here.hosts[1].mend()
+    (tmp_path / "go").touch()
+    _, error = process.communicate(timeout=200)
+    assert process.returncode in (0, 75), error
+    until(here.nobody, 100)
+
+
+def test_what_ssh_says_is_told(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+    """A closed port, a key that is refused, an unknown key of a host, no such name."""
+    here = shore(2)
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    here.servers[1].terminate()
+    here.servers[1].wait(20)
+    process = here.start("--hosts", "a,b", "--cold-start", "train.py")
+    out, error = process.communicate(timeout=100)
+    assert (process.returncode, out) == (0, "trained\n"), error
+    why = f"ssh: connect to host {here.hosts[1].address} port 22: Connection refused"
+    assert error.startswith(f"b does not answer ({why}): it is tried again until it comes\n")
+    _, error = here.start("--hosts", "nowhere,a", "train.py").communicate(timeout=100)
+    assert error.startswith("paceline: the hosts differ:\nhost ")
+    assert "\nnowhere  ssh: Could not resolve hostname nowhere: " in error
+    (tmp_path / "known").write_text("")
+    _, error = here.start("--hosts", "a", "train.py").communicate(timeout=100)
+    assert "\na     Host key verification failed.; " in error
