@@ -131,9 +131,8 @@ class Run:
             self.resumed = None
         self.imported: str = self._from.get("imported", "") if self._from is not None else ""
         self.passing = self._from is not None and not self.imported  # what was done before is not done again
-        if self._from is not None and not self.imported:
-            if self.main and (changed := changed_since(self._from["script"])):
-                self.say(changed)  # it continues
+        if self._from is not None and self.passing and self.main and (changed := changed_since(self._from["script"])):
+            self.say(changed)  # it continues
         self._may_handle = threading.current_thread() is threading.main_thread()
         # With an agent, SIGUSR2 is its word that the whole run is to stop; the others tell this worker alone to leave.
         alone_too = self._leave_alone if team.operations.elastic else self._notice
