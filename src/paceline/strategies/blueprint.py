@@ -60,7 +60,7 @@ class _Token:
     """Lives as long as a tensor, which has no weak reference of its own: as double() of a module wants it."""
 
 
-_TOKEN = "_paceline_token"
+TOKEN = "_paceline_token"  # the attribute that has it
 
 
 class Blueprint(TorchDispatchMode):
@@ -90,7 +90,7 @@ class Blueprint(TorchDispatchMode):
         self._fake.fake_tensor_converter.tensor_memo.clear()  # which has weak references
         for leaf in tree_iter(found):
             if isinstance(leaf, torch.Tensor):
-                vars(leaf)[_TOKEN] = token = _Token()
+                vars(leaf)[TOKEN] = token = _Token()
                 self._made.append(weakref.ref(token))
         self._record(func, args, options, found)
         return found
@@ -165,7 +165,7 @@ class Blueprint(TorchDispatchMode):
     def outside(self, model: nn.Module) -> bool:
         """Whether tensors without values are kept where `rest` does not find them."""
         held = [*map(vars, model.modules()), *(module._buffers for module in model.modules())]
-        inside = {id(getattr(leaf, _TOKEN, None)) for leaf in tree_iter(held)}
+        inside = {id(getattr(leaf, TOKEN, None)) for leaf in tree_iter(held)}
         return any(token is not None and id(token) not in inside for token in (made() for made in self._made))
 
     def rest(self, model: nn.Module) -> list[Slot]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.strategies.chunks import tensors_of
 from paceline.world import memory_free
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -57,13 +59,18 @@ def room(device: torch.device) -> float:
 
 
 @contextmanager
-def weighing(found: set[tuple[int, int]]) -> Iterator[None]:
-    """The memory that is kept for backwards meanwhile: where, and how many bytes."""
+def weighing(model: nn.Module, found: list[int]) -> Iterator[None]:
+    """The bytes of what a model's innermost modules give meanwhile, about a third of what is kept for a backward. Hooks
+    on what autograd saves would take the attributes of tensors.
+    """
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        found.add((storage.data_ptr(), storage.nbytes()))
-        return tensor
+    def weigh(module: nn.Module, given: Any, output: Any) -> None:
+        found.extend(int(tensor.untyped_storage().nbytes()) for tensor in tensors_of(output))
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    innermost = [module for module in model.modules() if next(module.children(), None) is None]
+    handles = [module.register_forward_hook(weigh) for module in innermost]
+    try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -165,10 +165,10 @@ class Sequences:
     def _compare(self, model: nn.Module, batch: Any) -> None:
         """The first forward and backward beside those of whole sequences."""
         self.unit.enter("whole sequences, to compare with", check=False, kind="comparison")
-        kept, unit = set[tuple[int, int]](), self.unit
-        with weighing(kept):
+        given, unit = list[int](), self.unit
+        with weighing(model, given):
             outputs, gradients = self._computed(model, batch, self._parts)
-        need = unit.size**2 * sum(size for _, size in kept)  # of all who may be on this host
+        need = 3 * unit.size**2 * sum(given)  # of all who may be on this host
         if not all(unit.gather_json(need <= room(self.job.device))):
             self._beside = "; whole ones to compare with would not fit"
             return

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.pieces import Cut, Held, Shards
+from paceline.strategies.blueprint import TOKEN
 from paceline.strategies.job import Job
 
 _SIDE = 8  # elements: of the parameter that an optimizer is tried with
@@ -36,7 +37,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def marks_of(param: nn.Parameter) -> dict[str, Any]:
     """The attributes that a script gave a parameter: optimizers' groups are made by such."""
     bare = vars(nn.Parameter(param.detach(), requires_grad=False))  # some kinds of tensors have attributes themselves
-    return {name: value for name, value in vars(param).items() if name not in bare}
+    return {name: value for name, value in vars(param).items() if name not in bare and name != TOKEN}
 
 
 def marked(tensor: torch.Tensor, marks: Mapping[str, Any]) -> nn.Parameter:
