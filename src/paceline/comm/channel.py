@@ -204,7 +204,7 @@ class Channel:
         ENGINE.submit(queue, operation)
         if not asynchronous:
             operation.wait()
-        elif not operation.done and self.declared is None:  # else somebody moves it on
+        elif not operation.done and (self.declared is None or queue[1] == "send"):  # else somebody moves it on
             ENGINE.in_background()
 
     # -- what the engine asks -----------------------------------------------------------------------------------
