@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from models import Block
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from turns import WARM_UP, Processes, compare, give, launch, medians, record, take
+from turns import WARM_UP, Processes, beside, give, launch, medians, record, take
 
 import paceline
 from paceline.comm.autoload import register
@@ -159,13 +159,7 @@ def against(options: argparse.Namespace) -> dict[str, Any]:
         taken = give(sides, begin, options.rounds, STEPS, workers)
     unit = "seconds" if workers <= (os.cpu_count() or 1) else "CPU seconds"
     medians(f"pipeline={workers}, width {options.width}, {options.layers} layers ({unit})", taken.seconds)
-    found: dict[str, Any] = {"unit": unit, "seconds": taken.seconds}
-    for other in sides[1:]:
-        found |= compare(taken.seconds, "trainer", other)
-    found["losses apart"] = apart = taken.apart()
-    print(f"  losses {apart:.1e} apart at most")
-    assert apart <= AGREE, "all sides must give the same training"
-    return found
+    return {"unit": unit, **beside(taken, AGREE)}
 
 
 # ---- how long workers wait

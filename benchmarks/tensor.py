@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
-from turns import WARM_UP, WORKERS, Processes, compare, give, launch, medians, record, take
+from turns import WARM_UP, WORKERS, Processes, beside, give, launch, medians, record, take
 
 import paceline
 from paceline.comm.autoload import register
@@ -139,13 +139,7 @@ def measure(model: str, width: int, rounds: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         taken = give(sides, partial(start, model, width, steps, Path(folder)), rounds, STEPS)
     medians(f"{model}, width {width}", taken.seconds)
-    found: dict[str, object] = {"seconds": taken.seconds}
-    for other in sides[1:]:
-        found |= compare(taken.seconds, "trainer", other)
-    found["losses apart"] = apart = taken.apart()
-    print(f"  losses {apart:.1e} apart at most")
-    assert apart <= AGREE, "all sides must give the same training"
-    return found
+    return beside(taken, AGREE)
 
 
 def main() -> None:

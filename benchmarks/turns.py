@@ -150,6 +150,20 @@ def compare(seconds: Mapping[str, Sequence[float]], mine: str, other: str) -> di
     return {f"{mine}/{other}": {"ratio": ratio, "interval": [low, high]}}
 
 
+def beside(taken: Taken, most: float) -> dict[str, Any]:
+    """The seconds of a trainer and of the other sides, compared, and printed as well. Their losses must agree to `most`
+    of their size.
+    """
+    mine, *others = taken.seconds
+    found: dict[str, Any] = {"seconds": taken.seconds}
+    for other in others:
+        found |= compare(taken.seconds, mine, other)
+    found["losses apart"] = apart = taken.apart()
+    print(f"  losses {apart:.1e} apart at most")
+    assert apart <= most, "all sides must give the same training"
+    return found
+
+
 def record(file: Path, **measured: object) -> None:
     """Writes what was measured, after when, how and where."""
     machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "system": platform.platform()}

@@ -6,7 +6,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from subprocess import PIPE
@@ -40,6 +40,12 @@ def paceline(
             raise
     assert code is None or process.returncode == code, f"exit code {process.returncode}\n{stdout}\n{stderr}"
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def piped(command: Sequence[str | Path], folder: Path, devices: str = "") -> subprocess.Popen[str]:
+    """A command that goes on, in a folder, without input; what it says is to be read."""
+    env = environment(CUDA_VISIBLE_DEVICES=devices)
+    return subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE, text=True)
 
 
 def train_basics(

@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 from agents import WORKER, until
-from warm import environment
+from launching import piped
 
 from paceline.cli import main
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.engines.engine import Place, parse_hosts, read_hosts
+from paceline.launch.engines.engine import Host, parse_hosts, read_hosts
 from paceline.launch.engines.hosted import unpack
-from paceline.launch.engines.launcher import Job
+from paceline.launch.engines.launcher import HostJob
 from paceline.launch.engines.start import archive
 
 # An engine whose hosts are folders here: each has a script of its own. `down` is a file that keeps one from answering.
@@ -30,7 +30,7 @@ import json, signal, sys
 from pathlib import Path
 from paceline.errors import PacelineError
 from paceline.launch.engines import launcher
-from paceline.launch.engines.engine import End, Engine, Place
+from paceline.launch.engines.engine import End, Engine, Host
 signal.signal(signal.SIGINT, signal.default_int_handler)
 class Here(Engine):
     name = "here"
@@ -42,9 +42,9 @@ class Here(Engine):
         return End("lost", said or "no answer") if code == 255 else None
 given = json.loads(sys.argv[1])
 launcher.AGAIN = 0.5
-places = [Place(name, count) for name, count in given.pop("places")]
+places = [Host(name, count) for name, count in given.pop("places")]
 python, listen = given.pop("python", sys.executable), given.pop("listen")
-job = launcher.Job(given, python, ".", listen=listen)
+job = launcher.HostJob(given, python, ".", listen=listen)
 try:
     sys.exit(launcher.Launcher(Here(places), job).run())
 except PacelineError as error:
@@ -76,15 +76,7 @@ class Launched:
             "listen": "127.0.0.1",
             **more,
         }
-        process = subprocess.Popen(
-            [sys.executable, "-c", HERE, json.dumps(given)],
-            cwd=self.folder,
-            env=environment(CUDA_VISIBLE_DEVICES=""),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = piped([sys.executable, "-c", HERE, json.dumps(given)], self.folder)
         self.started.append(process)
         return process
 
@@ -238,17 +230,17 @@ def test_sync_copies_what_git_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_hosts_are_read(tmp_path: Path) -> None:
-    assert parse_hosts("a,me@b:2") == [Place("a"), Place("me@b", 2)]
+    assert parse_hosts("a,me@b:2") == [Host("a"), Host("me@b", 2)]
     (tmp_path / "hosts").write_text("# ours\na\n\nb:2\nc slots=4  # large\n")
-    assert read_hosts(tmp_path / "hosts") == [Place("a"), Place("b", 2), Place("c", 4)]
+    assert read_hosts(tmp_path / "hosts") == [Host("a"), Host("b", 2), Host("c", 4)]
     for text in ("-oProxyCommand=x", "a b", "", "a,,b", "a:0"):
         with pytest.raises(UsageError, match="is no host; give names as ssh takes them, as --hosts a,b:2,user@c"):
             parse_hosts(text)
 
 
-@pytest.mark.parametrize("folder", ["/work/it's here", "~/run", "/a b/$HOME/`x`"])
+@pytest.mark.parametrize("folder", ["/srv/it's here", "~/run", "/a b/$HOME/`x`"])
 def test_what_sh_reads_is_quoted(folder: str) -> None:
-    job = Job({}, "/opt/my python/bin/python", folder, setup="module load cuda")
+    job = HostJob({}, "/opt/my python/bin/python", folder, setup="module load cuda")
     done = subprocess.run(["sh", "-n"], input=job.script, text=True, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert job.script.endswith("&& exec '/opt/my python/bin/python' -m paceline agent\n")

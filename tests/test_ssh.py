@@ -13,13 +13,12 @@ import pytest
 from agents import journal, until
 from clusters import processes
 from conftest import lacking
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, paceline, piped
 from networks import Network
 from networks import hosts as hosts
 from oracle import apart
 from safetensors.torch import load_file
 from test_launchers_of_others import weights
-from warm import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
 DIGITS = Path(__file__).parents[1] / "examples" / "digits.py"
@@ -71,15 +70,8 @@ class Shore:
     def start(self, *words: str | Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "paceline", "launch", "ssh", f"--engine=-F {self.folder / 'config'}"]
         variables = ["--env=OMP_NUM_THREADS=1", "--env=CUDA_VISIBLE_DEVICES", f"--env=PYTHONPATH={SCRIPTS}"]
-        process = subprocess.Popen(
-            self.here.command(*command, "--cwd", self.folder, "--workers-per-host", "1", *variables, *words),
-            cwd=self.folder,
-            env=environment(CUDA_VISIBLE_DEVICES="-1"),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        options = ("--cwd", self.folder, "--workers-per-host", "1", *variables, *words)
+        process = piped(self.here.command(*command, *options), self.folder, devices="-1")
         self.started.append(process)
         return process
 

@@ -171,7 +171,11 @@ class Channel:
     # -- messages: flat bytes ---------------------------------------------------------------------------------------
 
     def send(self, data: torch.Tensor, rank: int, tag: int = 0) -> Operation:
-        return self._message(f"send to worker {rank}", ("send", rank), self.mailbox.send(data, rank, tag), len(data))
+        steps = self.mailbox.send(data, rank, tag)
+        operation = self._message(f"send to worker {rank}", ("send", rank), steps, len(data))
+        if not operation.done:  # whoever sends computes then, and waits for nothing
+            ENGINE.in_background()
+        return operation
 
     def receive(
         self, data: torch.Tensor, rank: int | None, tag: int = 0, then: Callable[[], None] | None = None
@@ -204,7 +208,7 @@ class Channel:
         ENGINE.submit(queue, operation)
         if not asynchronous:
             operation.wait()
-        elif not operation.done and (self.declared is None or queue[1] == "send"):  # else somebody moves it on
+        elif not operation.done and self.declared is None:  # else somebody moves it on
             ENGINE.in_background()
 
     # -- what the engine asks -----------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class TopK:
 
 
 @dataclass
-class Kept:
+class Feedback:
     """What a worker keeps for the next step: of each bucket, by number, what was `left` out, unscaled; of each matrix,
     by its parameter's number, the `basis` to begin with; and of each leader, by its name, the squares of what it has
     left out.
@@ -145,14 +145,14 @@ class Codec:
         codes: dict[str, Callable[[], Code]] = {"bf16": Bf16, "fp16": partial(Scaled, torch.float16)}
         codes |= {"int8": partial(Scaled, torch.int8), "sign": Sign, "topk": lambda: TopK(float(number))}
         self._code = codes.get(name, Bf16)()
-        self.kept = Versions(Kept())
+        self.kept = Versions(Feedback())
         self.sent = self.full = 0.0
         self.bad: set[int] = set()
-        self._was, self._next, self._scale = Kept(), Kept(), 1.0
+        self._was, self._next, self._scale = Feedback(), Feedback(), 1.0
 
     def begin(self, done: int, expected: float) -> None:
         """A step begins, after so many transactions, whose gradients are sums over `expected`."""
-        self._was, self._next, self._scale = self.kept.at(done), Kept(), expected
+        self._was, self._next, self._scale = self.kept.at(done), Feedback(), expected
         self.kept.pend(done, self._next)
         self.bad.clear()
 

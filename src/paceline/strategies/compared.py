@@ -30,6 +30,12 @@ def apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((mine.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-300))
 
 
+def outputs_apart(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[float, bool]:
+    """How far outputs are apart at most, and whether any are by more than rounding."""
+    distances = [apart(a, b) for a, b in zip(mine, theirs, strict=True)]
+    return max(distances, default=0.0), any(d > allowed(b) for d, b in zip(distances, theirs, strict=True))
+
+
 def farthest(
     mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[str, float]:

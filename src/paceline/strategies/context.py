@@ -24,7 +24,7 @@ from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.strategies.blocks import blocks_of
 from paceline.strategies.chunks import tensors_of
-from paceline.strategies.compared import allowed, apart, farthest, gradients_of, room, weighing
+from paceline.strategies.compared import farthest, gradients_of, outputs_apart, room, weighing
 from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves, applied
 from paceline.strategies.parts import MADE, UNKNOWN, Parts, Rule, Tensor, changes, logical, mark, part_of, tensors_in
@@ -173,16 +173,16 @@ class Sequences:
             self._beside = "; whole ones to compare with would not fit"
             return
         whole, expected = self._computed(model, batch, nullcontext())
-        apart_most = max((apart(a, b) / allowed(b), apart(a, b)) for a, b in zip(outputs, whole, strict=True))
+        most, others = outputs_apart(outputs, whole)
         mine = {name: gradients.get(name, torch.zeros_like(grad)) for name, grad in expected.items()}
         for grad in mine.values():
             unit.sum(grad)
         name, distance = farthest(mine, expected, whole)
-        if name or apart_most[0] > 1:
+        if name or others:
             what = f"the gradient of {name} is" if name else "outputs are"
             what = f"{what} another when the sequences of {self._model} are divided by context="
             raise UsageError(what, "leave context= out")
-        figures = f"outputs {apart_most[1]:.1g} and gradients {distance:.1g} apart"
+        figures = f"outputs {most:.1g} and gradients {distance:.1g} apart"
         self._beside = f"; one micro-batch was computed with whole ones, too: {figures}"
 
     def _computed(self, model: nn.Module, batch: Any, how: Any) -> tuple[list[Tensor], dict[str, Tensor]]:

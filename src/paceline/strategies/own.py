@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from paceline.comm.buckets import Landing
-from paceline.comm.codecs import Codec, Kept
+from paceline.comm.codecs import Codec, Feedback
 from paceline.comm.group import Group
 from paceline.mesh import Mesh
 from paceline.pieces import Cut, Held, stacked
 
 
-class Team(Protocol):
+class Transactions(Protocol):
     """What the team does together; `done` is the number of transactions that count."""
 
     @property
@@ -141,7 +141,7 @@ class Own:
 
     # -- before a change --------------------------------------------------------------------------------------------
 
-    def pool(self, team: Team) -> Generator[Any, Any, None]:
+    def pool(self, team: Transactions) -> Generator[Any, Any, None]:
         """An attempt of the team's: what all have left out is summed and owed by all, before some of them leave."""
         pooled, names = self.shared(), list(self.cuts)
         if self.codec is not None:
@@ -152,7 +152,7 @@ class Own:
                 self.outer.sum(flat.add_(was.left.get(bucket.index, 0.0)))
                 for number, part in bucket.split(flat):
                     pooled[names[number]] = part.add_(pooled.get(names[number], 0.0))
-            self.codec.kept.pend(team.done, Kept(basis=was.basis))
+            self.codec.kept.pend(team.done, Feedback(basis=was.basis))
         yield lambda: None
         self.owed, self._saved = pooled, {}
         yield None
@@ -227,7 +227,7 @@ class Owns(list[Own]):
     def differ(self) -> bool:
         return any(own.differs for own in self)
 
-    def pool(self, team: Team) -> None:
+    def pool(self, team: Transactions) -> None:
         """What each has of its own is everybody's then. Collective."""
         for own in (one for one in self if one.differs):
             team.run(partial(own.pool, team), "forming")

@@ -25,7 +25,7 @@ from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.pieces import Cut
 from paceline.strategies.chunks import refuse_other_input, tensors_of
-from paceline.strategies.compared import allowed, apart, farthest, gradients_of, room
+from paceline.strategies.compared import allowed, apart, farthest, gradients_of, outputs_apart, room
 from paceline.strategies.heads import attention
 from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves, summed
@@ -60,7 +60,6 @@ _THEIRS = {
     **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), WHOLE),
 }
 _OF = {COLUMN: "outputs", GATHERED: "outputs", ROW: "inputs", VOCABULARY: "entries", HEADS: "heads"}
-# By how much the cut model may differ from the whole one, as a part of a norm: by rounding.
 
 
 @dataclass
@@ -425,8 +424,8 @@ class TensorCut:
                 raise
             cure = "leave the layers whose outputs a torch.autograd.Function takes out of tensor="
             raise UsageError(f"{self._name} cannot be computed when it is cut by tensor= ({error})", cure) from error
-        distances = [apart(a, b) for a, b in zip(output, whole, strict=True)]
-        if any(distance > allowed(b) for distance, b in zip(distances, whole, strict=True)):
+        most, others = outputs_apart(output, whole)
+        if others:
             where = self._first_apart(model, batch)
             what = f"{where} gives something else when {self._name} is cut by tensor="
             raise UsageError(what, f'leave its layers out of tensor=, or say "{COLUMN}:3" of a weight of three')
@@ -436,7 +435,7 @@ class TensorCut:
             raise UsageError(what, 'leave its layer out of tensor=, or say "whole" of it')
         if model.training and torch.is_grad_enabled():
             gradients_too = f"and gradients {distance:.1g} apart" if backward else "apart (a backward would not fit)"
-            figures = f"outputs {max(distances, default=0.0):.1g} {gradients_too}"
+            figures = f"outputs {most:.1g} {gradients_too}"
             what = f"one micro-batch was computed with whole layers, too: {figures}"
             if self._joined:
                 some = sorted(self._joined)

@@ -12,7 +12,7 @@ from paceline.errors import UsageError, shown
 
 
 @dataclass(frozen=True)
-class Place:
+class Host:
     """A host, by the engine's name for it, and its workers: as many as it has GPUs, else one, where that is None."""
 
     name: str
@@ -39,18 +39,18 @@ class Engine(ABC):
 
     name: str
 
-    def __init__(self, places: Sequence[Place], given: Sequence[str] = ()) -> None:
+    def __init__(self, places: Sequence[Host], given: Sequence[str] = ()) -> None:
         self.places, self.given = list(places), list(given)
 
     @abstractmethod
-    def command(self, place: Place) -> list[str]:
+    def command(self, place: Host) -> list[str]:
         """Starts an agent: the command here that becomes ``sh`` on the host, with our standard streams."""
 
-    def missing(self, place: Place) -> str:
+    def missing(self, place: Host) -> str:
         """Why a host has not answered yet, as the engine sees it; empty where it sees nothing."""
         return ""
 
-    def end(self, place: Place, code: int, said: str) -> End | None:
+    def end(self, place: Host, code: int, said: str) -> End | None:
         """What the engine says of the end of `command`, from its exit code and last line; None: it has no say."""
         return None
 
@@ -58,25 +58,25 @@ class Engine(ABC):
         """What becomes of the run's exit code; `told`: the signal that asked us to stop, if any did."""
         return code
 
-    def stop(self, place: Place) -> None:  # noqa: B027 (most have nothing to do)
+    def stop(self, place: Host) -> None:  # noqa: B027 (most have nothing to do)
         """Ends what may be left on a host after the end of `command`."""
 
 
-def parse_hosts(text: str) -> list[Place]:
+def parse_hosts(text: str) -> list[Host]:
     """``a,b:2,user@c``: hosts, some with their number of workers."""
     places = []
     for word in text.split(","):
         name, _, count = word.rpartition(":") if re.fullmatch("[^:]+:[0-9]{1,6}", word) else (word, "", "")
         if not name or name.startswith("-") or re.search(r"[\s\0]", name) or count == "0":
             raise UsageError(f"{shown(word)} is no host", "give names as ssh takes them, as --hosts a,b:2,user@c")
-        places.append(Place(name, int(count) if count else None))
+        places.append(Host(name, int(count) if count else None))
     names = [place.name for place in places]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"the host {shown(twice)} is given twice", f"write {twice}:2 for two workers on it")
     return places
 
 
-def read_hosts(path: Path) -> list[Place]:
+def read_hosts(path: Path) -> list[Host]:
     """A file with a host on each line: ``b``, ``b:2`` or, as mpirun has it, ``b slots=2``; # begins a comment."""
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]

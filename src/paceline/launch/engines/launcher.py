@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.launch.engines.engine import End, Engine, Place
+from paceline.launch.engines.engine import End, Engine, Host
 from paceline.launch.engines.hosted import MARK, STOPPED
 from paceline.launch.local import signals
 
@@ -36,7 +36,7 @@ COLUMNS = ("python", "torch", "paceline", "script")
 
 
 @dataclass(frozen=True)
-class Job:
+class HostJob:
     """What runs on each host: `python` in the folder `cwd`, after the lines of shell in `setup`. `options` are those of
     `paceline run` (`LaunchOptions`); `files` an archive that is unpacked there; `listen` where the first host listens.
     """
@@ -61,7 +61,7 @@ class Job:
 
 @dataclass
 class _Host:
-    place: Place
+    place: Host
     first: bool
     process: subprocess.Popen[bytes] | None = None
     unsent: bytearray = field(default_factory=bytearray)
@@ -82,7 +82,7 @@ class _Host:
 class Launcher:
     """`run` returns the exit code. `told`: the signal that asked for a stop, if any did."""
 
-    def __init__(self, engine: Engine, job: Job) -> None:
+    def __init__(self, engine: Engine, job: HostJob) -> None:
         self._engine, self._job = engine, job
         self._token = secrets.token_hex(32)
         self._hosts = [_Host(place, first=not number) for number, place in enumerate(engine.places)]

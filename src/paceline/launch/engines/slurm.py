@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.engines.engine import End, Engine, Place
+from paceline.launch.engines.engine import End, Engine, Host
 from paceline.launch.engines.hosted import STOPPED
-from paceline.launch.engines.launcher import Job
+from paceline.launch.engines.launcher import HostJob
 from paceline.world import slurm_job, worker_environment
 
 LOOK = 2.0  # seconds between two looks at the queue
@@ -37,20 +37,20 @@ class Slurm(Engine):
 
     name = "slurm"
 
-    def __init__(self, places: Sequence[Place], given: Sequence[str], job: str, restarts: int, batch: bool) -> None:
+    def __init__(self, places: Sequence[Host], given: Sequence[str], job: str, restarts: int, batch: bool) -> None:
         super().__init__(places, given)
         self._job, self._restarts, self._batch = job, restarts, batch
         if restarts:
             print(f"job {job} goes on: restart {restarts}", file=sys.stderr, flush=True)
 
-    def command(self, place: Place) -> list[str]:
+    def command(self, place: Host) -> list[str]:
         one = ["--nodes=1", "--ntasks=1", f"--nodelist={place.name}", "--overlap", "--cpu-bind=none", "--unbuffered"]
         return ["srun", *one, "--job-name=paceline", *self.given, "sh"]
 
-    def missing(self, place: Place) -> str:
+    def missing(self, place: Host) -> str:
         return _ask("sinfo", "--noheader", "--Node", f"--nodes={place.name}", "--format=%T %E")
 
-    def end(self, place: Place, code: int, said: str) -> End | None:
+    def end(self, place: Host, code: int, said: str) -> End | None:
         if "srun: error" not in said and "slurmstepd" not in said:
             return None
         state = _ask("sinfo", "--noheader", "--Node", f"--nodes={place.name}", "--format=%T").upper()
@@ -81,10 +81,10 @@ def allocation(given: Sequence[str]) -> Slurm | None:
     if not nodes:
         raise LaunchError(f"the nodes of job {job.number} are not known", "see `scontrol show hostnames`")
     given = [] if job.batch else given  # sbatch had them
-    return Slurm([Place(node) for node in nodes], given, job.number, job.restarts, job.batch)
+    return Slurm([Host(node) for node in nodes], given, job.number, job.restarts, job.batch)
 
 
-def batch_script(job: Job, again: Sequence[str], nodes: int, name: str, given: Sequence[str]) -> str:
+def batch_script(job: HostJob, again: Sequence[str], nodes: int, name: str, given: Sequence[str]) -> str:
     """The whole of what is submitted. It holds no secret: what `--env` names comes with the job's environment."""
     folder = Path(job.cwd, job.options["run_dir"])
     options = [
@@ -106,7 +106,7 @@ def batch_script(job: Job, again: Sequence[str], nodes: int, name: str, given: S
     return f"#!/bin/sh\n{head}cd {shlex.quote(job.cwd)} || exit\n{setup}exec {command}\n"
 
 
-def submit(job: Job, again: Sequence[str], given: Mapping[str, Any], environment: Mapping[str, str]) -> int:
+def submit(job: HostJob, again: Sequence[str], given: Mapping[str, Any], environment: Mapping[str, str]) -> int:
     """Submits the script and follows it to its end; the exit code of the job, 0 with `--detach`."""
     if given["nodes"] is None:
         raise UsageError("how many nodes is not said", "give -N NODES, or run it inside of salloc")

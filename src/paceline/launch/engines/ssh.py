@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.launch.engines.engine import End, Engine, Place
+from paceline.launch.engines.engine import End, Engine, Host
 
 BROKEN = 255  # ssh's own exit code
 # A terminal, the agent's and X11's forwarding are not wanted; nobody is there to answer a question.
@@ -14,10 +14,10 @@ class Ssh(Engine):
 
     name = "ssh"
 
-    def command(self, place: Place) -> list[str]:
+    def command(self, place: Host) -> list[str]:
         return ["ssh", *self.given, *OPTIONS, "--", place.name, "sh"]  # quoted for any login shell
 
-    def end(self, place: Place, code: int, said: str) -> End | None:
+    def end(self, place: Host, code: int, said: str) -> End | None:
         if code != BROKEN:
             return None
         refused = ("Permission denied", "Host key verification failed", "Could not resolve hostname", "Bad ", "no such")

@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.errors import LaunchError, UsageError, shown
 from paceline.launch.engines.engine import Engine, parse_hosts, read_hosts
-from paceline.launch.engines.launcher import Job, Launcher
+from paceline.launch.engines.launcher import HostJob, Launcher
 from paceline.launch.engines.slurm import allocation, submit
 from paceline.launch.engines.ssh import Ssh
 from paceline.launch.modules import find_module
@@ -44,7 +44,7 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         options["run_dir"] = f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         again[3:3] = ["--run-dir", str(options["run_dir"])]
     options |= {"environment": environment, "again": shlex.join(again)}
-    job = Job(
+    job = HostJob(
         options,
         given["python"] or sys.executable,
         given["cwd"] or (_folder() if given["sync"] else os.getcwd()),
