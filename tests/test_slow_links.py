@@ -145,6 +145,24 @@ def test_int8_sends_a_quarter(hosts: Callable[[int], Network], tmp_path: Path) -
         assert few <= 0.27 * many
 
 
+def test_links_are_measured_and_followed(hosts: Callable[[int], Network], tmp_path: Path) -> None:
+    """No faster than they are: the last host's lets 20 Mbit/s out, and for a moment more."""
+    (tmp_path / "traffic.py").write_text(TRAFFIC)
+    here = hosts(3)
+    here.hosts[2].cap(20)
+    ran = here.run((2, 1, 1), "traffic.py", "micro=1", "2", everywhere={"PACELINE_RUN_DIR": str(tmp_path / "run")})
+    number, over = r"[\d.]+ Mbit/s", r"over eth0 \(10\.77\.0\.1\)"
+    told = rf"{number}, [\d.]+ ms between workers? [-\d]+ and worker 3, the slowest of 3 pairs, 3 hosts, {over}"
+    assert len(re.findall(f"^the link between hosts: {told}$", ran[0].stderr, re.M)) == 1, ran[0].stderr
+    summary = Summary(tmp_path / "run")
+    (row,) = (text for name, text in facts(summary)["Costs"] if name == "links")
+    assert re.fullmatch(f"{told}; in the last sums {number}", row), row
+    rates = {(tuple(one), tuple(other)): rate for one, other, rate, _ in summary.links["pairs"]}
+    near, *far = (rates[pair] for pair in (((0, 1), (2,)), ((0, 1), (3,)), ((2,), (3,))))
+    assert max(far) <= 1.3 * 20e6 / 8 < near
+    assert summary.links["rate"] <= 1.3 * 20e6 / 8
+
+
 @pytest.mark.parametrize(
     "codec", ["sign", *(pytest.param(one, marks=pytest.mark.slow) for one in LOSSY if one != "sign")]
 )

@@ -20,6 +20,7 @@ from paceline.comm.group import Group
 from paceline.data.balance import Balance
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
 from paceline.mesh import run_of
+from paceline.observe.figures import links_of
 from paceline.plan import Plan
 from paceline.pulse import PULSE
 from paceline.run import Run
@@ -356,6 +357,7 @@ class Stepper:
 
     def _learn(self, step: Step) -> None:
         """Of merging, of who is how fast, and of what people are to know."""
+        self.replica.own.step()
         if step.sums is not None:
             share, waited = step.whole.share, step.sums.waited
             if self.made:
@@ -416,10 +418,14 @@ class Stepper:
         self.replica.rehouse()
         own = self.replica.own
         shares, known = None if balance is None else balance.state(), own.known(operations.done)
-        said = group.gather_json([shares, self.weights.kind, known])
+        said = group.gather_json([shares, self.weights.kind, group.links if group.rank == 0 else [], known])
+        if group.measure(said[0][2]):
+            measured = {"pairs": group.links, "over": group.interface}
+            self.run.journal.write("links", **measured)
+            self.run.say(f"the link between hosts: {links_of(measured)}", once=True)
         if balance is not None:
             balance.reform(operations.members, said[0][0])  # of who is here longest
-        self.weights.kinds, self.weights.due = [kind for _, kind, _ in said], True
+        self.weights.kinds, self.weights.due = [kind for _, kind, *_ in said], True
         for text in own.formed([known for *_, known in said], resumed=operations.number == 0):
             self.run.say(text, once=True)
         if decided := own.told(partial(share_of_sums, self.plan, self.job, group.size)):

@@ -159,6 +159,19 @@ class Own:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
+    @property
+    def link(self) -> tuple[float, float]:
+        """Bytes a second to other hosts, by this leader's last sums or as measured, and seconds; zeros: unknown."""
+        if not self.group.links:
+            return 0.0, 0.0
+        flow, latency = self.outer.flow, max(link.latency for link in self.group.links)
+        return (flow.rate if flow else 0.0) or min(link.rate for link in self.group.links), latency
+
+    def step(self) -> None:
+        """One has been made."""
+        if self.outer.flow is not None:
+            self.outer.flow.step()
+
     def add(self, expected: float) -> None:
         """Adds what is owed to sums of gradients over `expected`, which are the same on all."""
         for name, param in zip(self.cuts, self.home.own, strict=True):
@@ -232,12 +245,15 @@ class Owns(list[Own]):
         for own in (one for one in self if one.differs):
             team.run(partial(own.pool, team), "forming")
 
-    def figures(self) -> Iterator[dict[str, Any]]:
-        """For the report: what codecs have saved this worker, by trainer."""
+    def figures(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """For the report: how fast the links were at last, and what codecs have saved this worker, by trainer."""
+        if rate := next((own.link[0] for own in self if own.group.links), 0.0):
+            yield "links", {"rate": rate}
         for number, codec in enumerate(own.codec for own in self):
             if codec is not None and codec.full:
                 sent, full = int(codec.sent), int(codec.full)
-                yield {"trainer": number, "codec": codec.word, "kind": codec.kind, "sent": sent, "full": full}
+                told = {"trainer": number, "codec": codec.word, "kind": codec.kind, "sent": sent, "full": full}
+                yield "codec", told
 
     def meet(self, done: int) -> Iterator[str]:
         """What is to be said before a checkpoint. Collective."""
