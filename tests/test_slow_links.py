@@ -37,6 +37,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once(tmp_path_factory, "linear", lambda folder: paceline(*command, cwd=folder))
 
 
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with 9000 rows of weights."""
+    command = ("run", "--workers", "1", SCRIPTS / "linear.py", "out", str(STEPS))
+    return once(tmp_path_factory, "wide", lambda folder: paceline(*command, cwd=folder, WIDE="9000"))
+
+
 def off(cluster: Cluster, straight: Path) -> float:
     """How far the weights are from there, as a norm, beside how far they have come."""
     mine, other = (load_file(folder / "out.safetensors") for folder in (cluster.folder, straight))
@@ -247,6 +254,64 @@ def test_what_a_lost_host_had_not_sent_is_named(
     )
     assert named is not None
     assert off(here, straight) == pytest.approx(float(named[1]) / 20, rel=1e-3)  # a mean over 20 rows
+
+
+@pytest.mark.parametrize("codec", ["auto", "auto:lossy"])
+def test_the_cheapest_is_chosen_for_each_bucket(hosts: Callable[[int], Network], tmp_path: Path, codec: str) -> None:
+    """At 10 Mbit/s 4 MB need more than three seconds; the same on all, in log, report and checkpoint."""
+    (tmp_path / "traffic.py").write_text(TRAFFIC)
+    here, where = hosts(2), {"PACELINE_RUN_DIR": str(tmp_path / "run")}
+    for host in here.hosts:
+        host.cap(10)
+    ran = here.run((2, 1), "traffic.py", f"micro=1 codec={codec}", "2", everywhere=where)
+    tried = "none, bf16, fp16, int8" + (", powersgd:4, topk:0.01, sign" if codec == "auto:lossy" else "")
+    assert f"codec={codec} ({tried}) between 2 hosts: inside of a host" in ran[0].stderr
+    shown = "powersgd:4" if codec == "auto" else "powersgd:4 N, topk:0.01 N, sign"
+    line = rf"bucket 0, 4 MB, link N Mbit/s: none N s, bf16 N, fp16 N, int8 N, \({shown} N, lossy\)"
+    said = re.findall(rf"^({line} -> (.*))$".replace("N", r"[\d.]+"), ran[0].stderr, re.M)
+    assert len(said) == 1, ran[0].stderr
+    ((text, word),) = said
+    assert word != "none"
+    assert word in tried
+    summary = Summary(tmp_path / "run")
+    assert {"what": text, "why": f"that costs least of {tried}"}.items() <= next(
+        event for event in summary.decisions if event["what"].startswith("bucket")
+    ).items()
+    (row,) = (text for name, text in facts(summary)["Costs"] if name == "codec")
+    assert row.startswith(f"{codec} ({word} in 1 of 1 buckets): ")
+    found = find_checkpoint(checkpoints_of(tmp_path / "run"), print)
+    assert found is not None
+    assert found.manifest["tree"]["trainers"][0]["chosen"]["words"] == {"bias": word}
+
+
+def test_a_choice_goes_on_when_hosts_come_and_leave(
+    cluster: Callable[[int], Cluster], wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two come, one is lost, and one leaves: equal weights, and nothing lost but what is named."""
+    monkeypatch.setenv("PLAN", "codec=auto:lossy")
+    monkeypatch.setenv("WIDE", "9000")
+    here = cluster(3)
+    here.steps = STEPS
+    for host in here.network.hosts:
+        host.cap(40)
+    here.start(0, 2, code=CODE)
+    here.until(lambda: here.status().get("step", 0) > 1)
+    for host in (1, 2):
+        here.start(host, 1, code=CODE)
+        here.members(host + 2)
+    at = here.status()["step"]
+    here.until(lambda: here.status()["step"] > at + 1)
+    here.agents[2].kill()
+    here.members(3)
+    at = here.status()["step"]
+    here.until(lambda: here.status()["step"] > at + 1)
+    here.stop(1)
+    here.members(2)
+    here.end(0, 75, -9)
+    chosen = re.findall(r"^bucket 0, 1.12 MB, link .* -> (.*)$", here.agents[0].text, re.M)
+    assert chosen, here.agents[0].text
+    named = re.search(r"^worker 3 was lost with .* of norm (.*)$", here.agents[0].text, re.M)
+    assert off(here, wide) <= (float(named[1]) / 20 if named else 0.0) * 1.001 + 1e-4
 
 
 STEEP = """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paceline.comm.engine import Steps
     from paceline.comm.hosts import Gloo
 
-SECONDS, LONG = 0.7, 0.05  # for all pairs, and of an exchange from which a rate can be told
+SECONDS, LONG = 0.8, 0.2  # for all pairs, and of an exchange from which a rate can be told
 FIRST, MOST = 1 << 16, 1 << 22  # bytes of an exchange; the first one fills what a router would let pass at once
 ROUNDS = 9  # in which each host meets another one; of more than ten not all pairs do
 ENOUGH = 1 << 18  # bytes of a collective that tells the rate
@@ -88,9 +88,9 @@ def measure(leaders: Gloo, meetings: Sequence[Sequence[Pair]], found: dict[Pair,
             longest = torch.tensor([seconds])
             yield from leaders.all_reduce(longest, dist.ReduceOp.MAX)
             spent += float(longest)
-            if float(longest) > LONG or spent + 4 * float(longest) > SECONDS / len(meetings) or size == MOST:
+            if float(longest) > LONG or spent + 2 * float(longest) > SECONDS / len(meetings) or size == MOST:
                 break
-            size *= 4
+            size *= 2
 
 
 def _swap(leaders: Gloo, mate: int | None, size: int) -> Any:
