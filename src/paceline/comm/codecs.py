@@ -35,6 +35,7 @@ from paceline.comm.shared import raw_bytes
 from paceline.step import Versions
 
 LOSSY = ("topk", "sign", "powersgd")
+CACHED = 1 << 16  # elements that are worked on at a time
 BLOCK = 256  # elements that have a scale together
 _BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
 _SQUARES = 8  # bytes: how much a leader has not sent goes along with what it sends
@@ -49,6 +50,12 @@ class Code(Protocol):
 
 def _blocks(rows: torch.Tensor) -> torch.Tensor:
     return pad(rows, (0, -rows.shape[1] % BLOCK)).view(len(rows), -1, BLOCK)
+
+
+def _parts(*all_: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Blocks of each, together, so few that what is made of them stays in a core's cache."""
+    for rows in zip(*all_, strict=True):
+        yield from zip(*(row.split(CACHED // BLOCK) for row in rows), strict=True)
 
 
 def _packed(*parts: torch.Tensor) -> torch.Tensor:
@@ -76,18 +83,25 @@ class Scaled:
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         blocks = _blocks(rows)
-        most = blocks.abs().amax(-1, keepdim=True)
-        if self.dtype == torch.int8:
-            scale = most / 127
-            scale = scale.where(scale != 0, 1.0)
-            return _packed(scale, (blocks / scale).round().clamp(-127, 127).to(torch.int8))
-        scale = torch.ldexp(torch.ones_like(most), most.frexp().exponent - 1)
-        return _packed(scale, (blocks / scale).to(self.dtype))
+        scales = torch.empty(*blocks.shape[:2], 1)
+        codes = torch.empty(blocks.shape, dtype=self.dtype)
+        for part, scale, code in _parts(blocks, scales, codes):
+            torch.amax(part.abs(), -1, keepdim=True, out=scale)
+            if self.dtype == torch.int8:
+                scale.div_(127).masked_fill_(scale == 0, 1.0)
+                code.copy_(part.div(scale).round_().clamp_(-127, 127))
+            else:
+                scale.copy_(torch.ldexp(torch.ones_like(scale), scale.frexp().exponent - 1))
+                code.copy_(part.div(scale))
+        return _packed(scales, codes)
 
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
-        scale, rest = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
-        blocks = rest.view(self.dtype).view(len(codes), -1, BLOCK).float()
-        return (blocks * scale[..., None]).flatten(1)[:, :length]
+        scales, rest = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
+        numbers = rest.view(self.dtype).view(len(codes), -1, BLOCK)
+        made = torch.empty(numbers.shape)
+        for part, scale, code in _parts(made, scales[..., None], numbers):
+            torch.mul(part.copy_(code), scale, out=part)
+        return made.flatten(1)[:, :length]
 
 
 class Sign:
@@ -247,7 +261,7 @@ class Codec:
         """What is to be sent: the sum of this host, and what was left out before."""
         total = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
         before = self._was.left.get(bucket.index)
-        return total if before is None else total.add_(before / self._scale)
+        return total if before is None else total.addcdiv_(before, torch.tensor(self._scale, dtype=before.dtype))
 
     def _keep(self, bucket: Bucket, left: torch.Tensor) -> torch.Tensor:
         """Before the last that is sent, without which no step counts anywhere. Its squares."""
@@ -292,7 +306,7 @@ class Codec:
             for left in lefts:
                 left.copy_(torch.linalg.qr(left).Q)
         yield from leaders.broadcast(factors, 0)
-        rights = [matrix.float().T @ left for (_, matrix), left in zip(thin, lefts, strict=True)]
+        rights = [(left.T @ matrix.float()).T for (_, matrix), left in zip(thin, lefts, strict=True)]
         for (_, matrix), left, right in zip(thin, lefts, rights, strict=True):
             _add_product(matrix, left, right, -1.0)
         said = torch.zeros(leaders.size)
@@ -342,6 +356,9 @@ def _views(flat: torch.Tensor, shapes: list[torch.Size]) -> Iterator[torch.Tenso
 
 def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, sign: float) -> None:
     """Adds left @ right.T, as elements and in one order."""
-    left, right = left.to(matrix.dtype) * sign, right.to(matrix.dtype)
-    for column in range(left.shape[1]):
-        matrix += left[:, column, None] * right[:, column]
+    left, right = left.to(matrix.dtype) * sign, right.T.to(matrix.dtype).contiguous()
+    some = max(1, CACHED // matrix.shape[1])
+    made = torch.empty(some, matrix.shape[1], dtype=matrix.dtype)
+    for rows, factors in zip(matrix.split(some), left.split(some), strict=True):
+        for column, along in enumerate(right):
+            rows += torch.mul(factors[:, column, None], along, out=made[: len(rows)])
