@@ -95,9 +95,10 @@ def measure(leaders: Gloo, meetings: Sequence[Sequence[Pair]], found: dict[Pair,
 
 def _swap(leaders: Gloo, mate: int | None, size: int) -> Any:
     """So many bytes to another host while as many come from it. The seconds."""
-    sizes = [size if rank == mate else 0 for rank in range(leaders.size)]
+    times = max(1, size // FIRST)  # in pieces, as sums go
+    sizes = [size // times if rank == mate else 0 for rank in range(leaders.size)]
     began = time.perf_counter()
-    yield from leaders.exchange(torch.zeros(sum(sizes), dtype=torch.uint8), sizes, sizes)
+    yield from leaders.exchange(torch.zeros(sum(sizes), dtype=torch.uint8), sizes, sizes, times)
     return time.perf_counter() - began
 
 
