@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.comm import choice, links
 from paceline.comm.buckets import Bucket
 from paceline.comm.codecs import BLOCK, Codec
 from paceline.comm.engine import Steps
@@ -275,6 +277,87 @@ def test_sent_and_left_out_are_all_gradients(
         assert squares.keys() == set(range(hosts))
 
 
+@given(seed=st.integers(0, 10_000), words=st.lists(st.sampled_from(["none", "int8", *LOSSY[:1], "sign", "powersgd:4"])))
+@quick
+def test_nothing_is_lost_when_a_codec_is_replaced(seed: int, words: list[str]) -> None:
+    """What one has left out the next one owes, or it goes into the sums that are whole."""
+    shapes: list[tuple[int, ...]] = [(24, 18), (5,)]
+    size, hosts = 24 * 18 + 5, 2
+
+    def work(rank: int, leaders: Leaders) -> tuple[Any, ...]:
+        codec, chance = Codec("auto:lossy"), np.random.default_rng(seed + rank)
+        codec.names = ["weight", "bias"]
+        given, sent = np.zeros(size), np.zeros(size)
+        for done, word in enumerate([*words, "none"]):
+            mine = chance.standard_normal(size).astype(np.float32)
+            bucket, codec.words = bucket_of(shapes, mine), {"weight": word}
+            codec.begin(done, 3.0)
+            codec.start(bucket, leaders)  # type: ignore[arg-type]
+            given, sent = given + mine, sent + bucket.flat.numpy()
+        assert codec.kept.at(len(words) + 1).left == {}
+        return given, sent
+
+    (mine, sent), (other, same) = in_threads(hosts, work)
+    assert np.array_equal(sent, same)
+    most = 2e-2 * words.count("int8") + 1e-5  # what int8 rounds off is lost, as ever
+    assert np.linalg.norm(sent - mine - other) <= most * np.linalg.norm(np.abs(mine) + np.abs(other))
+
+
+# -- the choice -----------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_counts_what_a_sum_sends() -> None:
+    buckets = [bucket_of([(64, 48), (48,)], values(0, 64 * 48 + 48, "usual")) for _ in range(3)]
+
+    def work(rank: int, leaders: Leaders) -> list[float]:
+        sent = []
+        for word in choice.ROUNDING + choice.LOSSY:
+            codec = Codec("auto")
+            codec.names, codec.words = ["weight", "bias"], {"weight": word}
+            codec.begin(0, 1.0)
+            codec.start(buckets[rank], leaders)  # type: ignore[arg-type]
+            sent.append(codec.sent)
+        return sent
+
+    sent = max(in_threads(3, work))
+    tried = choice.trials([buckets[0]], ["weight", "bias"], choice.ROUNDING + choice.LOSSY, 3)["weight"]
+    assert [trial.sent for trial in tried.values()] == pytest.approx(sent, rel=0.11)
+    assert all(trial.seconds > 0 for word, trial in tried.items() if word != "none")
+
+
+def test_a_sample_is_the_beginning_of_a_bucket() -> None:
+    bucket = bucket_of([(7,), (10, 4), (3, 2)], np.zeros(53, np.float32))
+    for most, shapes in ((60, [(7,), (10, 4), (3, 2)]), (48, [(7,), (10, 4)]), (20, [(7,), (3, 4)]), (5, [(5,)])):
+        some = choice.sample(bucket, most)
+        assert [tuple(part.shape) for _, part in some.split(some.mine)] == shapes
+        assert len(some.mine) == sum(np.prod(shape) for shape in shapes)
+
+
+def test_the_cheapest_is_chosen_and_kept_unless_it_is_clearly_dearer() -> None:
+    tried = {
+        "none": choice.Trial(0.0, 25e6, 3),
+        "bf16": choice.Trial(0.02, 12.5e6, 3),
+        "int8": choice.Trial(0.1, 6.4e6, 3),
+        "powersgd:4": choice.Trial(0.05, 0.4e6, 6),
+    }
+    said = [{"weight": {word: [*trial] for word, trial in tried.items()}}, {}]
+    found = choice.slowest([*said, {"weight": {"int8": [0.15, 6.4e6, 3]}}])
+
+    def chosen(may: tuple[str, ...], mbit: float, before: str = "") -> str:
+        return choice.decide(found, may, mbit * 1e6 / 8, 1e-4, {"weight": before} if before else {})["weight"]
+
+    assert [chosen(choice.ROUNDING[:2] + ("int8",), mbit) for mbit in (50, 500, 20_000)] == ["int8", "bf16", "none"]
+    assert chosen((*tried,), 50) == "powersgd:4"
+    assert chosen(("none", "int8"), 500) == "int8"
+    assert chosen(("none", "int8"), 950) == "int8"
+    assert chosen(("none", "int8"), 950, "none") == "none"
+    assert chosen(("none", "int8"), 500, "none") == "int8"
+    assert choice.told(found["weight"], "int8", 94e6 / 8, 0.0) == (
+        "none 2.13 s, bf16 1.08, int8 0.695, (powersgd:4 0.084, lossy) -> int8"
+    )
+    assert [choice.differs(rate, 100.0) for rate in (60.0, 70.0, 140.0, 160.0)] == [True, False, False, True]
+
+
 @pytest.mark.parametrize(
     ("word", "most"), [("bf16", 0.5), ("fp16", 0.51), ("int8", 0.26), ("sign", 0.055), ("topk:0.01", 0.031)]
 )
@@ -288,3 +371,30 @@ def test_bytes_beside_those_of_whole_sums(word: str, most: float) -> None:
         return codec.sent / codec.full
 
     assert max(in_threads(3, work)) <= most + 0.002
+
+
+@given(st.integers(2, 9), st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8))))
+def test_hosts_meet_once_that_do_not_know_each_other(hosts: int, known: set[links.Pair]) -> None:
+    """One at a time."""
+    some = {(low, high): links.Link([low], [high], 1.0, 0.0) for low, high in known if low < high < hosts}
+    met = links.rounds(hosts, some)
+    assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in met)
+    pairs = [pair for some in met for pair in some]
+    assert sorted([*pairs, *some]) == list(combinations(range(hosts), 2))
+
+
+def test_links_are_those_of_the_hosts_that_are_there() -> None:
+    """The first worker of one has gone, another host all, and one has come."""
+    before = [
+        links.Link([0, 1], [2, 3], 1.0, 0.1),
+        links.Link([0, 1], [4], 2.0, 0.2),
+        links.Link([2, 3], [4], 3.0, 0.3),
+    ]
+    now = [[1], [2, 3], [5]]
+    assert links.between(before, now) == {(0, 1): links.Link([1], [2, 3], 1.0, 0.1)}
+    assert links.rounds(3, links.between(before, now)) == [[(1, 2)], [(0, 2)]]
+    said = [[[[0, 2], 5.0, 0.1]], [[[0, 2], 4.0, 0.2], [[1, 2], 7.0, 0.1]]]
+    assert links.combined(said, now) == {
+        (0, 2): links.Link([1], [5], 4.0, 0.2),
+        (1, 2): links.Link([2, 3], [5], 7.0, 0.1),
+    }

@@ -33,7 +33,9 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "virtual": NUMBERS,
     "context": NUMBERS,
     "micro": NUMBERS,
-    "codec": st.sampled_from(["bf16", "fp16", "int8", "topk:0.01", "topk:.5", "powersgd:4", "sign", "auto"]),
+    "codec": st.sampled_from(
+        ["bf16", "fp16", "int8", "topk:0.01", "topk:.5", "powersgd:4", "sign", "auto", "auto:lossy"]
+    ),
     "precision": st.sampled_from(["bf16", "fp16"]),
     "recompute": st.just("blocks"),
     "compile": st.just(True),
@@ -222,7 +224,9 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
 
 
 BUILT = "use only what is: data=N, shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
-BUILT += "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign, precision=bf16|fp16, "
+BUILT += (
+    "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy, precision=bf16|fp16, "
+)
 BUILT += "recompute=blocks, compile, exact"
 
 
@@ -231,7 +235,6 @@ BUILT += "recompute=blocks, compile, exact"
     [
         ("local=2 every=50", "local=2 every=50 are"),
         ("server=1 staleness=0 exact", "server=1 staleness=0 are"),
-        ("codec=auto", "codec=auto is"),
         ("auto", "auto is"),
     ],
 )
@@ -262,8 +265,8 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
             "quick",
             "unknown plan word 'quick'; the known ones are data=N local=N every=H outer=nesterov fragments=F "
             "server=S staleness=K|inf shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N schedule=gpipe|1f1b "
-            "virtual=V context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto precision=bf16|fp16 "
-            "recompute=blocks compile exact auto",
+            "virtual=V context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy "
+            "precision=bf16|fp16 recompute=blocks compile exact auto",
         ),
         ("data=2 data=3", "plan word 'data' is said twice: data=2 and data=3; keep one of them"),
         ("exact exact", "plan word 'exact' is said twice: exact and exact; keep one of them"),
@@ -285,7 +288,7 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
         (
             "codec=topk:2",
             "plan word 'codec=topk:2' has a value that does not fit; "
-            "say codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto, "
+            "say codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy, "
             "topk:R with a fraction R of the gradient, as 0.01, powersgd:R with a rank R from 1 to 9999",
         ),
         ("compile=1", "plan word 'compile=1' takes no value; say compile, or leave it out"),
@@ -308,7 +311,7 @@ def test_axes_are_checked_before_pairs_and_pairs_before_what_is_built() -> None:
     assert refusal("shard=3 every=50 exact").startswith("shard=3 does not divide")
     assert refusal("shard=4 every=50 exact").startswith("every=50 needs local")
     assert refusal("shard=4 pipeline=2 codec=int8").startswith("zero=3 and pipeline=2 are not built together yet")
-    assert refusal("pipeline=2 codec=auto").startswith("codec=auto is not built yet")
+    assert refusal("pipeline=2 local=2 every=8").startswith("local=2 every=8 are not built yet")
 
 
 def test_the_help_has_one_line_per_word() -> None:

@@ -37,6 +37,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once(tmp_path_factory, "linear", lambda folder: paceline(*command, cwd=folder))
 
 
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with 9000 rows of weights."""
+    command = ("run", "--workers", "1", SCRIPTS / "linear.py", "out", str(STEPS))
+    return once(tmp_path_factory, "wide", lambda folder: paceline(*command, cwd=folder, WIDE="9000"))
+
+
 def off(cluster: Cluster, straight: Path) -> float:
     """How far the weights are from there, as a norm, beside how far they have come."""
     mine, other = (load_file(folder / "out.safetensors") for folder in (cluster.folder, straight))
@@ -110,7 +117,7 @@ def test_on_one_host_there_is_nothing_to_do(tmp_path: Path) -> None:
     assert "codec=int8 has nothing to do: the workers whose gradients are summed are on one host" in ran.stderr
 
 
-# 4 MB of gradients in each step.
+# 4 MB of gradients in each step. Prints the bytes that left the host after the first one.
 TRAFFIC = """
 import sys, torch, paceline
 from torch.utils.data import TensorDataset
@@ -121,28 +128,44 @@ trainer = paceline.Trainer(
     optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
     global_batch=6, plan=plan,
 )
+left = []
 for report in trainer.steps(TensorDataset(torch.ones(6, 1000)), count=int(steps)):
-    pass
+    device = next(line for line in open("/proc/net/dev") if "eth0:" in line)
+    left.append(int(device.split(":")[1].split()[8]))
+print(left[-1] - left[0])
 """
 
 
 def test_int8_sends_a_quarter(hosts: Callable[[int], Network], tmp_path: Path) -> None:
-    """By the counters of the interfaces: what a step costs is the difference between many and few."""
+    """By the counters of the interfaces."""
     (tmp_path / "traffic.py").write_text(TRAFFIC)
     here = hosts(3)
 
     def sent(plan: str) -> list[float]:
-        found = []
-        for steps in (1, 4):
-            before = [host.sent() for host in here.hosts]
-            here.run((2, 2, 2), "traffic.py", plan, str(steps))
-            found.append([host.sent() - was for host, was in zip(here.hosts, before, strict=True)])
-        return [many - few for few, many in zip(*found, strict=True)]
+        return [float(worker.stdout.split()[-1]) for worker in here.run((2, 2, 2), "traffic.py", plan, "4")[::2]]
 
     whole, codes = sent("micro=1"), sent("micro=1 codec=int8")
     assert min(whole) > 3 * 4e6
     for few, many in zip(codes, whole, strict=True):
         assert few <= 0.27 * many
+
+
+def test_links_are_measured_and_followed(hosts: Callable[[int], Network], tmp_path: Path) -> None:
+    """No faster than they are: the last host's lets 20 Mbit/s out, and for a moment more."""
+    (tmp_path / "traffic.py").write_text(TRAFFIC)
+    here = hosts(3)
+    here.hosts[2].cap(20)
+    ran = here.run((2, 1, 1), "traffic.py", "micro=1", "2", everywhere={"PACELINE_RUN_DIR": str(tmp_path / "run")})
+    number, over = r"[\d.]+ Mbit/s", r"over eth0 \(10\.77\.0\.1\)"
+    told = rf"{number}, [\d.]+ ms between workers? [-\d]+ and worker 3, the slowest of 3 pairs, 3 hosts, {over}"
+    assert len(re.findall(f"^the link between hosts: {told}$", ran[0].stderr, re.M)) == 1, ran[0].stderr
+    summary = Summary(tmp_path / "run")
+    (row,) = (text for name, text in facts(summary)["Costs"] if name == "links")
+    assert re.fullmatch(f"{told}; in the last sums {number}", row), row
+    rates = {(tuple(one), tuple(other)): rate for one, other, rate, _ in summary.links["pairs"]}
+    near, *far = (rates[pair] for pair in (((0, 1), (2,)), ((0, 1), (3,)), ((2,), (3,))))
+    assert max(far) <= 1.3 * 20e6 / 8 < near
+    assert summary.links["rate"] <= 1.3 * 20e6 / 8
 
 
 @pytest.mark.parametrize(
@@ -229,6 +252,64 @@ def test_what_a_lost_host_had_not_sent_is_named(
     )
     assert named is not None
     assert off(here, straight) == pytest.approx(float(named[1]) / 20, rel=1e-3)  # a mean over 20 rows
+
+
+@pytest.mark.parametrize("codec", ["auto", "auto:lossy"])
+def test_the_cheapest_is_chosen_for_each_bucket(hosts: Callable[[int], Network], tmp_path: Path, codec: str) -> None:
+    """At 10 Mbit/s 4 MB need more than three seconds; the same on all, in log, report and checkpoint."""
+    (tmp_path / "traffic.py").write_text(TRAFFIC)
+    here, where = hosts(2), {"PACELINE_RUN_DIR": str(tmp_path / "run")}
+    for host in here.hosts:
+        host.cap(10)
+    ran = here.run((2, 1), "traffic.py", f"micro=1 codec={codec}", "2", everywhere=where)
+    tried = "none, bf16, fp16, int8" + (", powersgd:4, topk:0.01, sign" if codec == "auto:lossy" else "")
+    assert f"codec={codec} ({tried}) between 2 hosts: inside of a host" in ran[0].stderr
+    shown = "powersgd:4" if codec == "auto" else "powersgd:4 N, topk:0.01 N, sign"
+    line = rf"bucket 0, 4 MB, link N Mbit/s: none N s, bf16 N, fp16 N, int8 N, \({shown} N, lossy\)"
+    said = re.findall(rf"^({line} -> (.*))$".replace("N", r"[\d.]+"), ran[0].stderr, re.M)
+    assert len(said) == 1, ran[0].stderr
+    ((text, word),) = said
+    assert word != "none"
+    assert word in tried
+    summary = Summary(tmp_path / "run")
+    assert {"what": text, "why": f"that costs least of {tried}"}.items() <= next(
+        event for event in summary.decisions if event["what"].startswith("bucket")
+    ).items()
+    (row,) = (text for name, text in facts(summary)["Costs"] if name == "codec")
+    assert row.startswith(f"{codec} ({word} in 1 of 1 buckets): ")
+    found = find_checkpoint(checkpoints_of(tmp_path / "run"), print)
+    assert found is not None
+    assert found.manifest["tree"]["trainers"][0]["chosen"]["words"] == {"bias": word}
+
+
+def test_a_choice_goes_on_when_hosts_come_and_leave(
+    cluster: Callable[[int], Cluster], wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two come, one is lost, and one leaves: equal weights, and nothing lost but what is named."""
+    monkeypatch.setenv("PLAN", "codec=auto:lossy")
+    monkeypatch.setenv("WIDE", "9000")
+    here = cluster(3)
+    here.steps = STEPS
+    for host in here.network.hosts:
+        host.cap(40)
+    here.start(0, 2, code=CODE)
+    here.until(lambda: here.status().get("step", 0) > 1)
+    for host in (1, 2):
+        here.start(host, 1, code=CODE)
+        here.members(host + 2)
+    at = here.status()["step"]
+    here.until(lambda: here.status()["step"] > at + 1)
+    here.agents[2].kill()
+    here.members(3)
+    at = here.status()["step"]
+    here.until(lambda: here.status()["step"] > at + 1)
+    here.stop(1)
+    here.members(2)
+    here.end(0, 75, -9)
+    chosen = re.findall(r"^bucket 0, 1.12 MB, link .* -> (.*)$", here.agents[0].text, re.M)
+    assert chosen, here.agents[0].text
+    named = re.search(r"^worker 3 was lost with .* of norm (.*)$", here.agents[0].text, re.M)
+    assert off(here, wide) <= (float(named[1]) / 20 if named else 0.0) * 1.001 + 1e-4
 
 
 STEEP = """

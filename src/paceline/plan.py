@@ -39,9 +39,9 @@ _ELSEWHERE = {
 }
 
 
-def _word(value: str, caption: str, of: str = "", axis: bool = False, built: bool | tuple[str, ...] = False) -> Any:
+def _word(value: str, caption: str, of: str = "", axis: bool = False, built: bool = False) -> Any:
     """One row: the values of the word ("" for a flag), what it means, the word that it refines, whether its
-    number multiplies the workers needed, and whether it works in this version (or the values that do)."""
+    number multiplies the workers needed, and whether it works in this version."""
     metadata = {"value": value, "caption": caption, "of": of, "axis": axis, "built": built}
     return field(default=None if value else False, metadata=metadata)
 
@@ -78,9 +78,9 @@ class Plan:
     context: int | None = _word("N", "the sequence cut in N parts", axis=True, built=True)
     micro: int | None = _word("N", "rows of a micro-batch; an eighth of the global batch unless said", built=True)
     codec: str | None = _word(
-        "bf16|fp16|int8|topk:R|powersgd:R|sign|auto",
-        "sums of gradients between hosts as codes",
-        built=("bf16", "fp16", "int8", "topk:R", "powersgd:R", "sign"),
+        "bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy",
+        "sums of gradients between hosts as codes; auto: as each costs least, measured",
+        built=True,
     )
     precision: str | None = _word("bf16|fp16", "arithmetic of forward and backward", built=True)
     recompute: str | None = _word(
@@ -116,11 +116,10 @@ class Plan:
         data = self._divide(workers)
         whole = replace(self, zero=self.zero or (3 if self.shard else None))
         whole._check_pairs()
-        said = [(row.metadata["built"], value, word) for row, value, word in whole.said()]
-        unbuilt = [word for built, value, word in said if built is not True and not _fits(str(value), built or ())]
+        unbuilt = [word for row, _, word in whole.said() if not row.metadata["built"]]
         if unbuilt:
             verb = "is" if len(unbuilt) == 1 else "are"
-            known = ", ".join(_usage(row, built=True) for row in fields(Plan) if row.metadata["built"])
+            known = ", ".join(_usage(row) for row in fields(Plan) if row.metadata["built"])
             raise PlanError(f"{' '.join(unbuilt)} {verb} not built yet", f"use only what is: {known}")
         return replace(whole, data=data)
 
@@ -214,8 +213,7 @@ def describe() -> str:
     """The words of a plan, one a line, for the help of the command line."""
     lines = []
     for row in fields(Plan):
-        built = row.metadata["built"]
-        note = "" if built is True else f" (built: {', '.join(built)})" if built else " (not built yet)"
+        note = "" if row.metadata["built"] else " (not built yet)"
         lines.append(f"{_usage(row):<20} {row.metadata['caption']}{note}")
     return "\n".join(lines)
 
@@ -297,9 +295,7 @@ def _say_all(axes: dict[str, Any]) -> str:
     return " ".join(_say(name, value) for name, value in axes.items())
 
 
-def _usage(row: Field[Any], built: bool = False) -> str:
-    """How a word is written: ``data=N``; with `built` only the values that work in this version."""
+def _usage(row: Field[Any]) -> str:
+    """How a word is written: ``data=N``."""
     value: str = row.metadata["value"]
-    if built and row.metadata["built"] is not True:
-        value = "|".join(row.metadata["built"])
     return f"{row.name}={value}" if value else str(row.name)

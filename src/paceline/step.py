@@ -124,8 +124,8 @@ class Agreed:
     `save` and `enter` (the planned generation) are wishes; `writing` and `written` are the workers whose part of a
     checkpoint is under way or done; `metrics` maps names to (sum, count); `seconds` are each worker's seconds of its
     last update, loading, forward and backward; `unused` are the numbers of the parameters that got no gradient on any
-    worker; `digests` are of each worker's weights before the step, in steps that compare them, and `look` wishes that
-    the next one does.
+    worker; `tune` are those that want codecs to be chosen again; `digests` are of each worker's weights before the
+    step, in steps that compare them, and `look` wishes that the next one does.
     """
 
     count: float
@@ -144,13 +144,14 @@ class Agreed:
     failed: int = 0
     news: int = 0
     look: int = 0
+    tune: int = 0
     digests: tuple[float, ...] = ()
 
 
 NOTHING = Agreed(0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {}, (), ())
 Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
 _VOTES = ("tested", "strict", "whole", "failed", "news")
-_FIELDS = ("count", "loss", *_VOTES, "stop", "save", "enter", "writing", "written", "look")
+_FIELDS = ("count", "loss", *_VOTES, "stop", "save", "enter", "writing", "written", "look", "tune")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from paceline.comm.group import Group
 from paceline.data.balance import Balance
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
 from paceline.mesh import run_of
+from paceline.observe.figures import links_of
 from paceline.plan import Plan
 from paceline.pulse import PULSE
 from paceline.run import Run
@@ -292,6 +293,8 @@ class Stepper:
         if step.agreed.news:
             for told in group.gather_json(self._untold()):
                 step.news = {**told, **step.news}
+        if step.agreed.tune:
+            self._choose(anew=True)
         if step.digest is not None:
             self.weights.judge(group, step.agreed.digests, undo=partial(self.replica.abort, again=True))
         self._refuse(step)
@@ -356,6 +359,7 @@ class Stepper:
 
     def _learn(self, step: Step) -> None:
         """Of merging, of who is how fast, and of what people are to know."""
+        self.replica.own.step()
         if step.sums is not None:
             share, waited = step.whole.share, step.sums.waited
             if self.made:
@@ -363,6 +367,10 @@ class Stepper:
             else:
                 self.before = self._sent()
             self.made += 1
+            if self.made == 3 and self.run.team.group.rank == 0:
+                codecs = self.job.device.type == "cpu" and not self.plan.exact
+                if told := self.replica.own.advice(self.busy / 2, codecs):
+                    self._note(told)
             self.micro_batches = max(self.micro_batches, step.whole.count)
             per_row = step.spent["compute"] / max(1, sum(m.rows for m in share))
             decision = self.merging.learn(step.sums, step.agreed, per_row, len(share))
@@ -416,16 +424,29 @@ class Stepper:
         self.replica.rehouse()
         own = self.replica.own
         shares, known = None if balance is None else balance.state(), own.known(operations.done)
-        said = group.gather_json([shares, self.weights.kind, known])
+        common = [group.links, own.chosen] if group.rank == 0 else []
+        said = group.gather_json([shares, self.weights.kind, common, known])
+        links, chosen = said[0][2]
+        if new := group.measure(links):
+            measured = {"pairs": group.links, "over": group.interface}
+            self.run.journal.write("links", **measured)
+            self.run.say(f"the link between hosts: {links_of(measured)}", once=True)
         if balance is not None:
             balance.reform(operations.members, said[0][0])  # of who is here longest
-        self.weights.kinds, self.weights.due = [kind for _, kind, _ in said], True
+        self.weights.kinds, self.weights.due = [kind for _, kind, *_ in said], True
         for text in own.formed([known for *_, known in said], resumed=operations.number == 0):
             self.run.say(text, once=True)
         if decided := own.told(partial(share_of_sums, self.plan, self.job, group.size)):
             self.run.decide(self.trainer, *decided)
             self.run.say(": ".join(decided), once=True)
+        if own.go_on(chosen, new):
+            self._choose(anew=False)
         self.layout, self.housed, self.updated = None, operations.number, 0.0
+
+    def _choose(self, anew: bool) -> None:
+        for what, why in self.replica.own.choose(anew):
+            self.run.decide(self.trainer, what, why)
+            self.run.say(what)
 
     def _weigh(self, balance: Balance, step: Step) -> None:
         """What a step tells of the workers' speeds."""
@@ -450,8 +471,11 @@ class Stepper:
             if why:
                 self.run.decide(self.trainer, what, why)
             else:
-                self.run.journal.write("note", trainer=self.trainer, step=self.done, text=what)
-                self.run.say(what, once=True)
+                self._note(what)
+
+    def _note(self, text: str) -> None:
+        self.run.journal.write("note", trainer=self.trainer, step=self.done, text=text)
+        self.run.say(text, once=True)
 
     def _untold(self) -> dict[str, tuple[str, str]]:
         return {kind: said for kind, said in self.news.items() if kind not in self.told}
@@ -495,6 +519,7 @@ class Stepper:
             "save": run.wants_save(),
             "enter": self.operations.newcomers,
             "look": group.rank == 0 and group.size > 1 and self.weights.wish,
+            "tune": self.replica.own.wishes,
             **run.saving.fields,
         }
         packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0)

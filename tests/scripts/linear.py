@@ -1,5 +1,6 @@
 """A loss that is linear in the weights, so that they end where the sum of all gradients brings them, whatever was sent
-when. Usage: linear.py OUT STEPS, with the plan in PLAN. Goes slowly after a third of the steps until WAIT has come.
+when. Usage: linear.py OUT STEPS, with the plan in PLAN and
+WIDE rows of weights instead of 20. Goes slowly after a third of the steps until WAIT has come.
 """
 
 import os
@@ -13,8 +14,9 @@ from torch.utils.data import TensorDataset
 import paceline
 
 out, steps = sys.argv[1], int(sys.argv[2])
+wide = int(os.environ.get("WIDE", "20"))
 chance = torch.Generator().manual_seed(1)
-data = TensorDataset(torch.randn(200, 30, generator=chance), torch.randn(200, 20, generator=chance))
+data = TensorDataset(torch.randn(200, 30, generator=chance), torch.randn(200, wide, generator=chance))
 
 
 def pause(step):
@@ -25,7 +27,7 @@ def pause(step):
 
 
 trainer = paceline.Trainer(
-    lambda: nn.Linear(30, 20),
+    lambda: nn.Linear(30, wide),
     loss=lambda output, batch: (output * batch[1]).sum(1).mean(),
     optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
     global_batch=20,

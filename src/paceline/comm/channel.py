@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from paceline.comm.engine import ENGINE, Operation, Steps
 from paceline.comm.hosts import Between, Hosts, LinkError, address_towards
+from paceline.comm.links import Pair
 from paceline.comm.messages import Mailbox
 from paceline.comm.nccl import Nccl
 from paceline.comm.shared import Arena, MismatchError
@@ -142,6 +143,10 @@ class Channel:
         """Flat bytes: each worker's part of `ins` for another one fills that one's part of `outs` from it."""
         size = sum(map(len, ins))
         return self.start(Asked("all_to_all", torch.uint8), size, 0, lambda fp: self.hosts.all_to_all(outs, ins, fp))
+
+    def measure(self, meetings: Sequence[Sequence[Pair]], found: dict[Pair, tuple[float, float]]) -> Operation:
+        """Whole hosts meet in pairs: as `links.measure`."""
+        return self.start(Asked("links", torch.uint8), 0, 0, lambda fp: self.hosts.measure(meetings, found, fp))
 
     def start(
         self, what: Asked, numel: int, detail: int, make: Callable[[int], Steps], manner: Manner = PLAIN

@@ -16,10 +16,12 @@ What was not sent is kept unscaled, as a sum over rows: steps scale their gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,8 @@ from paceline.comm.hosts import Gloo
 from paceline.comm.shared import raw_bytes
 from paceline.step import Versions
 
+LOSSY = ("topk", "sign", "powersgd")
+CACHED = 1 << 16  # elements that are worked on at a time
 BLOCK = 256  # elements that have a scale together
 _BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
 _SQUARES = 8  # bytes: how much a leader has not sent goes along with what it sends
@@ -46,6 +50,12 @@ class Code(Protocol):
 
 def _blocks(rows: torch.Tensor) -> torch.Tensor:
     return pad(rows, (0, -rows.shape[1] % BLOCK)).view(len(rows), -1, BLOCK)
+
+
+def _parts(*all_: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Blocks of each, together, so few that what is made of them stays in a core's cache."""
+    for rows in zip(*all_, strict=True):
+        yield from zip(*(row.split(CACHED // BLOCK) for row in rows), strict=True)
 
 
 def _packed(*parts: torch.Tensor) -> torch.Tensor:
@@ -73,18 +83,25 @@ class Scaled:
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         blocks = _blocks(rows)
-        most = blocks.abs().amax(-1, keepdim=True)
-        if self.dtype == torch.int8:
-            scale = most / 127
-            scale = scale.where(scale != 0, 1.0)
-            return _packed(scale, (blocks / scale).round().clamp(-127, 127).to(torch.int8))
-        scale = torch.ldexp(torch.ones_like(most), most.frexp().exponent - 1)
-        return _packed(scale, (blocks / scale).to(self.dtype))
+        scales = torch.empty(*blocks.shape[:2], 1)
+        codes = torch.empty(blocks.shape, dtype=self.dtype)
+        for part, scale, code in _parts(blocks, scales, codes):
+            torch.amax(part.abs(), -1, keepdim=True, out=scale)
+            if self.dtype == torch.int8:
+                scale.div_(127).masked_fill_(scale == 0, 1.0)
+                code.copy_(part.div(scale).round_().clamp_(-127, 127))
+            else:
+                scale.copy_(torch.ldexp(torch.ones_like(scale), scale.frexp().exponent - 1))
+                code.copy_(part.div(scale))
+        return _packed(scales, codes)
 
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
-        scale, rest = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
-        blocks = rest.view(self.dtype).view(len(codes), -1, BLOCK).float()
-        return (blocks * scale[..., None]).flatten(1)[:, :length]
+        scales, rest = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
+        numbers = rest.view(self.dtype).view(len(codes), -1, BLOCK)
+        made = torch.empty(numbers.shape)
+        for part, scale, code in _parts(made, scales[..., None], numbers):
+            torch.mul(part.copy_(code), scale, out=part)
+        return made.flatten(1)[:, :length]
 
 
 class Sign:
@@ -131,30 +148,59 @@ class Feedback:
     squares: dict[int, float] = field(default_factory=dict)
 
 
+class Manner(NamedTuple):
+    """How a bucket is summed: what is said of it in a plan, and its code, or the rank of its factors."""
+
+    word: str
+    code: Code | None
+    rank: int
+
+    @property
+    def lossy(self) -> bool:
+        return self.word.partition(":")[0] in LOSSY
+
+
+def manner(word: str) -> Manner:
+    name, _, number = word.partition(":")
+    codes: dict[str, Callable[[], Code]] = {"bf16": Bf16, "fp16": partial(Scaled, torch.float16)}
+    codes |= {"int8": partial(Scaled, torch.int8), "sign": Sign, "topk": lambda: TopK(float(number))}
+    return Manner(word, codes[name]() if name in codes else None, int(number) if name == "powersgd" else 0)
+
+
 class Codec:
-    """Sums buckets among workers, between hosts as the plan's `word` says. `sent` are bytes that this worker sent to
-    other hosts, `full` those that it would have sent without. `bad` has the numbers of parameters whose gradients were
-    not finite here.
+    """Sums buckets among workers, between hosts as the plan's `word` says; with `auto` as `words` say by the name of a
+    bucket's first parameter, of which `names` are all. `sent` are bytes that this worker sent to other hosts, `full`
+    those that it would have sent without, and `spent` seconds of encoding and decoding. `bad` has the numbers of
+    parameters whose gradients were not finite here.
     """
 
     def __init__(self, word: str) -> None:
-        name, _, number = word.partition(":")
-        self.word, self.lossy = word, name in ("topk", "sign", "powersgd")
-        self.kind = "lossy" if self.lossy else "rounding"
-        self._rank = int(number) if name == "powersgd" else 0
-        codes: dict[str, Callable[[], Code]] = {"bf16": Bf16, "fp16": partial(Scaled, torch.float16)}
-        codes |= {"int8": partial(Scaled, torch.int8), "sign": Sign, "topk": lambda: TopK(float(number))}
-        self._code = codes.get(name, Bf16)()
+        self.word, self.auto = word, word.partition(":")[0] == "auto"
+        self.lossy = word == "auto:lossy" or manner(word).lossy
+        self.words: dict[str, str] = {}
+        self.names: Sequence[str] = ()
         self.kept = Versions(Feedback())
-        self.sent = self.full = 0.0
+        self.sent = self.full = self.spent = 0.0
         self.bad: set[int] = set()
         self._was, self._next, self._scale = Feedback(), Feedback(), 1.0
+
+    @property
+    def kind(self) -> str:
+        """For people."""
+        if self.auto:
+            counts = Counter(self.words.values())
+            return ", ".join(f"{word} in {count} of {len(self.words)} buckets" for word, count in counts.items())
+        return "lossy" if self.lossy else "rounding"
+
+    def word_of(self, bucket: Bucket) -> str:
+        return self.words.get(self.names[bucket.members[0]], "none") if self.auto else self.word
 
     def begin(self, done: int, expected: float) -> None:
         """A step begins, after so many transactions, whose gradients are sums over `expected`."""
         self._was, self._next, self._scale = self.kept.at(done), Feedback(), expected
         self.kept.pend(done, self._next)
         self.bad.clear()
+        self.spent = 0.0
 
     def start(self, bucket: Bucket, among: Group) -> dist.Work | None:
         """Starts summing a bucket; as `Group.start_sum`. What a worker keeps that is no leader now goes into its own
@@ -165,10 +211,33 @@ class Codec:
             return among.start_sum(flat)
         if not bool(flat.isfinite().all()):
             self.bad |= {number for number, part in bucket.split(flat) if not bool(part.isfinite().all())}
-        if bucket.index in self._was.left and not among.leads:
+        # What is left by another codec, too, whose place a full or rounding one has taken.
+        if bucket.index in self._was.left and not (among.leads and manner(self.word_of(bucket)).lossy):
             flat += self._was.left[bucket.index] / self._scale
-        sums = self._rounded if not self.lossy else self._low_rank if self._rank else self._picked
-        return among.start_sum(flat, partial(sums, bucket, among.leaders))
+        return among.start_sum(flat, partial(self._timed, self.sums(bucket), among.leaders))
+
+    def sums(self, bucket: Bucket) -> Callable[[list[int], Gloo, torch.Tensor], Steps]:
+        """What sums it over leaders."""
+        how = manner(self.word_of(bucket))
+        if how.lossy:
+            return partial(self._low_rank if how.rank else self._picked, how, bucket)
+        return partial(self._whole if how.code is None else self._rounded, how)
+
+    def _timed(self, sums: Callable[..., Steps], names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        steps = sums(names, leaders, flat)
+        while True:
+            began = time.perf_counter()
+            try:
+                until = next(steps)
+            except StopIteration:
+                return
+            finally:
+                self.spent += time.perf_counter() - began
+            yield until
+
+    def _whole(self, how: Manner, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        yield from leaders.all_reduce(flat)
+        self._count(leaders, flat, 2 * flat.nbytes * (leaders.size - 1) / leaders.size)
 
     def _count(self, leaders: Gloo, flat: torch.Tensor, sent: float) -> None:
         self.sent += sent
@@ -176,20 +245,15 @@ class Codec:
 
     # -- rounding ---------------------------------------------------------------------------------------------------
 
-    def _rounded(self, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _rounded(self, how: Manner, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        code = how.code
+        assert code is not None
         rows = pad(flat.float(), (0, -len(flat) % leaders.size)).view(leaders.size, -1)
         length = rows.shape[1]
-        codes = yield from leaders.all_to_all(self._code.encode(rows))
-        codes = yield from leaders.all_gather(self._code.encode(self._sum(codes, length)[None])[0])
-        flat.copy_(self._code.decode(codes, length).reshape(-1)[: len(flat)])
+        codes = yield from leaders.all_to_all(code.encode(rows))
+        codes = yield from leaders.all_gather(code.encode(_sum(code, codes, length)[None])[0])
+        flat.copy_(code.decode(codes, length).reshape(-1)[: len(flat)])
         self._count(leaders, flat, 2 * codes[1:].nbytes)
-
-    def _sum(self, codes: torch.Tensor, length: int) -> torch.Tensor:
-        """In the order of the rows, and one at a time."""
-        total = self._code.decode(codes[:1], length)[0]
-        for row in codes[1:]:
-            total += self._code.decode(row[None], length)[0]
-        return total
 
     # -- lossy ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +261,7 @@ class Codec:
         """What is to be sent: the sum of this host, and what was left out before."""
         total = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
         before = self._was.left.get(bucket.index)
-        return total if before is None else total.add_(before / self._scale)
+        return total if before is None else total.addcdiv_(before, torch.tensor(self._scale, dtype=before.dtype))
 
     def _keep(self, bucket: Bucket, left: torch.Tensor) -> torch.Tensor:
         """Before the last that is sent, without which no step counts anywhere. Its squares."""
@@ -208,17 +272,19 @@ class Codec:
         for name, more in zip(names, squares.tolist(), strict=True):
             self._next.squares[name] = self._next.squares.get(name, 0.0) + more
 
-    def _picked(self, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _picked(self, how: Manner, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        code = how.code
+        assert code is not None
         owed = self._owed(bucket, flat)
-        codes = self._code.encode(owed.float()[None])
-        squares = self._keep(bucket, owed.sub_(self._code.decode(codes, len(flat))[0]))
+        codes = code.encode(owed.float()[None])
+        squares = self._keep(bucket, owed.sub_(code.decode(codes, len(flat))[0]))
         everyone = yield from leaders.all_gather(torch.cat([codes[0], raw_bytes(squares)]))
         codes, said = everyone[:, :-_SQUARES], everyone[:, -_SQUARES:].contiguous()
         self._hear(names, said.view(torch.float64).view(-1))
-        flat.copy_(self._sum(codes, len(flat)))
+        flat.copy_(_sum(code, codes, len(flat)))
         self._count(leaders, flat, everyone[1:].nbytes)
 
-    def _low_rank(self, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _low_rank(self, how: Manner, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
         """Matrices as products of two thin ones; what has one dimension, or would not become less, goes as it is.
 
         One step of the power iteration from the basis of before. The first leader's bits of the left factors are
@@ -226,10 +292,10 @@ class Codec:
         other threads.
         """
         owed = self._owed(bucket, flat)
-        parts = list(bucket.split(owed))
-        thin = [(n, part.reshape(len(part), -1)) for n, part in parts if self._pays(part)]
-        plain = [part.reshape(-1) for _, part in parts if not self._pays(part)]
-        lefts = [matrix.float() @ self._basis(n, matrix) for n, matrix in thin]
+        parts, rank = list(bucket.split(owed)), how.rank
+        thin = [(n, part.reshape(len(part), -1)) for n, part in parts if _pays(part, rank)]
+        plain = [part.reshape(-1) for _, part in parts if not _pays(part, rank)]
+        lefts = [matrix.float() @ self._basis(n, matrix, rank) for n, matrix in thin]
         first = torch.cat([part.reshape(-1) for part in (*lefts, *(part.float() for part in plain))])
         for part in plain:
             part.sub_(part.float())
@@ -240,7 +306,7 @@ class Codec:
             for left in lefts:
                 left.copy_(torch.linalg.qr(left).Q)
         yield from leaders.broadcast(factors, 0)
-        rights = [matrix.float().T @ left for (_, matrix), left in zip(thin, lefts, strict=True)]
+        rights = [(left.T @ matrix.float()).T for (_, matrix), left in zip(thin, lefts, strict=True)]
         for (_, matrix), left, right in zip(thin, lefts, rights, strict=True):
             _add_product(matrix, left, right, -1.0)
         said = torch.zeros(leaders.size)
@@ -253,23 +319,32 @@ class Codec:
         for (n, matrix), left, right in zip(thin, lefts, _views(second, [r.shape for r in rights]), strict=True):
             self._next.basis[n] = right.clone()
             _add_product(targets[n].view(matrix.shape), left, right, 1.0)
-        whole = _views(first[len(factors) :], [part.shape for _, part in parts if not self._pays(part)])
-        for (n, _), part in zip((one for one in parts if not self._pays(one[1])), whole, strict=True):
+        whole = _views(first[len(factors) :], [part.shape for _, part in parts if not _pays(part, rank)])
+        for (n, _), part in zip((one for one in parts if not _pays(one[1], rank)), whole, strict=True):
             targets[n].copy_(part)
         flat.copy_(total)
         share = (leaders.size - 1) / leaders.size
         self._count(leaders, flat, share * (2 * first.nbytes + factors.nbytes + 2 * second.nbytes))
 
-    def _pays(self, part: torch.Tensor) -> bool:
-        rows = len(part) if part.dim() > 1 else 1
-        return self._rank * (rows + part.numel() // max(1, rows)) < part.numel() and rows > 1
-
-    def _basis(self, number: int, matrix: torch.Tensor) -> torch.Tensor:
+    def _basis(self, number: int, matrix: torch.Tensor, rank: int) -> torch.Tensor:
         """The basis of before; at first a random one, on all the same."""
         if number in self._was.basis:
             return self._was.basis[number]
         chance = torch.Generator().manual_seed(number)
-        return torch.randn(matrix.shape[1], self._rank, generator=chance)
+        return torch.randn(matrix.shape[1], rank, generator=chance)
+
+
+def _sum(code: Code, codes: torch.Tensor, length: int) -> torch.Tensor:
+    """In the order of the rows, and one at a time."""
+    total = code.decode(codes[:1], length)[0]
+    for row in codes[1:]:
+        total += code.decode(row[None], length)[0]
+    return total
+
+
+def _pays(part: torch.Tensor, rank: int) -> bool:
+    rows = len(part) if part.dim() > 1 else 1
+    return rank * (rows + part.numel() // max(1, rows)) < part.numel() and rows > 1
 
 
 def _views(flat: torch.Tensor, shapes: list[torch.Size]) -> Iterator[torch.Tensor]:
@@ -281,6 +356,9 @@ def _views(flat: torch.Tensor, shapes: list[torch.Size]) -> Iterator[torch.Tenso
 
 def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, sign: float) -> None:
     """Adds left @ right.T, as elements and in one order."""
-    left, right = left.to(matrix.dtype) * sign, right.to(matrix.dtype)
-    for column in range(left.shape[1]):
-        matrix += left[:, column, None] * right[:, column]
+    left, right = left.to(matrix.dtype) * sign, right.T.to(matrix.dtype).contiguous()
+    some = max(1, CACHED // matrix.shape[1])
+    made = torch.empty(some, matrix.shape[1], dtype=matrix.dtype)
+    for rows, factors in zip(matrix.split(some), left.split(some), strict=True):
+        for column, along in enumerate(right):
+            rows += torch.mul(factors[:, column, None], along, out=made[: len(rows)])

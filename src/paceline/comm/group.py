@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.comm import links
 from paceline.comm.autoload import lend
 from paceline.comm.backend import ProcessGroup
 from paceline.comm.channel import Channel
 from paceline.comm.engine import Operation
-from paceline.comm.hosts import Between
+from paceline.comm.hosts import Between, interface_of
 from paceline.comm.nccl import Nccl
 from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
@@ -30,7 +31,7 @@ from paceline.errors import LaunchError, PeerLostError, UsageError
 from paceline.mesh import AXES, Mesh
 from paceline.pieces import Held, assemble
 from paceline.pulse import PULSE
-from paceline.world import World
+from paceline.world import World, gloo_interface
 
 # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
 FOR_EVER = timedelta(days=7)
@@ -58,6 +59,7 @@ class Group:
         self._lends = False  # it is connected in this generation
         self.wanted = False  # a trainer needs it from the beginning of a generation on, where a loss can be met
         self.mesh = Mesh()
+        self.links: list[links.Link] = []  # between hosts, as measured
         self._parts: dict[tuple[Mesh, tuple[str, ...]], Group] = {}
         self._whole: tuple[Group, str] | None = None  # which this is a part of, and by what name
         if world.size > 1 and not world.newcomer:
@@ -206,6 +208,33 @@ class Group:
     def leads(self) -> bool:
         """Whether this worker speaks to other hosts for its own one."""
         return len(self.leaders) > 1 and self.names[self.rank] in self.leaders
+
+    def measure(self, known: Sequence[Sequence[Any]]) -> bool:
+        """Sees to it that `links` are those between the present hosts, as `known` to everybody or measured now; whether
+        any was. Collective.
+        """
+        hosts = [[self.names[rank] for rank in host] for host in self.channel.hosts.hosts] if self.size > 1 else []
+        found = links.between([links.Link(*link) for link in known], hosts)
+        meetings, seen = links.rounds(len(hosts), found) if len(hosts) > 1 else [], dict[links.Pair, Any]()
+        if meetings:
+            self.enter("the links between hosts", check=False, kind="figures")
+            self._declare(self.channel.measure, meetings, seen).wait()
+            found |= links.combined(self.gather_json([[pair, *told] for pair, told in seen.items()]), hosts)
+        self.links = [*found.values()]
+        return bool(meetings)
+
+    @property
+    def interface(self) -> str:
+        """By which this worker reaches other hosts."""
+        address = self.channel.hosts.address if self.channel is not None else ""
+        name = gloo_interface() or interface_of(address)
+        return f"{name} ({address})" if name and address else name or address
+
+    @property
+    def flow(self) -> links.Flow | None:
+        """What a leader's sums tell of its links."""
+        leaders = self.channel.hosts.leaders if self.channel is not None else None
+        return None if leaders is None else leaders.flow
 
     @property
     def sent(self) -> int:

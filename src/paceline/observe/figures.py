@@ -47,6 +47,22 @@ def size_of(count: float) -> str:
     return f"{count:,.0f} PB"
 
 
+def rate_of(bytes_: float) -> str:
+    """Bytes a second as a network's rate: `94 Mbit/s`."""
+    bits = 8 * bytes_ / 1e6
+    return f"{bits / 1000:.3g} Gbit/s" if bits >= 999.5 else f"{bits:.3g} Mbit/s"
+
+
+def links_of(event: Mapping[str, Any]) -> str:
+    """The slowest of measured links between hosts: (workers of one, workers of the other, bytes a second, seconds)."""
+    one, other, rate, latency = min(event["pairs"], key=lambda pair: pair[2])
+    hosts = len({tuple(end) for pair in event["pairs"] for end in pair[:2]})
+    told = f"{rate_of(rate)}, {1000 * latency:.1f} ms"
+    if hosts > 2:
+        told += f" between {ranks(one)} and {ranks(other)}, the slowest of {len(event['pairs'])} pairs"
+    return f"{told}, {hosts} hosts" + (f", over {event['over']}" if event.get("over") else "")
+
+
 def plural(count: float, word: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{number(count)} {word}" if count == 1 else f"{number(count)} {word}s"

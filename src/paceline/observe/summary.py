@@ -10,7 +10,19 @@ from paceline.errors import UsageError
 from paceline.observe.account import COSTS, USEFUL
 from paceline.observe.drawing import save
 from paceline.observe.explained import Explained
-from paceline.observe.figures import duration, number, plural, ranks, shares_of, size_of, total, totals, trainer_names
+from paceline.observe.figures import (
+    duration,
+    links_of,
+    number,
+    plural,
+    ranks,
+    rate_of,
+    shares_of,
+    size_of,
+    total,
+    totals,
+    trainer_names,
+)
 from paceline.observe.journal import NAME, Event, effective_steps, read_journal
 
 Rows = list[tuple[str, str]]
@@ -62,6 +74,7 @@ class Summary:
         plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
         self.explained = [Explained.of(e) for e in plans if e.get("plan") and e.get("workers", 1) > 1]
         self.codecs = list({event.get("trainer"): event for event in last if event["event"] == "codec"}.values())
+        self.links = {key: value for e in last if e["event"] == "links" for key, value in e.items()}
         self.notes = _once(events, "note", "text")
         self.decisions = _once(events, "decision", "what")
         if len({event["trainer"] for event in events if "trainer" in event}) > 1:
@@ -232,6 +245,12 @@ def _codec(event: Event) -> str:
     return f"{event.get('codec')} ({event.get('kind')}): {told}"
 
 
+def _links(event: Event) -> str:
+    if not event.get("pairs"):
+        return ""
+    return links_of(event) + (f"; in the last sums {rate_of(event['rate'])}" if event.get("rate") else "")
+
+
 def _lost(event: Event) -> str:
     workers = event.get("workers") or []
     causes = [", ".join(lines) for lines in (event.get("causes") or {}).values()]
@@ -310,6 +329,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("waited for", ", ".join(f"worker {name} {duration(wait)}" for wait, name in s.waits)),
             ("bytes", moved),
             *_by_kind(s),
+            ("links", _links(s.links)),
             *(("codec", _codec(event)) for event in s.codecs),
             *(("memory", _memory(event)) for event in s.memory[-1:]),
         ],

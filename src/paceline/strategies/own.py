@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.comm import choice
 from paceline.comm.buckets import Landing
 from paceline.comm.codecs import Codec, Feedback
 from paceline.comm.group import Group
@@ -36,7 +37,8 @@ class Own:
     """What the `codec` of a worker, if there is one, has left out of the gradients at `home`, which are summed over
     `outer`. They are of parameters by name, of which a worker has rows as `cuts` say.
 
-    `owed` is the state of all alike: what goes into the next gradient, by name and unscaled.
+    `owed` is the state of all alike: what goes into the next gradient, by name and unscaled. So is, with `auto`, the
+    `chosen` codec (`words`) of each bucket, with the `rate` of the link and the number of `hosts` that it is for.
     """
 
     def __init__(
@@ -45,6 +47,11 @@ class Own:
         self.codec, self.group, self.outer, self.mesh = codec, group, outer, mesh
         self.home, self.cuts = home, cuts
         self.owed: dict[str, torch.Tensor] = {}
+        self.chosen: dict[str, Any] = {}
+        self._tried: tuple[int, choice.Trials] = 0, {}  # among so many hosts
+        self._astray, self._patience = 0, 3  # steps in a row in which costs were others; when to say so
+        if codec is not None:
+            codec.names = list(cuts)
         self._saved: Mapping[str, torch.Tensor] = {}  # from a checkpoint, and not taken yet
         self._rows: list[int | None] = []
 
@@ -131,13 +138,15 @@ class Own:
         """What the codec does among the present hosts, and why. `share` is which part of all bytes these sums are."""
         if self.codec is None:
             return None
-        what, hosts = f"codec={self.codec.word}", len(self.outer.leaders)
+        what, hosts, kind = f"codec={self.codec.word}", len(self.outer.leaders), self.codec.kind
         if hosts == 1:
             return f"{what} has nothing to do", "the workers whose gradients are summed are on one host"
         why = "inside of a host sums are whole, and its first worker sends codes of them"
         if len({*self.group.hosts[: self.mesh.replica]}) > 1:
             why += f"; replicas span hosts, and of what a worker sends these sums are at most {share():.0%}"
-        return f"{what} ({self.codec.kind}) between {hosts} hosts", why
+        if self.codec.auto:
+            kind = ", ".join(self._may)
+        return f"{what} ({kind}) between {hosts} hosts", why
 
     # -- before a change --------------------------------------------------------------------------------------------
 
@@ -158,6 +167,98 @@ class Own:
         yield None
 
     # -- a step -----------------------------------------------------------------------------------------------------
+
+    # -- the choice -------------------------------------------------------------------------------------------------
+
+    @property
+    def link(self) -> tuple[float, float]:
+        """Bytes a second to other hosts, by this leader's last sums or as measured, and seconds; zeros: unknown."""
+        if not self.group.links:
+            return 0.0, 0.0
+        flow, latency = self.outer.flow, max(link.latency for link in self.group.links)
+        return (flow.rate if flow else 0.0) or min(link.rate for link in self.group.links), latency
+
+    @property
+    def _may(self) -> tuple[str, ...]:
+        return choice.ROUNDING + (choice.LOSSY if self.codec is not None and self.codec.lossy else ())
+
+    def go_on(self, chosen: Mapping[str, Any], measured: bool) -> bool:
+        """A generation begins in which this was chosen; whether it has to be chosen again. `measured`: links were."""
+        if self.codec is None or not self.codec.auto:
+            return False
+        self.chosen, self.codec.words = dict(chosen), dict(chosen.get("words") or {})
+        hosts, rate = len(self.outer.leaders), min((link.rate for link in self.group.links), default=0.0)
+        if rate == 0.0 or hosts == 1:
+            return False
+        return chosen.get("hosts") != hosts or (measured and choice.differs(rate, chosen["rate"]))
+
+    def step(self) -> None:
+        """One has been made."""
+        if self.outer.flow is not None:
+            self.outer.flow.step()
+        if self.codec is None or not self.codec.words or not self.outer.leads:
+            return
+        words, tried = self.codec.words, self._tried[1]
+        expected = sum(tried[name][word].seconds for name, word in words.items() if name in tried)
+        far = choice.differs(self.link[0], self.chosen["rate"])
+        far |= bool(tried) and self.codec.spent > 2 * expected + 0.1
+        self._astray = self._astray + 1 if far else 0
+
+    @property
+    def wishes(self) -> bool:
+        """Whether costs have been clearly others for some steps than those that were chosen by."""
+        return self._astray >= self._patience
+
+    def choose(self, anew: bool) -> Iterator[tuple[str, str]]:
+        """Chooses for each bucket, and says what and why. Collective. All leaders try, those that know only `anew`."""
+        assert self.codec is not None
+        hosts, buckets, tried = len(self.outer.leaders), self.home.buckets, choice.Trials()
+        if self.outer.leads:
+            if anew or self._tried[0] != hosts:
+                shown = choice.ROUNDING + (choice.LOSSY if self.codec.lossy else choice.LOSSY[:1])
+                self._tried = hosts, choice.trials(buckets, self.codec.names, shown, hosts)
+            tried = self._tried[1]
+        said = self.group.gather_json([tried, *self.link])
+        found = choice.slowest([trials for trials, *_ in said])
+        rate = min(rate for trials, rate, _ in said if trials)
+        latency = max(latency for _, _, latency in said)
+        before = self.chosen.get("words") or {}
+        words = choice.decide(found, self._may, rate, latency, before)
+        self.chosen = {"words": words, "rate": rate, "hosts": hosts}
+        self.codec.words = words
+        self._astray, self._patience = 0, 2 * self._patience if before else self._patience
+        named = {self.codec.names[bucket.members[0]]: bucket for bucket in buckets}
+        for word in dict.fromkeys(words.values()):
+            some = [(len(named[name].mine), name) for name in words if words[name] == word and name in named]
+            if some and any(before.get(name) != word for _, name in some):
+                name = max(some)[1]
+                size, link = f"{named[name].mine.nbytes / 1e6:.3g} MB", f"link {8e-6 * rate:.3g} Mbit/s"
+                costs = choice.told(found[name], word, rate, latency)
+                more = f"; so do {len(some) - 1} smaller ones" if len(some) > 1 else ""
+                why = f"that costs least of {', '.join(self._may)}{more}"
+                yield f"bucket {named[name].index}, {size}, {link}: {costs}", why
+
+    def advice(self, computing: float, codecs: bool) -> str:
+        """If sums over hosts take longer than `computing`, which takes so many seconds: how long, and what helps, may
+        there be `codecs`. For a leader.
+        """
+        hosts, (rate, latency) = len(self.outer.leaders), self.link
+        buckets = [bucket for bucket in self.home.buckets if bucket.mine.is_floating_point() and len(bucket.mine)]
+        whole = sum(bucket.mine.nbytes for bucket in buckets)
+        sent = 2 * whole * (hosts - 1) / hosts
+        if self.codec is not None or not rate or sent <= computing * rate:
+            return ""
+        said = f"sums of gradients send {sent / 1e6:.3g} MB a step to other hosts, which takes {sent / rate:.2g} s at "
+        said += f"{8e-6 * rate:.3g} Mbit/s, while computing takes {computing:.2g} s: a step takes {sent / rate:.2g} s "
+        said += "or more; twice the global_batch= would halve that for a row"
+        if codecs:
+            most = max(buckets, key=lambda bucket: len(bucket.mine))
+            times = whole / most.mine.nbytes
+            costs = [choice.trial(word, most, hosts).cost(rate, latency) * times for word in ("int8", "powersgd:4")]
+            said += f", codec=int8 would make it {costs[0]:.2g} s and codec=powersgd:4 {costs[1]:.2g} s"
+        return f"{said}, which is other mathematics"
+
+    # -- a step, again ----------------------------------------------------------------------------------------------
 
     def add(self, expected: float) -> None:
         """Adds what is owed to sums of gradients over `expected`, which are the same on all."""
@@ -232,12 +333,15 @@ class Owns(list[Own]):
         for own in (one for one in self if one.differs):
             team.run(partial(own.pool, team), "forming")
 
-    def figures(self) -> Iterator[dict[str, Any]]:
-        """For the report: what codecs have saved this worker, by trainer."""
+    def figures(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """For the report: how fast the links were at last, and what codecs have saved this worker, by trainer."""
+        if rate := next((own.link[0] for own in self if own.group.links), 0.0):
+            yield "links", {"rate": rate}
         for number, codec in enumerate(own.codec for own in self):
             if codec is not None and codec.full:
                 sent, full = int(codec.sent), int(codec.full)
-                yield {"trainer": number, "codec": codec.word, "kind": codec.kind, "sent": sent, "full": full}
+                told = {"trainer": number, "codec": codec.word, "kind": codec.kind, "sent": sent, "full": full}
+                yield "codec", told
 
     def meet(self, done: int) -> Iterator[str]:
         """What is to be said before a checkpoint. Collective."""

@@ -172,10 +172,11 @@ class Replica:
         job = self.job
         model = in_pieces(job.model.state_dict(keep_vars=True), job.cuts, job.place)
         owed = {name: Held(tensor, self.own.cuts[name], job.place) for name, tensor in self.own.shared().items()}
-        return {"model": model, **self.updater.state(), "owed": owed}
+        return {"model": model, **self.updater.state(), "owed": owed, "chosen": self.own.chosen}
 
     def load(self, state: Mapping[str, Any]) -> None:
         load_model(self.job.model, state["model"], self.job.cuts, self.job.place)
         if "optimizers" in state:  # else weights from elsewhere, to begin with
             self.updater.load(state)
             self.own.load(state.get("owed") or {})
+            self.own.chosen = state.get("chosen") or {}
