@@ -120,17 +120,19 @@ def nest(
         pipeline.leave()
     if values is not None:
         values.put(group, mesh, known)
-    outer = group.along("data", "context", mesh=mesh)
+    # Who makes a step together: all, or the team that an island is dealt to.
+    team = group.team(plan.local, mesh) if plan.local else group
+    outer = team.along("data", "context", mesh=mesh)
     codec = Codec(plan.codec) if plan.codec else None
     if codec is not None and job.device.type != "cpu":
         raise PlanError(f"codec={plan.codec} is not built for CUDA yet", f"leave codec={plan.codec} out")
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
-        return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec)
+        return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec, team)
     replica = group.along("shard", mesh=mesh)
     if plan.zero == 1:
-        return Replica(job, Shard(job, replica), group, outer, mesh, pipeline, codec)
+        return Replica(job, Shard(job, replica), group, outer, mesh, pipeline, codec, team)
     from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
 
     filled = None if known else partial(share, group=group)
-    return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer, mesh, codec=codec)
+    return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer, mesh, codec=codec, team=team)

@@ -42,7 +42,8 @@ class Own:
     def __init__(
         self, codec: Codec | None, group: Group, outer: Group, mesh: Mesh, home: Landing, cuts: Mapping[str, Cut]
     ) -> None:
-        self.codec, self.group, self.outer, self.mesh = codec, group, outer, mesh
+        self.codec: Codec | None = codec
+        self.group, self.outer, self.mesh = group, outer, mesh
         self.home, self.cuts = home, cuts
         self.owed: dict[str, torch.Tensor] = {}
         self._saved: Mapping[str, torch.Tensor] = {}  # from a checkpoint, and not taken yet
@@ -220,7 +221,18 @@ class Own:
         self.owed = {name: (self._mine(name, t) if whole[name] else t).clone() for name, t in owed.items()}
 
 
-class Owns(list[Own]):
+class Differing(Protocol):
+    """What workers may have that others have not."""
+
+    @property
+    def codec(self) -> Codec | None: ...
+    @property
+    def differs(self) -> bool: ...
+    def pool(self, team: Transactions) -> Generator[Any, Any, None]: ...
+    def meet(self, done: int) -> Iterator[str]: ...
+
+
+class Owns(list[Differing]):
     """Those of all trainers of a script."""
 
     @property
