@@ -38,7 +38,7 @@ def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
     batches = 0 if grid is None else len(grid.cut(grid.global_batch))
     wrong, cure = "", ""
     if job.over is not None:
-        wrong, cure = 'loss_over="batch" needs the whole global batch at once', "say local= or loss_over="
+        wrong, cure = 'loss_over="batch" needs the whole global batch at once', "leave one of the two out"
     elif schedulers:
         wrong, cure = f"{schedulers[0]} follows one loss, and each island has its own", "take another schedule"
     elif grid is not None and batches < count:

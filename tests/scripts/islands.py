@@ -1,9 +1,16 @@
-"""Trains each case in islands and writes weights and figures: islands.py FOLDER PLAN [CASE ...]"""
+"""Trains each case in islands and writes weights and figures: islands.py FOLDER PLAN [CASE ...]
+
+With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often. With SLOW=CALLS the first worker
+makes the file `reached` when its loss is called so often, and is slow from then on.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +36,28 @@ def _data() -> TensorDataset:
 DATA = _data()
 
 
+CALLS = [0]
+
+
+def _act() -> None:
+    CALLS[0] += 1
+    worker, _, calls = os.environ.get("KILL", ":").partition(":")
+    done = Path(sys.argv[1]) / "killed"
+    if worker == os.environ.get("PACELINE_RANK") and CALLS[0] == int(calls) and not done.exists():
+        done.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "SLOW" in os.environ and CALLS[0] >= int(os.environ["SLOW"]):
+        (Path(sys.argv[1]) / "reached").touch()
+        time.sleep(0.3)
+
+
 def net(*between: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 8), *(make() for make in between), nn.Tanh(), nn.Linear(8, 2)).double()
 
 
 def loss(output: torch.Tensor, batch: Any) -> Any:
     """A mean over tokens, of which rows have one or nine."""
+    _act()
     each = (output - batch[1]).square().sum(1)
     weight = batch[2].double()
     return (each * weight).sum(), weight.sum().item(), {"far": ((each > 1).sum(), len(each))}
@@ -77,6 +100,8 @@ def main() -> None:
             plan=f"micro={MICRO} {plan}",
         )
         for report in trainer.steps(DATA, count=STEPS):
+            if report.every(2 * STEPS) or report.every(1) is False:
+                raise AssertionError(report)
             kept = ("step", "epoch", "loss", "metrics", "samples", "lr", "grad_norm", "turn")
             figures.append({key: getattr(report, key) for key in kept})
         trainer.export(Path(folder) / f"{name}.safetensors")
