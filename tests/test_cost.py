@@ -85,7 +85,7 @@ def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, model: str, tm
         assert [lines.get(name, 0) for name in NAMES] == pytest.approx(
             [sent.get(n, 0) for n in NAMES], rel=0.03, abs=999
         )
-        virtual = 8 if "gpipe" in plan else 3 if "virtual" in plan else 2 if "pipeline" in plan else 1
+        virtual = 8 if "gpipe" in plan else 5 if "virtual" in plan else 2 if "pipeline" in plan else 1
         assert in_flight == virtual * (2 if "gpipe" in plan else 1)
     (memory,) = journal(tmp_path / "out", "memory")
     assert [memory[name] for name in ("parameters", "gradients", "optimizer")] == every[0][3]

@@ -65,16 +65,17 @@ class Skips(nn.Module):
 
 
 class Pair(nn.Module):
-    """Tuples in, tuples out, a mask by keyword, and what is None."""
+    """Tuples in, tuples out, a mask by keyword, what is None, and a weight that is turned by hand."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.turned = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, state: tuple[Any, ...], *, mask: torch.Tensor, more: Any = None) -> tuple[Any, ...]:
         x, (count, seen) = state
         made = F.dropout(torch.tanh(self.up(x)), 0.1, self.training).masked_fill(mask.unsqueeze(-1), 0.0)
-        return x + made @ self.down.weight.T, (count + 1, seen + made.detach().abs().sum(-1)), more
+        return x + self.down(made) @ self.turned.weight.T, (count + 1, seen + made.detach().abs().sum(-1)), more
 
 
 class Tuples(nn.Module):

@@ -52,9 +52,9 @@ def farthest(
 
 def gradients_of(outputs: Sequence[torch.Tensor], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Those of numbers that are made of outputs, by the same random weights each time."""
-    generator = torch.Generator(outputs[0].device).manual_seed(0) if outputs else None
-    weights = [torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator) for x in outputs]
-    sums = [(x * weight).sum() for x, weight in zip(outputs, weights, strict=True) if x.requires_grad]
+    made = [x for x in outputs if x.requires_grad]
+    generator = torch.Generator(made[0].device).manual_seed(0) if made else None
+    sums = [(x * torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)).sum() for x in made]
     found = torch.autograd.grad(sums, [*named.values()], allow_unused=True) if sums else [None] * len(named)
     return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
 

@@ -174,7 +174,7 @@ class Sequences:
             return
         whole, expected = self._computed(model, batch, nullcontext())
         most, others = outputs_apart(outputs, whole)
-        mine = {name: gradients.get(name, torch.zeros_like(grad)) for name, grad in expected.items()}
+        mine = {name: gradients.get(name, torch.zeros_like(grad)).contiguous() for name, grad in expected.items()}
         for grad in mine.values():
             unit.sum(grad)
         name, distance = farthest(mine, expected, whole)
