@@ -30,7 +30,7 @@ from paceline.step import NOTHING, Agreed, Versions, deal
 from paceline.strategies.data import kinds
 from paceline.strategies.own import Transactions, wide
 from paceline.strategies.replica import Replica
-from paceline.strategies.state import load_optimizer, local, optimizer_state
+from paceline.strategies.state import held, load_optimizer, local, optimizer_state
 
 OUTER = "nesterov:0.7:0.9"  # DiLoCo's
 
@@ -153,6 +153,7 @@ class Islands:
         self._specs: dict[int, Any] = {}
         self._live: int | None = None  # whose weights are in the model; None: those of all
         self._start: list[torch.Tensor] = []
+        self.most = 0, 0  # bytes of weights and of what optimizers keep, beside those in use, when islands were merged
         self._sums: list[torch.Tensor] = []
         job = replica.job
         self.rows = replica.updater.rows
@@ -272,6 +273,16 @@ class Islands:
         self.kept.value = kept
         return made
 
+    def shares(self, batches: int) -> list[int]:
+        """How many of so many micro-batches each unit gets, as islands are dealt in the beginning."""
+        mesh, runs = self.mesh.over(self.group.size), deal(batches, [1.0] * self.count)
+        teams = [*dict.fromkeys(mesh.team(replica[0], self.count) for replica in mesh.replicas)]
+        found: list[int] = []
+        for team, some in zip(teams, deal(self.count, [1.0] * len(teams)), strict=True):
+            parts = [deal(len(runs[island]), [1.0] * (len(team) // mesh.unit)) for island in some]
+            found += [sum(map(len, mine)) for mine in zip(*parts, strict=True)]
+        return found
+
     # -- a round ----------------------------------------------------------------------------------------------------
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -347,6 +358,7 @@ class Islands:
                 torch.maximum(most, tensor, out=most)
         self.rest()
         self._gathers()
+        self._weigh()
         self.twins.enter(name, check=False, kind="merges")
         for alike in kinds(self._sums, BYTES):
             flat = self.twins.sum(torch.cat([tensor.reshape(-1) for tensor in alike]))
@@ -354,6 +366,13 @@ class Islands:
                 tensor.copy_(part.view_as(tensor))
         for tensor in self._largest:
             tensor.copy_(self.twins.largest(tensor.to(torch.int64)))
+
+    def _weigh(self) -> None:
+        ends = [tensor for one in self.work.values() for tensor in one.weights or ()]
+        inner = [*(one.inner for one in self.work.values()), *self.kept.value.values()]
+        trees = [[one.states, one.tree] for one in inner]
+        tensors = [t for t in pytree.tree_leaves(trees) if isinstance(t, torch.Tensor)]
+        self.most = held([*self._start, *ends, *self._sums]), held(tensors)
 
     def apply(self, count: float) -> None:
         """The round counts: the outer optimizer moves the weights."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.data.loader import Place
 from paceline.errors import UsageError
-from paceline.islands import Islands, Progress
+from paceline.islands import OUTER, Islands, Progress
 from paceline.mesh import Mesh
 from paceline.portions import Portion
 from paceline.pulse import PULSE
@@ -52,6 +52,11 @@ def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
     if wrong:
         raise UsageError(f"local={count}: {wrong}", cure)
     islands = Islands(replica, run.team.group, mesh, count, plan.outer)
+    parts = sorted({len(part) for part in deal(batches, [1.0] * count)}, reverse=True) if grid is not None else []
+    each = " or ".join(map(str, parts))
+    what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}"
+    run.say(f"{what}, with {each} of the micro-batches of each global batch")
+    run.decide(about["trainer"], what, "the plan says local=: the result is that of so many, whoever computes them")
     return Rounds(**about, grid=grid, every=plan.every, islands=islands)
 
 
@@ -129,6 +134,14 @@ class Rounds(Stepper):
             told = f"training goes on in {self.isles.count} islands, each with what the optimizer keeps"
         if told:
             self.run.say(f"changed mathematics: {told}")
+
+    def memory(self) -> dict[str, int]:
+        found, (weights, kept) = super().memory(), self.isles.most
+        more = {"parameters": weights, "optimizer": kept}
+        return {key: value + more.get(key, 0) for key, value in found.items()}
+
+    def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
+        return self.isles.shares(batches)
 
     def _attempt(self, step: Step, deal: Callable[..., Any], name: str) -> Attempt:
         isles = self.isles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from paceline.plan import Plan
 from paceline.portions import Portion
 from paceline.pulse import PULSE
 from paceline.run import Run
-from paceline.step import NOTHING, Agreed, Grid, VectorLayout
+from paceline.step import NOTHING, Agreed, Grid, VectorLayout, deal
 from paceline.strategies.chunks import to_device
 from paceline.strategies.forecast import blocks_told, forecast
 from paceline.strategies.job import Job, Options, Sums
@@ -382,7 +382,7 @@ class Stepper:
         if not self.done:
             return
         group, mesh = self.run.team.group, self.plan.mesh(self.run.team.size)
-        held = {**self.replica.memory(), "process": peak_memory(self.job.device)}
+        held = {**self.memory(), "process": peak_memory(self.job.device)}
         self.run.journal.write("memory", trainer=self.trainer, **held)
         if mesh.size == 1:
             return
@@ -401,6 +401,14 @@ class Stepper:
         told = {"stages": [{"blocks": blocks} for blocks in blocks_told(self.job)], "workers": len(said)}
         told |= {"micro_batches": self.micro_batches, "predicted": predicted, "measured": measured}
         self.run.journal.write("figures", trainer=self.trainer, plan=str(self.plan), **told)
+
+    def memory(self) -> dict[str, int]:
+        """The bytes that this worker holds at most, by category."""
+        return self.replica.memory()
+
+    def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
+        """How many of the micro-batches of a global batch each unit of these weights gets."""
+        return [len(part) for part in deal(batches, weights)]
 
     def _sent(self) -> dict[str, float]:
         return {kind: costs[1] for kind, costs in self.run.team.group.ledger.items()}

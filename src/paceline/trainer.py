@@ -53,7 +53,7 @@ from paceline.portions import Portion, bring
 from paceline.predict import predicted
 from paceline.rounds import rounds_of
 from paceline.run import Run
-from paceline.step import Grid, deal, stream_seed
+from paceline.step import Grid, stream_seed
 from paceline.stepping import Stepper, StepReport
 from paceline.strategies.chunks import MicroBatch, rows_of
 from paceline.strategies.job import Job, default_forward
@@ -255,12 +255,12 @@ class Trainer:
             self._stopped = False
         if not phase.complete:
             place = self._place()
-            share = deal(len(grid.cut(grid.global_batch)), place.weights)
-            dealt, unit = [len(part) for part in share], self._mesh.unit
+            dealt = self._stepper.shares(len(grid.cut(grid.global_batch)), place.weights)
+            unit = self._mesh.unit
             told = grid_told(grid, dealt, rows, total, unit, self._number, self._run.models)
             told |= {"phase": number, "epochs": epochs, "done": [one.steps_done for one in self._run.members]}
             self._run.show("grid", **told, steps=None if total is None else self.steps_done - phase.done + total)
-            idle = None if place.fine else idle_text(grid, place.weights, unit)
+            idle = None if place.fine or self.plan.local else idle_text(grid, place.weights, unit)
             if idle is not None:
                 self._run.decide(self._number, *idle)
                 self._run.say(": ".join(idle), once=True)

@@ -42,8 +42,9 @@ CALLS = [0]
 def _act() -> None:
     CALLS[0] += 1
     worker, _, calls = os.environ.get("KILL", ":").partition(":")
-    done = Path(sys.argv[1]) / "killed"
-    if worker == os.environ.get("PACELINE_RANK") and CALLS[0] == int(calls) and not done.exists():
+    if worker and worker == os.environ.get("PACELINE_RANK") and CALLS[0] == int(calls):
+        if (done := Path(sys.argv[1]) / "killed").exists():
+            return
         done.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if "SLOW" in os.environ and CALLS[0] >= int(os.environ["SLOW"]):

@@ -32,7 +32,8 @@ from paceline.strategies.whole_batch import OverBatch
 
 class Replica:
     """A step is `run`, `agree`, `norm`, `update`, `complete`; until `update` it can be `abort`ed. `group` are all
-    workers, of whom a `team` makes a step, if not all together; `outer` are those that hold equal parts, whose gradients are summed, between hosts with the `codec`.
+    workers, of whom a `team` makes a step, if not all together; `outer` are those that hold equal parts, whose
+    gradients are summed, between hosts with the `codec`.
     """
 
     def __init__(
