@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from paceline.errors import PlanError
 from paceline.plan import Plan, describe
 
-AXES = ("data", "local", "shard", "tensor", "pipeline", "context")
+AXES = ("data", "shard", "tensor", "pipeline", "context")
 NUMBERS = st.integers(1, 999_999_999)
 VALUES: dict[str, st.SearchStrategy[object]] = {
     "data": NUMBERS,
     "local": NUMBERS,
     "every": NUMBERS,
-    "outer": st.just("nesterov"),
+    "outer": st.sampled_from(["sgd:1", "sgd:.5", "nesterov:0.7:0.9"]),
     "fragments": NUMBERS,
     "server": NUMBERS,
     "staleness": st.one_of(st.integers(0, 999_999_999), st.just(math.inf)),
@@ -186,7 +186,7 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
     [
         ("every=50", "every=50 needs local; add local=N, or leave every=50 out"),
         ("fragments=2", "fragments=2 needs local; add local=N, or leave fragments=2 out"),
-        ("outer=nesterov", "outer=nesterov needs local; add local=N, or leave outer=nesterov out"),
+        ("outer=sgd:1", "outer=sgd:1 needs local; add local=N, or leave outer=sgd:1 out"),
         ("zero=3", "zero=3 needs shard; add shard=N, or leave zero=3 out"),
         ("offload=cpu", "offload=cpu needs shard; add shard=N, or leave offload=cpu out"),
         ("staleness=inf", "staleness=inf needs server; add server=N, or leave staleness=inf out"),
@@ -223,7 +223,8 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
     assert refusal(text) == message
 
 
-BUILT = "use only what is: data=N, shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
+BUILT = "use only what is: data=N, local=N, every=H, outer=sgd:RATE|nesterov:RATE:MOMENTUM, "
+BUILT += "shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
 BUILT += (
     "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy, precision=bf16|fp16, "
 )
@@ -233,7 +234,7 @@ BUILT += "recompute=blocks, compile, exact"
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("local=2 every=50", "local=2 every=50 are"),
+        ("local=2 every=50 fragments=2", "fragments=2 is"),
         ("server=1 staleness=0 exact", "server=1 staleness=0 are"),
         ("auto", "auto is"),
     ],
@@ -263,7 +264,8 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
         ("gradient_checkpointing", "unknown plan word 'gradient_checkpointing'; say recompute=blocks"),
         (
             "quick",
-            "unknown plan word 'quick'; the known ones are data=N local=N every=H outer=nesterov fragments=F "
+            "unknown plan word 'quick'; the known ones are data=N local=N every=H "
+            "outer=sgd:RATE|nesterov:RATE:MOMENTUM fragments=F "
             "server=S staleness=K|inf shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N schedule=gpipe|1f1b "
             "virtual=V context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy "
             "precision=bf16|fp16 recompute=blocks compile exact auto",

@@ -18,11 +18,14 @@ from typing import Any
 from paceline.errors import PlanError
 from paceline.mesh import AXES, Mesh
 
+_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
 # A word's value is a literal or one of these: its pattern, and what the user is told it stands for.
 _NUMBERS = {
     **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFSV"},
     "K": ("[0-9]{1,9}", "K a whole number from 0 to 999999999"),
     "topk:R": (r"topk:0?\.[0-9]*[1-9][0-9]*", "topk:R with a fraction R of the gradient, as 0.01"),
+    "sgd:RATE": (rf"sgd:{_NUMBER}", "RATE a number, as 0.7"),
+    "nesterov:RATE:MOMENTUM": (rf"nesterov:{_NUMBER}:0?\.[0-9]+", "MOMENTUM below 1, as 0.9"),
     "powersgd:R": ("powersgd:[1-9][0-9]{0,3}", "powersgd:R with a rank R from 1 to 9999"),
 }
 
@@ -54,9 +57,14 @@ class Plan:
     """
 
     data: int | None = _word("N", "N replicas, gradients all-reduced every step", axis=True, built=True)
-    local: int | None = _word("N", "N islands that synchronise every H steps (local SGD, DiLoCo)", axis=True)
-    every: int | None = _word("H", "steps between two synchronisations of the islands", of="local")
-    outer: str | None = _word("nesterov", "the islands' mean difference is a gradient for this optimizer", of="local")
+    local: int | None = _word("N", "N islands, merged every H steps (local SGD, DiLoCo)", built=True)
+    every: int | None = _word("H", "steps between two merges of the islands", of="local", built=True)
+    outer: str | None = _word(
+        "sgd:RATE|nesterov:RATE:MOMENTUM",
+        "how far a merge goes, nesterov:0.7:0.9 unless said",
+        of="local",
+        built=True,
+    )
     fragments: int | None = _word("F", "the islands synchronise one of F parts of the model at a time", of="local")
     server: int | None = _word("S", "S parameter servers")
     staleness: float | None = _word(
@@ -205,7 +213,10 @@ class Plan:
                 if word in ("compile", "zero=2", "zero=3", "precision=fp16") or (word == "exact" and axis != "tensor"):
                     what = f"{word} and {axis}={getattr(self, axis)} are not built together yet"
                     raise PlanError(what, "say zero=1" if row.name == "zero" else f"leave {word} or {axis} out")
-            if self.auto and (row.metadata["axis"] or row.name == "server"):
+            if self.local and (word in ("exact", "precision=fp16") or row.name == "codec"):
+                what = f"{word} and local={self.local} are not built together yet"
+                raise PlanError(what, f"leave {word} or local out")
+            if self.auto and (row.metadata["axis"] or row.name in ("local", "server")):
                 raise PlanError(f"auto and {word} both decide the layout", f"leave auto or {word} out")
 
 

@@ -467,9 +467,9 @@ class Run:
     def step(self) -> int:
         return sum(member.steps_done for member in self.members)
 
-    def wants_save(self) -> int:
-        """Worker 0's wish, by the intervals of `--save-every` and `--mirror`."""
-        return self.saving.wants(self.step + 1) if self.main and self.saving.storage is not None else 0
+    def wants_save(self, steps: int = 1) -> int:
+        """Worker 0's wish after so many steps, by the intervals of `--save-every` and `--mirror`."""
+        return self.saving.wants(self.step + steps) if self.main and self.saving.storage is not None else 0
 
     def ask_save(self) -> None:
         if self.saving.storage is None:

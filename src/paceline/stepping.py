@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 from paceline.agreement import Weights
-from paceline.arguments import peak_memory, refuse_twins
-from paceline.checkpoint.tree import pack, unpack
-from paceline.comm.group import Group
+from paceline.arguments import peak_memory
 from paceline.data.balance import Balance
+from paceline.data.loader import Place
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
-from paceline.mesh import run_of
+from paceline.islands import first_rows
 from paceline.observe.figures import links_of
 from paceline.plan import Plan
+from paceline.portions import Portion
 from paceline.pulse import PULSE
 from paceline.run import Run
-from paceline.step import NOTHING, Agreed, Grid, VectorLayout
-from paceline.strategies.chunks import MicroBatch, cut, digest_of, rows_of, to_device
+from paceline.step import NOTHING, Agreed, Grid, VectorLayout, deal
+from paceline.strategies.chunks import to_device
 from paceline.strategies.forecast import blocks_told, forecast
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.merging import Merging
@@ -43,6 +43,8 @@ class StepReport:
 
     `step` counts optimizer steps done, from 1. `loss` and `metrics` are means over the global batch of `samples` rows.
     `lr` is the first group's learning rate of this step, `grad_norm` the norm of the mean gradient before clipping.
+    With `local=` a turn of the loop is a round of `turn` steps: `loss` and `metrics` are its means, `samples` its rows,
+    and the rest is that of its last step, `lr` and `grad_norm` of island 0.
     """
 
     step: int
@@ -53,64 +55,11 @@ class StepReport:
     seconds: float
     lr: float
     grad_norm: float
+    turn: int = 1
 
-
-@dataclass
-class Portion:
-    """One worker's part of a global batch: its micro-batches, and the size of the whole. `full`: that is what a global
-    batch has; `fine`: micro-batches were divided among workers.
-    """
-
-    micro_batches: list[MicroBatch]
-    count: int
-    rows: int
-    epoch: int = 0
-    cure: str = "bring one row more, or choose a micro= that leaves no single row, which changes the mathematics"
-    full: bool = False
-    fine: bool = False
-
-    @property
-    def share(self) -> list[MicroBatch]:
-        """Those that count."""
-        return [micro_batch for micro_batch in self.micro_batches if not micro_batch.blank]
-
-
-def bring(
-    group: Group, unit: Group, batch: Any, micro: int | None, together: int, spare: MicroBatch | None, looks: str
-) -> Portion:
-    """The rows that the workers of this `unit` bring to the entered collective, numbered among everybody's. Where it
-    `looks`, none may come twice. One that has fewer micro-batches than others of the `together` workers of a replica
-    runs its first or the `spare` one besides.
-    """
-
-    def cuts(theirs: Any) -> list[range]:
-        rows = 0 if theirs is None else rows_of(theirs)
-        return Grid(max(rows, 1), micro or max(rows, 1)).cut(rows)
-
-    mine, rank = cuts(batch), group.rank
-    brought = group.gather_json([len(mine), sum(map(len, mine)), digest_of(batch) if looks and mine else ""])
-    refuse_twins([entry[2] for entry in brought], looks)
-    mates = [batch]
-    if unit.size > 1:
-        unit.enter("the rows of a unit", check=False, kind="step()")
-        mates = [unpack(said)[0] for said in unit.gather(pack([batch]))]
-    micro_batches: list[MicroBatch] = []
-    for mate, theirs in enumerate(mates, start=rank - unit.rank):
-        offset, first = (sum(entry[place] for entry in brought[:mate]) for place in (0, 1))
-        whose = "this worker's" if mate == rank else f"worker {group.names[mate]}'s"
-        for number, part in enumerate(cuts(theirs), start=offset):
-            said = f"rows {part.start}-{part.stop - 1} of {whose} batch"
-            micro_batches.append(MicroBatch(number, len(part), cut(theirs, part), said, start=first + part.start))
-    whole = Portion(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
-    if whole.rows == 0:
-        raise UsageError("no worker brought a row to step()", "bring at least one row")
-    spare = micro_batches[0] if micro_batches else spare
-    for _ in range(max(brought[other][0] for other in run_of(rank, together)) - len(mine)):
-        if spare is None:
-            what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
-            raise UsageError(what, "bring at least one row on every worker, or say zero=1")
-        whole.micro_batches.insert(0, dataclasses.replace(spare, blank=True))
-    return whole
+    def every(self, steps: int) -> bool:
+        """Whether a multiple of so many steps was reached since the last turn of the loop."""
+        return self.step // steps > (self.step - self.turn) // steps
 
 
 @dataclass
@@ -129,6 +78,7 @@ class Step:
     whole: Portion = field(default_factory=lambda: Portion([], 0, 0))
     indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
     options: Options = field(default_factory=lambda: Options(0, 1.0, 0))
+    steps: int = 1  # in a turn
     sums: Sums | None = None
     agreed: Agreed = NOTHING
     norm: float = 0.0
@@ -151,6 +101,7 @@ class Stepper:
     streams: Streams
     merging: Merging
     weights: Weights
+    grid: Grid | None = None
     balance: Balance | None = None
     scaling: LossScale | None = None
     done: int = 0
@@ -166,11 +117,24 @@ class Stepper:
     before: dict[str, float] = field(default_factory=dict)  # bytes sent, by kind
     micro_batches: int = 0  # of a global batch, the largest so far
     waiting_since: float = field(default_factory=time.perf_counter)
+    place: Callable[[], Place] | None = None  # how its global batches are dealt, if otherwise than all others
 
     def __post_init__(self) -> None:
         self.operations = self.run.team.operations
+        self.group = self.replica.team  # the workers who make a step together
+        plan, unit = self.plan, self.replica.mesh.unit
+        apart = self.run.team.world.shares is not None or plan.together > 1 or plan.local
+        if self.grid is not None and not apart:
+            never = self.run.reverse or plan.one_by_one
+            self.balance = Balance(self.grid, self.operations.members, never, unit)
+        if plan.precision == "fp16":
+            self.scaling = LossScale()
         self.run.measures.append(self.measure)
         self.run.own.append(self.replica.own)
+
+    def turn(self, deal: Callable[[], Portion], name: str) -> Step | None:
+        """Makes the next turn of the user's loop; None where all are to stop first."""
+        return self.step(deal, name)
 
     def step(self, deal: Callable[[], Portion], name: str) -> Step:
         """Makes the next one, applied whole or not at all; `deal` gives this worker's rows, in the present team."""
@@ -222,23 +186,31 @@ class Stepper:
 
     def _begin(self, step: Step, deal: Callable[[], Portion], name: str) -> None:
         """Rows, and how they may be computed."""
+        self._open(step, name)
+        self._load(step, deal)
+        step.scale = 1.0 if self.scaling is None else self.scaling.scale
+        step.options = self.options(step)
+
+    def _open(self, step: Step, name: str) -> None:
+        """In the present generation, with the weights as they are."""
         group, step.generation = self.run.team.group, self.operations.number
         self.house(name)
         self.operations.reached("loading")
         for member in self.run.members:
             member.state.step_begins()
-        self._load(step, deal)
         looks, self.weights.refused = group.size > 1 and self.weights.looks(step.number), True
         step.digest = self.weights.told() if looks else None
-        step.scale = 1.0 if self.scaling is None else self.scaling.scale
-        step.options = Options(
+
+    def options(self, step: Step) -> Options:
+        """How its micro-batches, which are there, may be computed."""
+        return Options(
             step=step.number,
             expected=(self.expected or float(step.whole.rows)) / step.scale,
             micro_batches=step.whole.count,
             rows=step.whole.rows,
             merge=self.merging.size,
             test=self.merging.undecided and not self.plan.one_by_one,
-            collect=group.size > 1 or self.plan.exact,
+            collect=self.group.size > 1 or self.plan.exact,
             probe=self.plan.together == 1 and step.whole.count > 1 and self.replica.mesh.pipeline == 1,
             reverse=self.run.reverse,
             hooked="hooks" in self.told,
@@ -256,10 +228,12 @@ class Stepper:
 
     def _compute(self, step: Step, deal: Callable[[], Portion], name: str, began: float) -> float:
         """Gradients, and what all agree on: again, as long as they agree to. When this worker's own part was there."""
-        group, options = self.run.team.group, step.options
-        group.enter(name, check=False, kind="gradients")
+        options = step.options
+        self.group.enter(name, check=False, kind="gradients")
         while True:
-            step.ahead = self.operations.migration.step(self.trainer, whole=bool(self.plan.exact or self.scaling))
+            step.ahead = self.operations.migration.step(
+                self.trainer, whole=bool(self.plan.exact or self.scaling or self.plan.local)
+            )
             sums = step.sums = self.replica.run(step.whole.micro_batches, options, step.ahead.sum)
             computed = time.perf_counter()
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
@@ -289,7 +263,7 @@ class Stepper:
 
     def _end(self, step: Step) -> None:
         """All is computed: what somebody has to tell, and what cannot be applied."""
-        group = self.run.team.group
+        group = self.group
         if step.agreed.news:
             for told in group.gather_json(self._untold()):
                 step.news = {**told, **step.news}
@@ -350,6 +324,34 @@ class Stepper:
         self.replica.follow(Sums(records=records), Agreed(**agreed), options, norm)
         self.done += 1
 
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state(self, done: int | None) -> dict[str, Any]:
+        """What the rest depends on; for a checkpoint after so many transactions, or else what all have alike."""
+        scaling = None if self.scaling is None else [self.scaling.scale, self.scaling.good]
+        return {**self.replica.state(), "steps": self.done, "expected": self.expected, "scaling": scaling}
+
+    def load(self, saved: dict[str, Any], newcomer: bool) -> None:
+        """What `state` was, maybe under another plan. One that is no newcomer has its own part."""
+        self.replica.load(saved)
+        self.done, self.expected = saved["steps"], saved["expected"]
+        if self.scaling is not None and saved.get("scaling"):
+            self.scaling = LossScale(*saved["scaling"])
+        if (kept := saved.get("islands")) and newcomer and "each" in kept:
+            inner = first_rows(kept["each"]["0"])
+            self.replica.updater.load(inner)
+            self.expected = inner["expected"]
+            self.run.say(
+                "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
+                "that of the others and of the merges is dropped"
+            )
+
+    def regrid(self, grid: Grid) -> None:
+        """Global batches are cut otherwise than the script says, as they were before."""
+        self.grid = grid
+        if self.balance is not None:
+            self.balance.grid = grid
+
     # -- what a step teaches ----------------------------------------------------------------------------------------
 
     def _rest(self, step: Step) -> None:
@@ -388,7 +390,7 @@ class Stepper:
         if not self.done:
             return
         group, mesh = self.run.team.group, self.plan.mesh(self.run.team.size)
-        held = {**self.replica.memory(), "process": peak_memory(self.job.device)}
+        held = {**self.memory(), "process": peak_memory(self.job.device)}
         self.run.journal.write("memory", trainer=self.trainer, **held)
         if mesh.size == 1:
             return
@@ -407,6 +409,14 @@ class Stepper:
         told = {"stages": [{"blocks": blocks} for blocks in blocks_told(self.job)], "workers": len(said)}
         told |= {"micro_batches": self.micro_batches, "predicted": predicted, "measured": measured}
         self.run.journal.write("figures", trainer=self.trainer, plan=str(self.plan), **told)
+
+    def memory(self) -> dict[str, int]:
+        """The bytes that this worker holds at most, by category."""
+        return self.replica.memory()
+
+    def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
+        """How many of the micro-batches of a global batch each unit of these weights gets."""
+        return [len(part) for part in deal(batches, weights)]
 
     def _sent(self) -> dict[str, float]:
         return {kind: costs[1] for kind, costs in self.run.team.group.ledger.items()}
@@ -494,7 +504,7 @@ class Stepper:
 
     def _agree(self, step: Step, sums: Sums, seconds: float) -> Agreed:
         """Sums of all workers; on the first step they first agree on the names of the metrics."""
-        group, run, whole = self.run.team.group, self.run, step.whole
+        group, run, whole = self.group, self.run, step.whole
         self.news |= sums.news | self.job.news
         speaks = self.replica.mesh.speaks(group.rank)
         tells = speaks and bool(whole.share) and not sums.failed
@@ -532,7 +542,7 @@ class Stepper:
 
     def _first_layout(self, mine: list[str] | None) -> VectorLayout:
         """With the names of metrics that all have to tell who tell any."""
-        group = self.run.team.group
+        group = self.group
         names = group.gather_json(mine)
         known = [(rank, name) for rank, name in enumerate(names) if name is not None]
         for rank, other in known:
@@ -544,15 +554,17 @@ class Stepper:
         return VectorLayout(tuple(known[0][1]) if known else (), group.size, len(self.job.named))
 
     def _refuse(self, step: Step) -> None:
-        """Refuses a step that cannot be applied: its loss is not finite, or there is nothing to take the mean over."""
-        sums, agreed, group = step.sums, step.agreed, self.run.team.group
+        """Refuses a step that cannot be applied: its loss is not finite, or there is nothing to take the mean over, as
+        an island may have nothing.
+        """
+        sums, agreed, group = step.sums, step.agreed, self.group
         if not math.isfinite(agreed.loss):
             where, names = group.gather_json([] if sums is None else sums.bad), group.names
             bad = [f"worker {names[rank]}: {rows}" for rank, some in enumerate(where) for rows in some]
             named = "; ".join(bad[:2]) + (f" and {len(bad) - 2} more" if len(bad) > 2 else "")
             cure = "the step was not applied; look at these rows, lower the learning rate or set clip_norm="
             raise NonFiniteLossError(f"the loss of step {step.number + 1} is not finite ({named})", cure)
-        if agreed.count <= 0:
+        if agreed.count <= 0 and not self.plan.local:
             raise UsageError(
                 f"the loss of step {step.number + 1} counts {agreed.count:g} rows or tokens in the whole global batch",
                 "return a positive count for at least one row of each global batch",

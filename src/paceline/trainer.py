@@ -40,7 +40,6 @@ from paceline.arguments import (
 from paceline.best import Best
 from paceline.checkpoint.adopt import adopted, refuse_another_model
 from paceline.checkpoint.export import refuse_other_suffix, write_together
-from paceline.data.balance import Balance
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import UsageError
@@ -50,15 +49,16 @@ from paceline.loops import Phase, State, grid_told, idle_text, resumed_grid
 from paceline.mesh import AXES, Mesh
 from paceline.observe.ledger import Ledger
 from paceline.plan import Plan
+from paceline.portions import Portion, bring
 from paceline.predict import predicted
+from paceline.rounds import rounds_of
 from paceline.run import Run
-from paceline.step import Grid, deal, stream_seed
-from paceline.stepping import Portion, Stepper, StepReport, bring
+from paceline.step import Grid, stream_seed
+from paceline.stepping import Stepper, StepReport
 from paceline.strategies.chunks import MicroBatch, rows_of
 from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
-from paceline.strategies.scaling import LossScale
 from paceline.strategies.state import copies_in_pieces, hidden_in, in_pieces, mixing, own_copies, refuse_mixing
 from paceline.strategies.streams import Streams
 from paceline.strategies.whole_batch import led
@@ -147,11 +147,10 @@ class Trainer:
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
         run.agreement.weights.append(weights := Weights(job, mesh))
-        self._stepper = Stepper(run, self._number, job, self._replica, self.plan, self._streams, merging, weights)
-        if self.plan.precision == "fp16":
-            self._stepper.scaling = LossScale()
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
-        self._stepper.balance = self._balance()
+        about: dict[str, Any] = {"run": run, "trainer": self._number, "job": job, "replica": self._replica}
+        about |= {"plan": self.plan, "streams": self._streams, "merging": merging, "weights": weights}
+        self._stepper = rounds_of(mesh, about, self._grid) if self.plan.local else Stepper(**about, grid=self._grid)
         self._ledger = Ledger()
         self._phases, self._untouched = list[Phase](), list[Phase]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
@@ -164,12 +163,6 @@ class Trainer:
         if run.tree:
             self.restore(newcomer=True)
         run.tell_needs()
-
-    def _balance(self) -> Balance | None:
-        run = self._run
-        if self._grid is None or run.team.world.shares is not None or self.plan.together > 1:
-            return None
-        return Balance(self._grid, run.team.operations.members, run.reverse or self.plan.one_by_one, self._mesh.unit)
 
     # -- what the user reads ------------------------------------------------------------------------------------
 
@@ -262,12 +255,12 @@ class Trainer:
             self._stopped = False
         if not phase.complete:
             place = self._place()
-            share = deal(len(grid.cut(grid.global_batch)), place.weights)
-            dealt, unit = [len(part) for part in share], self._mesh.unit
+            dealt = self._stepper.shares(len(grid.cut(grid.global_batch)), place.weights)
+            unit = self._mesh.unit
             told = grid_told(grid, dealt, rows, total, unit, self._number, self._run.models)
             told |= {"phase": number, "epochs": epochs, "done": [one.steps_done for one in self._run.members]}
             self._run.show("grid", **told, steps=None if total is None else self.steps_done - phase.done + total)
-            idle = None if place.fine else idle_text(grid, place.weights, unit)
+            idle = None if place.fine or self.plan.local else idle_text(grid, place.weights, unit)
             if idle is not None:
                 self._run.decide(self._number, *idle)
                 self._run.say(": ".join(idle), once=True)
@@ -287,13 +280,16 @@ class Trainer:
             )
         cure = grid.against_single_rows(phase.rows or grid.global_batch)
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
-        feed = Feed(source, grid, span, self._place, run.team.world.tell)
+        feed = Feed(source, grid, span, self._stepper.place or self._place, run.team.world.tell)
         self._stepper.waiting_since = time.perf_counter()
         alike = Fingerprint(source, run.team.world.tell)
         with run.loop(phase):
             while feed.has(phase.done):
                 report = self._advance(partial(self._deal, alike, feed, phase, cure), f"step {self.steps_done + 1}")
-                phase.done, phase.begun = phase.done + 1, report.epoch + 1 - phase.first_epoch
+                if report is None:
+                    run.between()
+                    break
+                phase.done, phase.begun = phase.done + report.turn, report.epoch + 1 - phase.first_epoch
                 feed.measured(report.seconds)
                 if feed.decided:
                     why, feed.decided = feed.decided, None
@@ -318,6 +314,11 @@ class Trainer:
         own rows are lost, and named.
         """
         run = self._run
+        if self.plan.local:
+            what = (
+                f"step() brings the rows of one step, and local={self.plan.local} has a fixed part of each for islands"
+            )
+            raise UsageError(what, "use steps(), or leave local= out")
         run.begin_training(self._number, loop=False)
         first, run.stepping = not run.stepping, True
         number = self.steps_done + 1
@@ -326,7 +327,10 @@ class Trainer:
         if first:
             run.team.world.tell("phase")
         when = "their first step()" if first else f"step {number}"
-        return self._advance(partial(self._brought, batch, when if looks else ""), f"the gradients of step {number}")
+        deal = partial(self._brought, batch, when if looks else "")
+        report = self._advance(deal, f"the gradients of step {number}")
+        assert report is not None
+        return report
 
     def _brought(self, batch: Any, looks: str) -> Portion:
         """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice."""
@@ -339,11 +343,13 @@ class Trainer:
             self._spare = whole.share[0]
         return whole
 
-    def _deal(self, alike: Fingerprint, feed: Feed, phase: Phase, cure: str) -> Portion:
-        """This worker's part of the loop's next global batch."""
+    def _deal(self, alike: Fingerprint, feed: Feed, phase: Phase, cure: str, ahead: int = 0) -> Portion | None:
+        """This worker's part of the loop's next global batch, or of one further ahead, if there is one."""
+        if ahead and not feed.has(phase.done + ahead):
+            return None
         if told := alike.compare(self._group, self._run.team.operations.number):
             self._run.say(told, once=True)
-        epoch, rows, micro_batches = feed.at(phase.done)
+        epoch, rows, micro_batches = feed.at(phase.done + ahead)
         full = rows == feed.grid.global_batch
         return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine)
 
@@ -355,13 +361,15 @@ class Trainer:
             return place
         return replace(place, weights=balance.weights, fine=balance.fine)
 
-    def _advance(self, deal: Callable[[], Portion], name: str) -> StepReport:
+    def _advance(self, deal: Callable[..., Any], name: str) -> StepReport | None:
         run = self._run
-        one = self._stepper.step(deal, name)
+        if (one := self._stepper.turn(deal, name)) is None:
+            return None
         agreed = one.agreed
         metrics = {key: total / count if count else math.nan for key, (total, count) in agreed.metrics.items()}
         loss, seconds = agreed.loss / agreed.count, sum(one.spent.values()) - one.spent["other"]
-        report = StepReport(self.steps_done, one.whole.epoch, loss, metrics, one.whole.rows, seconds, one.lr, one.norm)
+        ends = (loss, metrics, one.whole.rows, seconds, one.lr, one.norm, one.steps)
+        report = StepReport(self.steps_done, one.whole.epoch, *ends)
         run.took_step, run.team.step, self._last = True, run.step, report
         members = run.team.operations.members
         self._ledger.add(report.step, report.samples, one.spent, dict(zip(members, agreed.seconds, strict=False)))
@@ -522,11 +530,8 @@ class Trainer:
                 self._run.say(f"{hidden}; keep them in self.state", once=True)
         self._looked = True
         return {
-            **self._replica.state(),
+            **self._stepper.state(done),
             "own": {} if done is None else self._replica.own.state(done),
-            "steps": self.steps_done,
-            "expected": self._stepper.expected,
-            "scaling": None if (scaling := self._stepper.scaling) is None else [scaling.scale, scaling.good],
             "grid": [self._grid.global_batch, self._grid.micro] if self._grid else None,
             "phases": [phase.saved() for phase in self._phases],
             "stopped": self._stopped,
@@ -577,10 +582,7 @@ class Trainer:
         if newcomer and (step := self._run.resumed) is not None:
             checkpoint = f"checkpoint of step {step} in {self._run.folder or 'memory'}"
             refuse_another_model(self.model, mine["model"], self._number, checkpoint, self._job.cuts)
-        self._replica.load(mine)
-        self._stepper.done, self._stepper.expected = mine["steps"], mine["expected"]
-        if self._stepper.scaling is not None and mine.get("scaling"):
-            self._stepper.scaling = LossScale(*mine["scaling"])
+        self._stepper.load(mine, newcomer)
         if not newcomer:
             return
         self._replica.own.take(mine.get("own") or {})
@@ -593,5 +595,4 @@ class Trainer:
         if mine["grid"] and self._grid:
             now, done = self._grid, self.steps_done
             self._grid = resumed_grid(Grid(*mine["grid"]), now, self.plan.micro, done, self._run.say)
-            if self._stepper.balance is not None:
-                self._stepper.balance.grid = self._grid
+            self._stepper.regrid(self._grid)

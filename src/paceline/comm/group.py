@@ -35,6 +35,7 @@ from paceline.world import World, gloo_interface
 
 # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
 FOR_EVER = timedelta(days=7)
+_Part = tuple[Mesh, "tuple[str, ...] | int"]  # of a group: along these axes, or the team of so many
 _Begin = Callable[[Channel | Nccl, torch.Tensor], dist.Work]  # begins a collective of a flat tensor
 NAME = 80  # characters of a collective's name that are shown
 
@@ -60,7 +61,7 @@ class Group:
         self.wanted = False  # a trainer needs it from the beginning of a generation on, where a loss can be met
         self.mesh = Mesh()
         self.links: list[links.Link] = []  # between hosts, as measured
-        self._parts: dict[tuple[Mesh, tuple[str, ...]], Group] = {}
+        self._parts: dict[_Part, Group] = {}
         self._whole: tuple[Group, str] | None = None  # which this is a part of, and by what name
         if world.size > 1 and not world.newcomer:
             with PULSE.waiting():
@@ -75,8 +76,8 @@ class Group:
         self.names, self.mesh = world.members or range(world.size), self.mesh.over(world.size)
         self._lends = False
         self._use(store, channel)
-        for (mesh, axes), part in self._parts.items():
-            self._aim(part, mesh, axes)
+        for key, part in self._parts.items():
+            self._aim(part, key)
 
     def _use(self, store: dist.Store | None, channel: Channel | None) -> None:
         self._store, self.channel = store, channel
@@ -122,18 +123,33 @@ class Group:
         mesh = replace(mesh or self.mesh, data=1)  # whose replicas come and go
         if "data" in axes and all(axis in axes or getattr(mesh, axis) == 1 for axis in AXES):
             return self
-        key = mesh, tuple(axis for axis in AXES if axis in axes and (axis == "data" or getattr(mesh, axis) > 1))
+        return self._part((mesh, tuple(a for a in AXES if a in axes and (a == "data" or getattr(mesh, a) > 1))))
+
+    def team(self, teams: int, mesh: Mesh) -> Group:
+        """The group of this worker's team, where the replicas, in order, are divided in so many as evenly as can be,
+        but in no more than there are replicas. As a part along axes it is the same in all generations.
+        """
+        return self._part((replace(mesh, data=1), teams))
+
+    def _part(self, key: _Part) -> Group:
         if key not in self._parts:
             part = self._parts[key] = Group(World(rank=self.names[self.rank]))
             part.ledger = self.ledger
-            self._aim(part, *key)
+            self._aim(part, key)
         return self._parts[key]
 
-    def _aim(self, part: Group, mesh: Mesh, axes: tuple[str, ...]) -> None:
+    def _aim(self, part: Group, key: _Part) -> None:
         """Says who is of a part from now on. While this worker is alone it is alone there, too."""
-        mesh = mesh.over(self.size)
-        ranks = mesh.peers(self.rank, *axes) if mesh.data else (self.rank,)
-        part._whole = self, f"along/{'x'.join(map(str, astuple(mesh)))}/{'+'.join(axes)}/{ranks[0]}"
+        mesh, which = key[0].over(self.size), key[1]
+        if not mesh.data:
+            ranks: Sequence[int] = (self.rank,)
+        elif isinstance(which, int):
+            ranks = mesh.team(self.rank, which)
+        else:
+            ranks = mesh.peers(self.rank, *which)
+        axes = str(which) if isinstance(which, int) else "+".join(which)
+        whole, inside = self._whole or (self, "")
+        part._whole = whole, f"{inside}along/{'x'.join(map(str, astuple(mesh)))}/{axes}/{ranks[0]}/"
         members = tuple(self.names[rank] for rank in ranks)
         part._take(World(rank=ranks.index(self.rank), size=len(ranks), members=members), None, None)
 

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, islice
 from multiprocessing import parent_process
 from typing import Any
@@ -30,7 +30,7 @@ from paceline.data.order import sample_index
 from paceline.errors import DatasetError, Noting, UsageError, a
 from paceline.mesh import run_of
 from paceline.pulse import PULSE
-from paceline.step import Grid, deal_rows, stream_seed
+from paceline.step import Grid, deal, deal_rows, stream_seed
 from paceline.strategies.chunks import MicroBatch, rows_told
 from paceline.strategies.streams import Streams
 
@@ -234,7 +234,8 @@ class Place:
     """Where a worker's unit is in the present team: its number, and all units' weights in dealing micro-batches.
     `generation` tells one dealing from another. `fine`: also parts of micro-batches are dealt. Where `together` units,
     one after another, must run equally many micro-batches, those that have fewer also get blank ones. Of a unit's
-    workers one `speaks`.
+    workers one `speaks`. The micro-batches are in so many runs as there are islands, of which these are its team's:
+    `islands` says how many, and which.
     """
 
     rank: int
@@ -243,6 +244,7 @@ class Place:
     fine: bool = False
     together: int = 1
     speaks: bool = True
+    islands: tuple[int, tuple[int, ...]] = (1, (0,))
 
 
 @lru_cache(maxsize=8)  # asked for twice a step, and almost always the same
@@ -250,15 +252,21 @@ def share_of(place: Place, grid: Grid, rows: int) -> tuple[tuple[int, range | No
     """A worker's micro-batches of those of a global batch of so many rows, which of their rows, if not all, and whether
     it is a blank one.
     """
-    cuts = grid.cut(rows)
-    shares = deal_rows(cuts, place.weights, grid.grain if place.fine else None)
-    dealt = shares[place.rank]
-    parts = [range(mine.start - cuts[n].start, mine.stop - cuts[n].start) for n, mine in dealt]
+    cuts, (islands, mine) = grid.cut(rows), place.islands
+    runs = deal(len(cuts), [1.0] * islands)
+    return tuple(one for island in mine for one in _share(place, grid, cuts[: runs[island].stop], runs[island].start))
+
+
+def _share(place: Place, grid: Grid, cuts: Sequence[range], first: int) -> Iterator[tuple[int, range | None, bool]]:
+    """Of one run of the `cuts`, which begins with the `first`."""
+    shares = deal_rows(cuts[first:], place.weights, grid.grain if place.fine else None)
+    dealt = [(first + number, rows) for number, rows in shares[place.rank]]
     beside = [shares[rank] for rank in run_of(place.rank, place.together) if shares[rank]]
-    any_of_ours = (dealt or beside[0])[0][0] if beside else 0
-    missing = max(map(len, beside), default=0) - len(dealt)
-    mine = ((n, None if mine == cuts[n] else part, False) for (n, mine), part in zip(dealt, parts, strict=True))
-    return (*[(any_of_ours, None, True)] * missing, *mine)
+    any_of_ours = (shares[place.rank] or beside[0])[0][0] + first if beside else 0
+    yield from [(any_of_ours, None, True)] * (max(map(len, beside), default=0) - len(dealt))
+    for number, rows in dealt:
+        start = cuts[number].start
+        yield number, None if rows == cuts[number] else range(rows.start - start, rows.stop - start), False
 
 
 Batch = tuple[int, int, list[MicroBatch]]  # epoch, rows of the global batch, this worker's micro-batches
@@ -481,12 +489,15 @@ class _Stream:
             options.pop("worker_init_fn")
         options.setdefault("generator", torch.Generator())
         loader = DataLoader(_Numbered(source, feed.epochs), batch_size=None, collate_fn=_same, **options)
-        self.samples = feed.begun(loader)
+        self._begin = partial(feed.begun, loader)
+        self.samples = self._begin()
         self._held: Any = None  # the first sample of the next global batch
         self._epoch, self._rows = 0, list[Any]()
 
     def reach(self, step: int) -> bool:
-        """Reads on to a global batch; whether there is one of this number."""
+        """Reads on to a global batch, from the beginning if it was passed; whether there is one of this number."""
+        if step < self._step:
+            self.samples, self._step = self._begin(), -1
         while self._step < step:
             held = next(self.samples, None) if self._step < 0 else self._held
             if held is None:

@@ -6,7 +6,7 @@ Each algorithm says its own, in its own file; `nest.cost` asks those that a plan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.pieces import Shards
 
@@ -46,6 +46,17 @@ class Cost:
     optimizer: int
     sent: dict[str, int] = field(default_factory=dict)
     in_flight: int = 1
+
+    def in_islands(self, islands: int, teams: int, every: int) -> Cost:
+        """Of a worker whose team has so many of the islands: as they are when a round is merged. Beside what is in use
+        there are the round's start, what each island has come to, what that adds up to; and what each optimizer keeps
+        now and kept before, of another team's islands too, if there is one.
+        """
+        mine = -(-islands // teams)
+        kept = (2 if teams == 1 else 4) * mine
+        parameters, optimizer = (3 + mine) * self.parameters, kept * self.optimizer
+        sent = self.sent | ({"merges": self.parameters // every} if teams > 1 else {})
+        return replace(self, parameters=parameters, optimizer=optimizer, sent=sent)
 
     @property
     def held(self) -> tuple[int, int, int]:

@@ -32,6 +32,8 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     so many times. The shapes of activations are those of the user's code, and no formula knows them before.
     """
     mesh = plan.mesh(workers)
+    teams = min(plan.local or 1, mesh.data)
+    mesh = replace(mesh, data=-(-mesh.data // teams))
     if mesh.shard == 1:
         found = data.cost(facts, mesh.data * mesh.context)
     else:
@@ -40,6 +42,8 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
         )
     for axis in facts.inside.keys() | facts.ends.keys():
         found.sent[axis] = forwards * facts.inside.get(axis, 0) + facts.ends.get(axis, 0)
+    if plan.local:
+        found = found.in_islands(plan.local, teams, plan.every or 1)
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
     return replace(found, in_flight=max(map(kept, rows)))
 
@@ -120,17 +124,19 @@ def nest(
         pipeline.leave()
     if values is not None:
         values.put(group, mesh, known)
-    outer = group.along("data", "context", mesh=mesh)
+    # Who makes a step together: all, or the team that an island is dealt to.
+    team = group.team(plan.local, mesh) if plan.local else group
+    outer = team.along("data", "context", mesh=mesh)
     codec = Codec(plan.codec) if plan.codec else None
     if codec is not None and job.device.type != "cpu":
         raise PlanError(f"codec={plan.codec} is not built for CUDA yet", f"leave codec={plan.codec} out")
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
-        return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec)
+        return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec, team)
     replica = group.along("shard", mesh=mesh)
     if plan.zero == 1:
-        return Replica(job, Shard(job, replica), group, outer, mesh, pipeline, codec)
+        return Replica(job, Shard(job, replica), group, outer, mesh, pipeline, codec, team)
     from paceline.strategies.fully_shard import FullyShard  # torch takes half a second to import what it needs
 
     filled = None if known else partial(share, group=group)
-    return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer, mesh, codec=codec)
+    return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer, mesh, codec=codec, team=team)

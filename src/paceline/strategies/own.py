@@ -44,7 +44,8 @@ class Own:
     def __init__(
         self, codec: Codec | None, group: Group, outer: Group, mesh: Mesh, home: Landing, cuts: Mapping[str, Cut]
     ) -> None:
-        self.codec, self.group, self.outer, self.mesh = codec, group, outer, mesh
+        self.codec: Codec | None = codec
+        self.group, self.outer, self.mesh = group, outer, mesh
         self.home, self.cuts = home, cuts
         self.owed: dict[str, torch.Tensor] = {}
         self.chosen: dict[str, Any] = {}
@@ -321,7 +322,18 @@ class Own:
         self.owed = {name: (self._mine(name, t) if whole[name] else t).clone() for name, t in owed.items()}
 
 
-class Owns(list[Own]):
+class Differing(Protocol):
+    """What workers may have that others have not."""
+
+    @property
+    def codec(self) -> Codec | None: ...
+    @property
+    def differs(self) -> bool: ...
+    def pool(self, team: Transactions) -> Generator[Any, Any, None]: ...
+    def meet(self, done: int) -> Iterator[str]: ...
+
+
+class Owns(list[Differing]):
     """Those of all trainers of a script."""
 
     @property
@@ -335,9 +347,10 @@ class Owns(list[Own]):
 
     def figures(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """For the report: how fast the links were at last, and what codecs have saved this worker, by trainer."""
-        if rate := next((own.link[0] for own in self if own.group.links), 0.0):
+        trainers = [own for own in self if isinstance(own, Own)]
+        if rate := next((own.link[0] for own in trainers if own.group.links), 0.0):
             yield "links", {"rate": rate}
-        for number, codec in enumerate(own.codec for own in self):
+        for number, codec in enumerate(own.codec for own in trainers):
             if codec is not None and codec.full:
                 sent, full = int(codec.sent), int(codec.full)
                 told = {"trainer": number, "codec": codec.word, "kind": codec.kind, "sent": sent, "full": full}

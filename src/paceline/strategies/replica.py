@@ -32,7 +32,8 @@ from paceline.strategies.whole_batch import OverBatch
 
 class Replica:
     """A step is `run`, `agree`, `norm`, `update`, `complete`; until `update` it can be `abort`ed. `group` are all
-    workers, `outer` those that hold equal parts, whose gradients are summed, between hosts with the `codec`.
+    workers, of whom a `team` makes a step, if not all together; `outer` are those that hold equal parts, whose
+    gradients are summed, between hosts with the `codec`.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Replica:
         mesh: Mesh,
         pipeline: Pipeline | None = None,
         codec: Codec | None = None,
+        team: Group | None = None,
     ) -> None:
         self.mesh = mesh
-        self.job, self.layout, self.group = job, layout, group
+        self.job, self.layout, self.team = job, layout, team or group
         layout.own()
         self.landing = layout.land()
         self.home = self.landing.home
@@ -58,7 +60,7 @@ class Replica:
         cuts = {name: job.own_cuts.get(name) or whole(param.shape) for name, param in job.own.items()}
         self._counted = counting([*cuts.values()], job.place)
         self.home.elements = [math.prod(cut.shape) for cut in cuts.values()]
-        self.transit = Transit(group, [*layout.route, Hop("sum", outer)], codec)
+        self.transit = Transit(self.team, [*layout.route, Hop("sum", outer)], codec)
         self.codec, self.own = codec, Own(codec, group, outer, mesh, self.home, cuts)
 
     def see_whole(self) -> None:
@@ -100,14 +102,14 @@ class Replica:
     def agree(self, vector: torch.Tensor, sums: Sums, options: Options) -> torch.Tensor:
         """Sums the step's vector over all workers; returns when all sums of the step have arrived."""
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
-        work = self.group.start_sum(small)
+        work = self.team.start_sum(small)
         self.transit.finish()
         options.reached("summed")
-        self.group.finish(work)
+        self.team.finish(work)
         if sums.records is not None:
             vector, sums.records = small[: len(vector)], small[len(vector) :]
         if sums.maxima is not None:
-            sums.redo = not self.home.settle(self.group.largest(sums.maxima))
+            sums.redo = not self.home.settle(self.team.largest(sums.maxima))
         self.own.add(options.expected)
         return vector
 

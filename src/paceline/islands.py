@@ -1,0 +1,459 @@
+"""Islands: so many trainings of one model, each with an optimizer of its own and a fixed part of every global batch,
+which are merged every so many steps: local SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019) and
+DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023).
+
+Islands are no machines: they are dealt to whatever teams of replicas there are, several to one, or one to several
+replicas that train it as one training. What an island's optimizer keeps is its own and goes where the island goes. The
+weights of all are the same between two rounds; what a round makes of them becomes the state when it counts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer
+from torch.utils import _pytree as pytree
+
+from paceline.checkpoint.tree import flatten_pieces, pack, unflatten, unpack
+from paceline.comm.buckets import BYTES
+from paceline.comm.codecs import Codec
+from paceline.comm.group import Group
+from paceline.mesh import Mesh
+from paceline.pieces import Cut, Held, stacked
+from paceline.step import NOTHING, Agreed, Versions, deal
+from paceline.strategies.data import kinds
+from paceline.strategies.own import Transactions, wide
+from paceline.strategies.replica import Replica
+from paceline.strategies.state import held, load_optimizer, local, optimizer_state
+
+OUTER = "nesterov:0.7:0.9"  # DiLoCo's
+
+
+def dealt(islands: int, held: Sequence[Collection[int]]) -> list[list[int]]:
+    """The islands of each team, where `held` are those whose state it has: whoever has one keeps it, as long as none
+    has two more than another.
+    """
+    if not any(held):
+        return [[*some] for some in deal(islands, [1.0] * len(held))]
+    found: list[list[int]] = [[] for _ in held]
+    for island in range(islands):
+        having = [team for team, some in enumerate(held) if island in some] or range(len(held))
+        min((found[team] for team in having), key=len).append(island)
+    while len(most := max(found, key=len)) > len(least := min(found, key=len)) + 1:
+        least.append(most.pop())
+    return [sorted(some) for some in found]
+
+
+def outer_optimizer(word: str, params: list[torch.nn.Parameter]) -> Optimizer:
+    """What a plan's `outer=` says, of torch's: its gradient is how far islands have come from the round's start."""
+    kind, rate, *momentum = word.split(":")
+    return SGD(params, lr=float(rate), momentum=float(momentum[0]) if momentum else 0.0, nesterov=kind == "nesterov")
+
+
+@dataclass
+class Inner:
+    """What the optimizers and schedules of an island keep, and the count that its gradients are divided by before it is
+    known. It is that of the live ones or, where it came from elsewhere, a tree by logical names.
+    """
+
+    states: list[dict[Any, dict[str, Any]]] = field(default_factory=list)
+    groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    expected: float = 0.0
+    tree: Any = None
+
+    @classmethod
+    def live(cls, replica: Replica, expected: float) -> Inner:
+        """Of the optimizers as they are, in their memory."""
+        job = replica.job
+        groups = [[{k: v for k, v in g.items() if k != "params"} for g in one.param_groups] for one in job.optimizers]
+        states = [dict(one.state) for one in job.optimizers]
+        return cls(states, groups, [copy.deepcopy(one.state_dict()) for one in job.schedulers], expected)
+
+    def put(self, replica: Replica) -> None:
+        """The optimizers go on with it."""
+        job = replica.job
+        if self.tree is not None:
+            replica.updater.load(self.tree)
+            vars(self).update(vars(Inner.live(replica, self.tree["expected"])))
+        for one, state, groups in zip(job.optimizers, self.states, self.groups, strict=True):
+            one.state = defaultdict(dict, state)
+            for group, values in zip(one.param_groups, groups, strict=True):
+                group.update(values)
+        for scheduler, values in zip(job.schedulers, self.schedulers, strict=True):
+            scheduler.load_state_dict(copy.deepcopy(values))
+
+    def named(self, replica: Replica) -> Any:
+        """As a tree by logical names."""
+        if self.tree is not None:
+            return self.tree
+        before = Inner.live(replica, 0.0)
+        self.put(replica)
+        state = replica.updater.state()
+        before.put(replica)
+        return {"optimizers": state["optimizers"], "schedulers": state["schedulers"], "expected": self.expected}
+
+    def copied(self) -> Inner:
+        """In memory of its own."""
+        clone = partial(pytree.tree_map_only, torch.Tensor, torch.clone)
+        states = [{param: clone(kept) for param, kept in state.items()} for state in self.states]
+        return Inner(states, clone(copy.copy(self.groups)), copy.deepcopy(self.schedulers), self.expected, self.tree)
+
+
+@dataclass
+class Progress:
+    """How far an island has come in a round: `steps` done, its weights (None: they are the live ones, or those of the
+    round's start), what its optimizers keep, and what its steps add up to.
+    """
+
+    inner: Inner
+    steps: int = 0
+    weights: list[torch.Tensor] | None = None
+    loss: float = 0.0
+    count: float = 0.0
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    unused: set[int] | None = None
+    norm: float = 0.0
+    lr: float = 0.0
+
+    def add(self, agreed: Agreed, norm: float, lr: float) -> None:
+        """A step of it, with rows or without."""
+        self.steps, self.lr = self.steps + 1, lr
+        if agreed.count <= 0:
+            return
+        self.norm, self.loss, self.count = norm, self.loss + agreed.loss, self.count + agreed.count
+        for name, (total, count) in agreed.metrics.items():
+            before = self.metrics.get(name, (0.0, 0.0))
+            self.metrics[name] = before[0] + total, before[1] + count
+        self.unused = {*agreed.unused} if self.unused is None else self.unused & {*agreed.unused}
+
+
+class Islands:
+    """`count` islands of a replica's job, of which some are `mine`: those of this worker's team. All workers are of
+    `group`; `word` says how islands are merged.
+    """
+
+    codec: Codec | None = None
+    differs = True  # as state of one's own
+
+    def __init__(self, replica: Replica, group: Group, mesh: Mesh, count: int, word: str | None) -> None:
+        self.replica, self.group, self.mesh, self.count = replica, group, mesh, count
+        self.team, self.twins = replica.team, group.along("data", mesh=mesh)
+        self.mine: list[int] = []
+        self.work: dict[int, Progress] = {}  # of the round under way, which is of this turn
+        self.turn = -1
+        self.kept: Versions[dict[int, Inner]] = Versions({})  # as the round began; of others' islands, too
+        self.saved: dict[str, Any] = {}  # from a checkpoint, and not taken yet
+        self._specs: dict[int, Any] = {}
+        self._live: int | None = None  # whose weights are in the model; None: those of all
+        self._start: list[torch.Tensor] = []
+        self.most = 0, 0  # bytes of weights and of what optimizers keep, beside those in use, when islands were merged
+        self._sums: list[torch.Tensor] = []
+        job = replica.job
+        self.rows = replica.updater.rows
+        self._cuts = dict(job.own_cuts)
+        self.outer = outer_optimizer(word or OUTER, self.rows)
+        self._names = {id(row): name for name, row in zip(job.own, self.rows, strict=True)}
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker tells what its team has done."""
+        return self.team.rank == 0
+
+    # -- who has which ----------------------------------------------------------------------------------------------
+
+    def house(self, done: int) -> Iterator[str]:
+        """A generation begins, after so many transactions: islands are dealt to its teams, and their state goes where
+        they go. What is to be told of it. Collective.
+        """
+        group, mesh, kept = self.group, self.mesh.over(self.group.size), self.kept.at(done)
+        if self.turn != done:
+            self.work.clear()
+        group.enter("the islands", check=False, kind="islands")
+        said = group.gather_json([[*kept], self.mine, [[i, one.steps] for i, one in self.work.items()]])
+        has = [set.intersection(*({*said[rank][0]} for rank in replica)) for replica in mesh.replicas]
+        ranks = dict.fromkeys(mesh.team(replica[0], self.count) for replica in mesh.replicas)
+        teams = [[mesh.replica_of(rank) for rank in team[:: mesh.replica]] for team in ranks]
+        had = [{i for n in team for i in has[n] if i in said[mesh.replicas[n][0]][1]} for team in teams]
+        copies = [{i for n in team for i in has[n]}.difference(*had) for team in teams]
+        found = dealt(self.count, [mine | more for mine, more in zip(had, copies, strict=True)])
+        here = next(number for number, team in enumerate(ranks) if group.rank in team)
+        self.mine = found[here]
+        if not any(has):
+            self._begin()
+        else:
+            to = {island: team for team, some in zip(teams, found, strict=True) for island in some}
+            for island in range(self.count):
+                if told := self._bring(island, to[island], has):
+                    yield told
+        steps = [{**dict(said[rank][2])} for rank in ranks_of(teams[here], mesh)]
+        alike = {i for i in self.mine if len({some.get(i) for some in steps}) == 1}
+        self.work = {island: one for island, one in self.work.items() if island in alike}
+
+    def _begin(self) -> None:
+        """In the beginning all are alike, or as they were saved."""
+        each = self.saved.pop("each", {})
+        fresh = Inner.live(self.replica, 0.0)
+        for island in self.mine:
+            tree = each.get(str(island))
+            self.kept.value[island] = fresh.copied() if tree is None else Inner(tree=tree)
+
+    def _bring(self, island: int, team: Sequence[int], has: list[set[int]]) -> str:
+        """To those replicas of its `team` who have it not, from one that has it, or has another one's."""
+        group, mesh, told, which = self.group, self.mesh.over(self.group.size), "", island
+        if not any(island in some for some in has):
+            which = min(i for some in has for i in some)
+            told = (
+                f"island {island} was lost with what its optimizer keeps: "
+                f"it goes on with a copy of what that of island {which} does"
+            )
+        having = [number for number, some in enumerate(has) if which in some]
+        for number in team:
+            if number in having and which == island:
+                continue
+            hosts = group.hosts
+            near = [other for other in having if hosts[other * mesh.replica] == hosts[number * mesh.replica]]
+            source = (near or having)[0]
+            self._send(which, source, number, into=island)
+        return told
+
+    def _send(self, island: int, source: int, target: int, into: int | None = None) -> None:
+        """An island's state from one replica to another, where it is that of the same one unless said."""
+        into, size = island if into is None else into, self.mesh.replica
+        place = self.group.rank % size
+        if self.group.rank == source * size + place:
+            inner = self.kept.value[island]
+            if source == target:
+                self.kept.value[into] = inner.copied()
+                return
+            self.group.send_bytes(pack(inner.named(self.replica)), target * size + place)
+        elif self.group.rank == target * size + place:
+            self.kept.value[into] = Inner(tree=unpack(self.group.receive_bytes(source * size + place)))
+
+    def pool(self, team: Transactions) -> Generator[Any, Any, None]:
+        """An attempt of the team's: everybody has every island's state, before some of them leave. Collective."""
+        replicas, kept = len(self.mesh.over(self.group.size).replicas), self.kept.at(team.done)
+        self.group.enter("the state of all islands", check=False, kind="islands")
+        said = self.group.gather_json([*kept])
+        for island in range(self.count) if all(said) else ():
+            has = [island in said[number * self.mesh.replica] for number in range(replicas)]
+            for number in range(replicas) if any(has) else ():
+                if not has[number]:
+                    self._send(island, has.index(True), number)
+        self.kept.pend(team.done, dict(self.kept.value))
+        yield lambda: None
+        yield None
+
+    def guard(self) -> dict[int, Inner]:
+        """What the round has made of what optimizers keep; of an island that one replica alone computes another one of
+        its host has a copy, if there is one. Collective.
+        """
+        group, mesh = self.group, self.mesh.over(self.group.size)
+        made = {island: self.work[island].inner for island in self.mine}
+        replicas, size = len(mesh.replicas), mesh.replica
+        if replicas == 1:
+            return made
+        group.enter("copies of what islands keep", check=False, kind="islands")
+        mine = group.gather_json(self.mine)
+        hosts, kept = group.hosts, self.kept.value
+        self.kept.value = made
+        for number in range(replicas):
+            near = [other % replicas for other in range(number + 1, number + replicas)]
+            near = [other for other in near if hosts[other * size] == hosts[number * size]]
+            for island in mine[number * size]:
+                alone = sum(island in mine[other * size] for other in range(replicas)) == 1
+                if alone and near:
+                    self._send(island, number, near[0])
+        self.kept.value = kept
+        return made
+
+    def shares(self, batches: int) -> list[int]:
+        """How many of so many micro-batches each unit gets, as islands are dealt in the beginning."""
+        mesh, runs = self.mesh.over(self.group.size), deal(batches, [1.0] * self.count)
+        teams = [*dict.fromkeys(mesh.team(replica[0], self.count) for replica in mesh.replicas)]
+        found: list[int] = []
+        for team, some in zip(teams, deal(self.count, [1.0] * len(teams)), strict=True):
+            parts = [deal(len(runs[island]), [1.0] * (len(team) // mesh.unit)) for island in some]
+            found += [sum(map(len, mine)) for mine in zip(*parts, strict=True)]
+        return found
+
+    # -- a round ----------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> list[torch.Tensor]:
+        model = self.replica.job.model
+        return [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+
+    def begin(self, done: int) -> None:
+        """A round begins, or goes on where an earlier generation has left it."""
+        with torch.no_grad():
+            self._start = [tensor.clone() for tensor in self._tensors()]
+        self.turn, kept = done, self.kept.at(done)
+        for island in self.mine:
+            if island not in self.work:
+                kept[island].put(self.replica)
+                self.work[island] = Progress(Inner.live(self.replica, kept[island].expected).copied())
+
+    def enter(self, island: int) -> Progress:
+        """The model and its optimizers are this island's."""
+        one = self.work[island]
+        if self._live != island:
+            self.rest()
+            one.inner.put(self.replica)
+            if one.weights is not None:
+                self._fill(one.weights)
+            self._live = island
+            self._gathers()
+        return one
+
+    def rest(self) -> None:
+        """The model is what it was when the round began. What islands have come to is kept."""
+        if self._live is None:
+            return
+        one, self._live = self.work[self._live], None
+        one.inner = Inner.live(self.replica, one.inner.expected)
+        with torch.no_grad():
+            if one.weights is None:
+                one.weights = [tensor.clone() for tensor in self._tensors()]
+            else:
+                for kept, tensor in zip(one.weights, self._tensors(), strict=True):
+                    kept.copy_(tensor)
+        self._fill(self._start)
+
+    def _fill(self, values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors(), values, strict=True):
+                tensor.copy_(value)
+
+    def _gathers(self) -> None:
+        if self.replica.layout.gathers:
+            self.replica.complete()
+
+    def skip(self, one: Progress) -> None:
+        """A step without rows: the schedule goes on, the optimizer rests."""
+        lr = float(self.replica.job.optimizers[0].param_groups[0]["lr"])
+        for scheduler in self.replica.job.schedulers:
+            scheduler.step()
+        one.add(NOTHING, 0.0, lr)
+
+    def merge(self, name: str) -> None:
+        """How far all islands have come from the round's start, each weighted by its count, is added up. Collective."""
+        self._moving = [*self.rows, *(b for b in self.replica.job.model.buffers() if b.is_floating_point())]
+        moving = [local(tensor) for tensor in self._moving]
+        whole = [b for b in self.replica.job.model.buffers() if not b.is_floating_point() and not b.is_complex()]
+        start = [tensor.clone() for tensor in moving]
+        self._sums = [torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in moving]
+        self._largest = [tensor.clone() for tensor in whole]
+        for island in self.mine:
+            one = self.enter(island)
+            for total, before, tensor in zip(self._sums, start, moving, strict=True):
+                if self.team.rank < self.mesh.replica:  # the first replica speaks for its team
+                    total.add_(before.to(total.dtype) - tensor.to(total.dtype), alpha=one.count)
+            for most, tensor in zip(self._largest, whole, strict=True):
+                torch.maximum(most, tensor, out=most)
+        self.rest()
+        self._gathers()
+        self._weigh()
+        self.twins.enter(name, check=False, kind="merges")
+        for alike in kinds(self._sums, BYTES):
+            flat = self.twins.sum(torch.cat([tensor.reshape(-1) for tensor in alike]))
+            for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+        for tensor in self._largest:
+            tensor.copy_(self.twins.largest(tensor.to(torch.int64)))
+
+    def _weigh(self) -> None:
+        ends = [tensor for one in self.work.values() for tensor in one.weights or ()]
+        inner = [*(one.inner for one in self.work.values()), *self.kept.value.values()]
+        trees = [[one.states, one.tree] for one in inner]
+        tensors = [t for t in pytree.tree_leaves(trees) if isinstance(t, torch.Tensor)]
+        self.most = held([*self._start, *ends, *self._sums]), held(tensors)
+
+    def apply(self, count: float) -> None:
+        """The round counts: the outer optimizer moves the weights."""
+        buffers = self._sums[len(self.rows) :]
+        with torch.no_grad():
+            for row, total in zip(self.rows, self._sums, strict=False):
+                row.grad = (total / count).to(row.dtype).view_as(row)
+            self.outer.step()
+            for row in self.rows:
+                row.grad = None
+            for tensor, total in zip(self._moving[len(self.rows) :], buffers, strict=True):
+                tensor.copy_(tensor - total / count)
+            whole = [b for b in self.replica.job.model.buffers() if not b.is_floating_point() and not b.is_complex()]
+            for tensor, most in zip(whole, self._largest, strict=True):
+                tensor.copy_(most)
+        self.work.clear()
+        self._start, self._sums = [], []
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def meet(self, done: int) -> Iterator[str]:
+        """All are about to write a checkpoint. Collective."""
+        self.group.enter("what islands keep", check=False, kind="islands")
+        names = {id(cut): name for name, cut in self.replica.job.own_cuts.items()}
+        specs = {}
+        for island, inner in self.kept.at(done).items():
+            if island in self.mine and self.speaks:
+                tensors, skeleton = flatten_pieces(inner.named(self.replica), "")
+                specs[island] = [skeleton, {name: _told(tensor, names) for name, tensor in tensors.items()}]
+        said = self.group.gather_json(specs)
+        self._specs = {int(i): (rank, *spec) for rank, some in enumerate(said) for i, spec in some.items()}
+        yield from ()
+
+    def state(self, done: int | None) -> dict[str, Any]:
+        """For a checkpoint after so many transactions, where all have met; else what all have alike."""
+        job = self.replica.job
+        outer = optimizer_state(self.outer, self._names, self._cuts, job.place)
+        if done is None:
+            return {"outer": outer}
+        rank, size, kept = self.group.rank, self.mesh.replica, self.kept.at(done)
+        each = {}
+        for island, (first, skeleton, told) in self._specs.items():
+            holds = range(first, first + size)
+            rows = [0 if other in holds else None for other in range(self.group.size)]
+            tensors = flatten_pieces(kept[island].named(self.replica), "")[0] if rank in holds else {}
+            made: dict[str, Any] = {}
+            for name, (dtype, shape, param) in told.items():
+                cut = Cut.whole(shape, size) if param is None else job.own_cuts[param]
+                stack, mine = stacked(cut, rows), tensors.get(name)
+                mine = mine.tensor if isinstance(mine, Held) else mine
+                like = stack.at(rank).shape
+                here = torch.zeros(like, dtype=getattr(torch, dtype)) if mine is None else mine.detach().view(like)
+                made[name] = Held(here, stack, rank)
+            each[str(island)] = unflatten(skeleton, made)
+        return {"rule": "first", "count": self.count, "outer": outer, "each": each}
+
+    def load(self, saved: Mapping[str, Any]) -> str:
+        """What `state` was, of whole tensors, or none where the state is of another plan: what is to be told."""
+        if "outer" in saved:
+            job = self.replica.job
+            load_optimizer(self.outer, saved["outer"], self._names, self._cuts, job.place)
+        each = {island: first_rows(tree) for island, tree in (saved.get("each") or {}).items()}
+        before = saved.get("count", self.count)
+        self.saved["each"] = each if before == self.count else dict.fromkeys(map(str, range(self.count)), each.get("0"))
+        if before != self.count:
+            return (
+                f"{before} islands are {self.count} from here: each goes on with what the optimizer of island 0 keeps"
+            )
+        return ""
+
+
+def _told(tensor: torch.Tensor | Held, names: Mapping[int, str]) -> list[Any]:
+    """Of a tensor that an island keeps: its dtype and whole shape, and which parameter's it is cut as."""
+    here, name = (tensor.tensor, names[id(tensor.cut)]) if isinstance(tensor, Held) else (tensor, None)
+    return [str(here.dtype).removeprefix("torch."), [*tensor.shape], name]
+
+
+def ranks_of(replicas: Sequence[int], mesh: Mesh) -> list[int]:
+    return [rank for number in replicas for rank in mesh.replicas[number]]
+
+
+def first_rows(tree: Any) -> Any:
+    """What an island keeps, as it was before it lay in a stack of its own."""
+    return pytree.tree_map_only(torch.Tensor, lambda stack: stack[0], tree)

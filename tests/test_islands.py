@@ -1,0 +1,273 @@
+"""Islands give what a loop by hand gives: on any number of workers, which are dealt to them or they to it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import signal
+import sys
+from functools import cache
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import islands
+import pytest
+import torch
+from agents import until
+from by_hand import built, grid
+from islands import BATCH, CASES, DATA, MICRO, ROWS, SEED, STEPS
+from launching import SCRIPTS, paceline
+from oracle import apart
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from warm import Process, environment
+
+from paceline import Trainer, stream_seed
+from paceline.errors import PacelineError, UsageError
+from paceline.islands import dealt
+from paceline.step import deal
+from paceline.team.chaos import read_log
+from paceline.team.coordinator import STOPPED
+
+TOLERANCE = 1e-12
+
+
+@cache
+def by_hand(name: str, count: int, every: int, outer: tuple[float, float, bool]) -> tuple[Any, list[dict[str, Any]]]:
+    """One process: so many copies of the model, each with an optimizer of its own, merged every so many steps."""
+    case, rate, momentum, nesterov = CASES[name], *outer
+    torch.set_num_threads(1)
+    model = built(case.model, SEED)
+    merges = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, nesterov=nesterov)
+    copies = [copy.deepcopy(model) for _ in range(count)]
+    optimizers = [case.optimizer(one.parameters()) for one in copies]
+    schedules = [LambdaLR(one, case.schedule or (lambda step: 1.0)) for one in optimizers]
+    steps = grid(DATA, BATCH, MICRO, count=STEPS, seed=SEED)
+    figures = []
+    for first in range(0, STEPS, every):
+        total, counts, metrics, norms, rates = 0.0, [0.0] * count, [0.0, 0], [], []
+        for number in range(first, min(first + every, STEPS)):
+            batch = steps[number]
+            for island, run in enumerate(deal(len(batch), [1.0] * count)):
+                one, step_count = copies[island], 0.0
+                one.zero_grad()
+                rates += [optimizers[0].param_groups[0]["lr"]] if island == 0 else []
+                for index in run:
+                    torch.manual_seed(stream_seed(SEED, number, index))
+                    found, part, more = islands.loss(one(batch[index][0]), batch[index])
+                    found.backward()
+                    step_count, total = step_count + part, total + found.item()
+                    metrics = [metrics[0] + float(more["far"][0]), metrics[1] + more["far"][1]]
+                if run:
+                    for param in one.parameters():
+                        param.grad /= step_count
+                    norm = float(nn.utils.clip_grad_norm_(one.parameters(), case.clip_norm or 1e9))
+                    norms += [norm] if island == 0 else []
+                    optimizers[island].step()
+                counts[island] += step_count
+                schedules[island].step()
+        _merge(model, copies, counts, merges)
+        figures.append(
+            {"step": number + 1, "loss": total / sum(counts), "far": metrics[0] / metrics[1]}
+            | {"lr": rates[-1], "grad_norm": norms[-1], "turn": number + 1 - first}
+        )
+    return model.state_dict(), figures
+
+
+def _merge(model: nn.Module, copies: list[nn.Module], counts: list[float], merges: torch.optim.Optimizer) -> None:
+    share = [count / sum(counts) for count in counts]
+    named = [dict(one.named_parameters()) for one in copies]
+    for name, param in model.named_parameters():
+        ends = sum(part * one[name].detach() for part, one in zip(share, named, strict=True))
+        param.grad = param.detach() - ends
+    merges.step()
+    for name, buffer in model.named_buffers():
+        found = [dict(one.named_buffers())[name] for one in copies]
+        if buffer.is_floating_point():
+            buffer.copy_(sum(part * one for part, one in zip(share, found, strict=True)))
+        else:
+            buffer.copy_(torch.stack(found).max())
+    for one in copies:
+        one.load_state_dict(model.state_dict())
+
+
+def trained(
+    folder: Path, workers: int, plan: str, *names: str, options: tuple[str, ...] = (), code: int = 0, **env: str
+) -> str:
+    """What the command says."""
+    said = ("--workers", str(workers), "--run-dir", "run", *options)
+    done = paceline("run", *said, SCRIPTS / "islands.py", folder, plan, *names, cwd=folder, code=code, **env)
+    return done.stdout + done.stderr
+
+
+def right(folder: Path, *plan: Any) -> None:
+    """Weights, and all figures that there are, as by hand."""
+    for name, one in json.loads((folder / "told.json").read_text()).items():
+        weights, figures = by_hand(name, *plan)
+        assert apart(load_file(folder / f"{name}.safetensors"), weights) <= TOLERANCE, name
+        by_step = {theirs["step"]: theirs for theirs in figures}
+        for mine in one["figures"]:
+            mine |= mine.pop("metrics")
+            assert {key: mine[key] for key in by_step[mine["step"]]} == pytest.approx(by_step[mine["step"]], rel=1e-9)
+        assert one["evaluated"]["n"] == ROWS
+
+
+DILOCO = (0.7, 0.9, True)
+TEAMS = [
+    (1, "local=2 every=3", 2, 3, DILOCO),
+    (3, "local=2 every=3", 2, 3, DILOCO),
+    (2, "local=3 every=3 outer=sgd:0.9", 3, 3, (0.9, 0.0, False)),
+]
+SLOW = [
+    (2, "local=2 every=3", 2, 3, DILOCO),
+    (4, "local=2 every=3", 2, 3, DILOCO),
+    (1, "local=3 every=4", 3, 4, DILOCO),
+    (3, "local=3 every=1", 3, 1, DILOCO),
+    (4, "local=3 every=3 outer=sgd:0.9", 3, 3, (0.9, 0.0, False)),
+    (4, "shard=2 zero=1 local=2 every=3", 2, 3, DILOCO),
+    (4, "shard=2 zero=2 local=2 every=3", 2, 3, DILOCO),
+    (4, "shard=2 zero=3 local=2 every=3", 2, 3, DILOCO),
+    (2, "shard=2 zero=3 local=2 every=3", 2, 3, DILOCO),
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan", "count", "every", "outer"),
+    [*TEAMS, *[pytest.param(*team, marks=pytest.mark.slow) for team in SLOW]],
+    ids=lambda value: str(value) if isinstance(value, int | str) else "",
+)
+def test_islands_are_a_loop_by_hand(
+    workers: int, plan: str, count: int, every: int, outer: tuple[float, float, bool], tmp_path: Path
+) -> None:
+    trained(tmp_path, workers, plan)
+    right(tmp_path, count, every, outer)
+
+
+TWO = 2, 3, DILOCO
+MOMENTS = ("loading", "backward", "summed", "reduced", "applied", "forming")
+
+
+@pytest.mark.parametrize(
+    ("workers", "worker", "moment"),
+    [
+        (3, 1, "reduced"),
+        *[
+            pytest.param(workers, worker, moment, marks=pytest.mark.slow)
+            for workers in (2, 3, 5)
+            for worker in range(workers)
+            for moment in MOMENTS
+            if (workers, worker, moment) != (3, 1, "reduced")
+        ],
+    ],
+)
+def test_whoever_is_lost_nothing_else_is(workers: int, worker: int, moment: str, tmp_path: Path) -> None:
+    """`forming`: in the generation that another loss makes."""
+    faults = {f"kill:{worker}@3.{moment}"}
+    if moment == "forming":
+        faults.add(f"kill:{(worker + 1) % workers}@3.backward")
+    trained(tmp_path, workers, "local=2 every=3", "adamw", PACELINE_CHAOS=",".join(sorted(faults)))
+    assert {entry["fault"] for entry in read_log(tmp_path / "run")} == faults, "a fault did not fire"
+    right(tmp_path, *TWO)
+
+
+@pytest.mark.parametrize("worker", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_who_is_lost_in_the_midst_of_a_round_does_that_again(worker: int, tmp_path: Path) -> None:
+    """The loss is called twice in the first step, where losses are looked at, and thrice in the next two."""
+    said = trained(tmp_path, 3, "local=3 every=4 outer=sgd:0.9", "adamw", KILL=f"{worker}:7")
+    assert (tmp_path / "killed").exists()
+    assert f"worker {worker} was killed by SIGKILL: 2 workers go on" in said
+    right(tmp_path, 3, 4, (0.9, 0.0, False))
+
+
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_checkpoint_goes_on_with_any_number_of_workers(workers: int, tmp_path: Path) -> None:
+    trained(tmp_path, 3 - workers % 2, "local=2 every=3", "adamw", options=("--steps", "3"))
+    said = trained(tmp_path, workers, "local=2 every=3", "adamw")
+    assert "resuming from step 3" in said
+    right(tmp_path, *TWO)
+
+
+def test_a_checkpoint_goes_on_without_islands_and_into_them(tmp_path: Path) -> None:
+    trained(tmp_path, 2, "local=2 every=3", "momentum", options=("--steps", "3"))
+    said = trained(tmp_path, 2, "data=2", "momentum", options=("--steps", "4"))
+    assert (
+        "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
+        "that of the others and of the merges is dropped"
+    ) in said
+    said = trained(tmp_path, 1, "local=2 every=2", "momentum", options=("--steps", "6"))
+    assert "changed mathematics: training goes on in 2 islands, each with what the optimizer keeps" in said
+    said = trained(tmp_path, 1, "local=3 every=2", "momentum")
+    assert (
+        "changed mathematics: 2 islands are 3 from here: each goes on with what the optimizer of island 0 keeps" in said
+    )
+
+
+def test_a_stop_in_the_midst_of_a_round_saves_its_start(tmp_path: Path) -> None:
+    """Rounds of 4 steps in which the loss is called about twelve times by each of two workers."""
+    command = ("run", "--workers", "2", "--run-dir", "run", str(SCRIPTS / "islands.py"), str(tmp_path))
+    command = (sys.executable, "-m", "paceline", *command, "local=2 every=4", "adamw")
+    with Process(command, environment(SLOW="20"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((tmp_path / "reached").exists)
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, stdout + stderr
+    assert "stopped after step 4; saved" in stdout + stderr
+    trained(tmp_path, 2, "local=2 every=4", "adamw")
+    right(tmp_path, 2, 4, DILOCO)
+
+
+@pytest.mark.parametrize(
+    ("plan", "more", "told"),
+    [
+        (
+            "local=9 every=2",
+            {},
+            "local=9: its global batch of 12 rows is 6 micro-batches, and each island needs one; say micro=1, which "
+            "changes the mathematics",
+        ),
+        (
+            "local=2 every=2",
+            {"loss_over": "batch"},
+            'local=2: loss_over="batch" needs the whole global batch at once; leave one of the two out',
+        ),
+        (
+            "local=2 every=2",
+            {"schedule": ReduceLROnPlateau},
+            "local=2: ReduceLROnPlateau follows one loss, and each island has its own; take another schedule",
+        ),
+        ("local=2 every=2 exact", {}, "exact and local=2 are not built together yet; leave exact or local out"),
+        (
+            "local=2 every=2 codec=int8",
+            {},
+            "codec=int8 and local=2 are not built together yet; leave codec=int8 or local out",
+        ),
+        (
+            "local=2 every=2 precision=fp16",
+            {},
+            "precision=fp16 and local=2 are not built together yet; leave precision=fp16 or local out",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(plan: str, more: dict[str, Any], told: str, run: Any) -> None:
+    with pytest.raises(PacelineError) as refused:
+        Trainer(islands.net, islands.loss, CASES["sgd"].optimizer, BATCH, plan=f"micro=2 {plan}", **more)
+    assert str(refused.value) == told
+
+
+def test_single_steps_are_refused(run: Any) -> None:
+    trainer = Trainer(islands.net, islands.loss, CASES["sgd"].optimizer, BATCH, plan="micro=2 local=2 every=2")
+    with pytest.raises(UsageError) as refused:
+        trainer.step([part[:4] for part in DATA.tensors])
+    assert str(refused.value) == (
+        "step() brings the rows of one step, and local=2 has a fixed part of each for islands; "
+        "use steps(), or leave local= out"
+    )
+
+
+def test_who_has_an_island_keeps_it() -> None:
+    assert dealt(5, [(), ()]) == [[0, 1, 2], [3, 4]]
+    assert dealt(4, [{0, 1}, {2, 3}, ()]) == [[0], [2, 3], [1]]
+    assert dealt(4, [{0, 1}, {2}]) == [[0, 1], [2, 3]]
+    assert dealt(2, [{1}, {0, 1}]) == [[1], [0]]
