@@ -15,6 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from paceline.launch.forked import PROGRAM, READ_FIRST
 from paceline.launch.tuning import surround
 from paceline.launch.warm import Wanted, Warm
 
@@ -38,7 +41,9 @@ def _warm() -> Warm:
     given = environment(PYTHONUNBUFFERED="1")
     variables, _, _ = surround(1, given, [0])
     selector = selectors.DefaultSelector()
-    warm = Warm(["of the tests", " " * 4000], given | variables, selector, lambda: None, print)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.launch.warm.PROGRAM", PROGRAM.replace("from", "import agent_parts; from", 1))
+        warm = Warm(["of the tests", " " * 4000], given | variables, selector, lambda: None, print)
     while not warm.ready:
         assert warm.trouble is None, warm.trouble
         for key, _ in selector.select():
@@ -70,7 +75,9 @@ class Process(subprocess.Popen[str]):
             return
         _, _, _, _, folder, env, _, _, _, *ends = more
         stdin, _, _, stdout, _, stderr = ends[:6]
-        given = {"command": args, "inside": self._inside, "environment": _warm().environment}
+        first = environment()
+        other = any(env.get(name) != first.get(name) for name in env.keys() | first if name.startswith(READ_FIRST))
+        given = {"command": args, "inside": self._inside, "environment": _warm().environment, "exec": other}
         program = [str(SCRIPTS / "with_warm.py"), json.dumps(given)]
         streams = (stdout if stdout >= 0 else 1, stderr if stderr >= 0 else 2)
         handed = {"PACELINE_TEST_STDIN": stdin} if stdin >= 0 else {}

@@ -5,10 +5,17 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+import traceback
+from contextlib import suppress
+from types import ModuleType, SimpleNamespace
 
-from paceline.launch import forked
+from agent_parts import NAMES
+
+from paceline.launch import coordinator_process, forked
 from paceline.launch.processes import die_with, name_process
+from paceline.team import server
 
 SPACES = {"net": 0x40000000, "uts": 0x04000000, "mount": 0x00020000}  # CLONE_NEW... of linux/sched.h
 BIND, ALL, PRIVATE = 1 << 12, 1 << 14, 1 << 18  # MS_... of sys/mount.h
@@ -51,6 +58,58 @@ def leave_warm(environment: dict[str, str]) -> str:
     sys.exit()
 
 
+class Forked(subprocess.Popen):
+    """The coordinator's process, from an agent that has imported what it needs, and as yet no second thread."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, *more):
+        ends = more[5:11]
+        if len(os.listdir("/proc/self/task")) > 1:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *more)
+            return
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                coordinate(args, preexec_fn, pass_fds, (ends[0], ends[3], ends[5]))
+            except BaseException:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        self._child_created = True
+        self._close_pipe_fds(*ends)
+
+
+def coordinate(args, preexec_fn, pass_fds, streams):
+    os.setsid()
+    preexec_fn()
+    for stream, end in enumerate(streams):
+        os.dup2(end, stream)
+    signal.set_wakeup_fd(-1)
+    for number in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in pass_fds:
+            with suppress(OSError):
+                os.close(int(name))
+    name_process("python", args)
+    server.main(int(args[3]), json.loads(args[4]))
+
+
+def become_agent(command: list[str]) -> None:
+    """An agent: what it has not imported itself is not there for it, but of those that read weights in the end."""
+    for name in sys.modules.keys() - NAMES - {"__main__"} if command[3:4] not in (["check"], ["chaos"]) else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules.pop(name)))  # for ever: it is not taken to pieces
+    coordinator_process.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
+    if command[1] == "-m":
+        forked.run(command[1:], "python", {**os.environ})
+        return
+    name_process("python", command)
+    sys.argv = ["-c", *command[3:]]
+    sys.orig_argv = command
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(command[2], "<string>", "exec"), vars(main))
+
+
 def main() -> None:
     given = json.loads(sys.argv[1])
     # What runs in the background of a shell, or under nohup, ignores them.
@@ -66,7 +125,11 @@ def main() -> None:
     command = given["command"]
     ours = command[1:3] == ["-m", "paceline"] and not {"run", "check", "chaos"} & {*command[3:4]}
     if command[1].startswith("-") and not ours:  # an agent, which holds no torch
-        os.execve(command[0], command, {**os.environ, "PACELINE_WARM": leave_warm(given["environment"])})
+        os.environ["PACELINE_WARM"] = leave_warm(given["environment"])
+        if given["exec"]:
+            os.execve(command[0], command, os.environ)
+        become_agent(command)
+        return
     forked.run(command[1:], "python", {**os.environ})
 
 
