@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, CUT, Case
-from launching import SCRIPTS, SHARDED, paceline
+from launching import SCRIPTS, SHARDED, TRANSFORMERS, paceline
 from once import once
 from oracle import Result, apart, train
 from safetensors.torch import load_file
@@ -75,7 +75,8 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     words = team.partition(", ")[2].removeprefix("one idle").split()
     fixed = ["--max-restarts", "0"] if "shard" in team or "tensor" in team else []
     command = ("run", *TEAMS[team], *fixed, SCRIPTS / "contract.py", "out", *cases(team), *words)
-    folder = once(tmp_path_factory, f"contract of {team}", lambda folder: paceline(*command, cwd=folder))
+    env = TRANSFORMERS if "llama" in cases(team) else {}
+    folder = once(tmp_path_factory, f"contract of {team}", lambda folder: paceline(*command, cwd=folder, **env))
     tensors = load_file(folder / "out.safetensors")
     mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
     return name, mine, json.loads((folder / "out.json").read_text())[name]

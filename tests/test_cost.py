@@ -13,7 +13,7 @@ from agents import journal
 from conftest import enter_group
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import SCRIPTS, paceline, train_basics
+from launching import SCRIPTS, TRANSFORMERS, paceline, train_basics
 from torch import nn
 
 from paceline.observe.memory import advice
@@ -79,7 +79,9 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
 )
 def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, model: str, tmp_path: Path) -> None:
     body = BODY.format(plan=f"{plan} micro=3", model=model)
-    train_basics(tmp_path, body, workers, "--shares", ",".join("1" * workers))
+    train_basics(
+        tmp_path, body, workers, "--shares", ",".join("1" * workers), **(TRANSFORMERS if model == "gpt" else {})
+    )
     every = [json.loads((tmp_path / f"cost-{rank}.json").read_text()) for rank in range(workers)]
     for held, sent, in_flight, memory, lines, _ in every:
         assert memory == pytest.approx(held, rel=0.03)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import SCRIPTS, exported, paceline
+from launching import SCRIPTS, TRANSFORMERS, exported, paceline
 from oracle import apart
 from safetensors.torch import load_file
 from torch.nn import Parameter
@@ -116,7 +116,8 @@ def test_losses_of_all_micro_batches_add_up_to_the_same_bits(losses, chance):
 
 def outcome(folder: Path, team: list[str], *words: str) -> tuple[bytes, object]:
     folder.mkdir()
-    paceline("run", *team, SCRIPTS / "contract.py", folder / "out", *(words or CASES), "exact", cwd=folder)
+    arguments, env = (folder / "out", *(words or CASES), "exact"), TRANSFORMERS if "llama" in words else {}
+    paceline("run", *team, SCRIPTS / "contract.py", *arguments, cwd=folder, **env)
     return (folder / "out.safetensors").read_bytes(), json.loads((folder / "out.json").read_text())
 
 

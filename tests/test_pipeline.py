@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from agents import journal
 from checkpoints import find_checkpoint
-from launching import SCRIPTS, paceline, train_basics
+from launching import SCRIPTS, TRANSFORMERS, paceline, train_basics
 from once import once
 from oracle import apart
 from safetensors.torch import load_file
@@ -47,7 +47,7 @@ QUICK = {"pipeline=2 virtual=2": ("llama", "tuples"), "pipeline=2 context=2": ("
 def trained(folder: Path, workers: int, plan: str, *names: str) -> None:
     options = ("--max-restarts", "0", *(("--plan", f"micro=3 {plan}") if plan else ()))
     script = SCRIPTS / "staging.py"
-    paceline("run", "--workers", str(workers), "--run-dir", "out", *options, script, *names, cwd=folder)
+    paceline("run", "--workers", str(workers), "--run-dir", "out", *options, script, *names, cwd=folder, **TRANSFORMERS)
 
 
 def parity(plan: str, names: tuple[str, ...], factory: pytest.TempPathFactory, folder: Path) -> None:

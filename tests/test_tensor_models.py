@@ -17,7 +17,7 @@ from agents import journal
 from cutting import MODELS
 from hypothesis import given as drawn
 from hypothesis import strategies as st
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, TRANSFORMERS, paceline
 from once import once
 from oracle import apart
 from safetensors.torch import load_file
@@ -33,7 +33,9 @@ TEAMS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "shard=2 zero=1 ten
 def trained(folder: Path, workers: int, plan: str) -> None:
     options = ("--max-restarts", "0", *(("--plan", f"micro=4 {plan}") if plan else ()))
     script = SCRIPTS / "cutting.py"
-    paceline("run", "--workers", str(workers), "--run-dir", "out", *options, script, *MODELS, cwd=folder)
+    paceline(
+        "run", "--workers", str(workers), "--run-dir", "out", *options, script, *MODELS, cwd=folder, **TRANSFORMERS
+    )
 
 
 @pytest.mark.parametrize(

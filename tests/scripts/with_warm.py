@@ -1,12 +1,15 @@
 """Goes where it should, and becomes a script with torch imported, or a command with a warm process to inherit."""
 
+import atexit
 import ctypes
+import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from contextlib import suppress
 from types import ModuleType, SimpleNamespace
@@ -19,6 +22,7 @@ from paceline.team import server
 
 SPACES = {"net": 0x40000000, "uts": 0x04000000, "mount": 0x00020000}  # CLONE_NEW... of linux/sched.h
 BIND, ALL, PRIVATE = 1 << 12, 1 << 14, 1 << 18  # MS_... of sys/mount.h
+LAUNCHES = "from paceline.launch import"  # has a text that is an agent
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -95,23 +99,54 @@ def coordinate(args, preexec_fn, pass_fds, streams):
     server.main(int(args[3]), json.loads(args[4]))
 
 
-def become_agent(command: list[str]) -> None:
-    """An agent: what it has not imported itself is not there for it, but of those that read weights in the end."""
-    for name in sys.modules.keys() - NAMES - {"__main__"} if command[3:4] not in (["check"], ["chaos"]) else ():
+def forget() -> None:
+    """What an agent has not imported itself is not there for it."""
+    for name in sys.modules.keys() - NAMES - {"__main__"}:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules.pop(name)))  # for ever: it is not taken to pieces
-    coordinator_process.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
-    if command[1] == "-m":
-        forked.run(command[1:], "python", {**os.environ})
-        return
+
+
+def execute(command: list[str]) -> None:
+    """What ``python -c TEXT ARGUMENTS`` does."""
     name_process("python", command)
-    sys.argv = ["-c", *command[3:]]
-    sys.orig_argv = command
+    sys.argv, sys.orig_argv = ["-c", *command[3:]], command
+    sys.path.insert(0, "")
     main = sys.modules["__main__"] = ModuleType("__main__")
     exec(compile(command[2], "<string>", "exec"), vars(main))
 
 
+def serve_with_transformers(descriptor: int, environment: dict[str, str]) -> None:
+    """Becomes a warm process that has also imported models; see `forked.load`."""
+    before = {*sys.modules}
+    import transformers
+
+    for name in (
+        "GPT2LMHeadModel",
+        "LlamaForCausalLM",
+        "FalconForCausalLM",
+        "BertForMaskedLM",
+        "ViTForImageClassification",
+    ):
+        getattr(transformers, name)
+    atexit.register(forked._leave_whole, {name: len(vars(sys.modules[name])) for name in sys.modules.keys() - before})
+    forked._LOADED.update(sys.modules)
+    gc.freeze()
+    name_process(*forked.WARM)
+    forked.serve(socket.socket(fileno=descriptor), forked.Began(set(), environment))
+
+
+def pause(waited: float, crowded: bool) -> None:
+    """Between two looks of who waits for others: several tests at a time have more workers than there are cores."""
+    time.sleep(min(1e-3, max(waited, 5e-5)))
+
+
 def main() -> None:
+    sys.modules["paceline.comm.engine"].Engine._pause = staticmethod(pause)
+    coordinator_process.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
     given = json.loads(sys.argv[1])
+    descriptor = os.environ.pop("PACELINE_TEST_SERVE", None)
+    if descriptor is not None:
+        serve_with_transformers(int(descriptor), given["environment"])
+        return
     # What runs in the background of a shell, or under nohup, ignores them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -123,14 +158,22 @@ def main() -> None:
     if given["inside"]:
         enter(*given["inside"])
     command = given["command"]
-    ours = command[1:3] == ["-m", "paceline"] and not {"run", "check", "chaos"} & {*command[3:4]}
-    if command[1].startswith("-") and not ours:  # an agent, which holds no torch
-        os.environ["PACELINE_WARM"] = leave_warm(given["environment"])
-        if given["exec"]:
-            os.execve(command[0], command, os.environ)
-        become_agent(command)
+    python, text = command[0] == sys.executable, command[2] if command[1] == "-c" else ""
+    agent = command[1:3] == ["-m", "paceline"] or LAUNCHES in text
+    ours = agent and not text and not {"run", "check", "chaos"} & {*command[3:4]}
+    if not command[1].startswith("-") or ours or command[1:3] == ["-m", "torch.distributed.run"]:
+        forked.run(command[1:], "python", {**os.environ})
         return
-    forked.run(command[1:], "python", {**os.environ})
+    if agent or not python:
+        os.environ["PACELINE_WARM"] = leave_warm(given["environment"])
+    if given["exec"] or not python or not (agent or text):
+        os.execve(command[0], command, os.environ)
+    if agent and command[3:4] not in (["check"], ["chaos"]):  # which read weights in the end
+        forget()
+    if text:
+        execute(command)
+    else:
+        forked.run(command[1:], "python", {**os.environ})
 
 
 main()
