@@ -74,10 +74,10 @@ class Forked(subprocess.Popen):
         if self.pid == 0:
             try:
                 coordinate(args, preexec_fn, pass_fds, (ends[0], ends[3], ends[5]))
-            except BaseException:
+            finally:
                 traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
+                sys.stderr.flush()
+                os._exit(1)
         self._child_created = True
         self._close_pipe_fds(*ends)
 
