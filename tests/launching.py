@@ -14,7 +14,10 @@ from subprocess import PIPE
 from warm import SCRIPTS as SCRIPTS
 from warm import Process, environment
 
-TRANSFORMERS = {"WARM_WITH_TRANSFORMERS": "1"}  # for the environment of scripts that import it
+# For the environment of scripts that import them, which takes each process seconds.
+MODELS = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "falcon", "bert", "vit", "t5"))
+TRANSFORMERS = {"WARM_WITH": " ".join(MODELS)}
+METRICS = {"WARM_WITH": "torchmetrics.classification torchmetrics.regression"}
 
 # Every level of shards on one to four workers: how many there are, and the words of the plan.
 SHARDED = [

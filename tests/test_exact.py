@@ -128,11 +128,15 @@ def test_weights_losses_norms_and_evaluations_have_the_same_bits(tmp_path, teams
         assert found == outcomes[0], team
 
 
-@pytest.mark.parametrize("plan", [p if p == "tensor=2" else pytest.param(p, marks=pytest.mark.slow) for p in CUT_TEAMS])
-def test_any_number_of_replicas_of_one_cut_have_the_same_bits(tmp_path: Path, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "cases"),
+    [("tensor=2", "llama"), *(pytest.param(plan, "all", marks=pytest.mark.slow) for plan in CUT_TEAMS)],
+)
+def test_any_number_of_replicas_of_one_cut_have_the_same_bits(tmp_path: Path, plan: str, cases: str) -> None:
+    names = CUT if cases == "all" else (cases,)
     outcomes = [
         outcome(
-            tmp_path / workers, ["--workers", workers, "--max-restarts", "0", "--shares", shares], *CUT, *plan.split()
+            tmp_path / workers, ["--workers", workers, "--max-restarts", "0", "--shares", shares], *names, *plan.split()
         )
         for workers, shares in CUT_TEAMS[plan]
     ]

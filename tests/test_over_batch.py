@@ -109,13 +109,16 @@ PLANS = {
     "pipeline=2 context=2 tensor=2": ("--workers", "8"),
     "recompute=blocks": ("--workers", "2"),
 }
-QUICK = {"shard=3 zero=3", "pipeline=2"}
+QUICK = {"shard=3 zero=3": "batchnorm", "pipeline=2": "blocks"}
 
 
-@pytest.mark.parametrize("plan", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PLANS])
-def test_any_plan(plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "case"), [*QUICK.items(), *(pytest.param(plan, "all", marks=pytest.mark.slow) for plan in PLANS)]
+)
+def test_any_plan(plan: str, case: str, tmp_path: Path) -> None:
     cut = any(word in plan for word in ("tensor", "pipeline", "context", "recompute"))
     names = ["blocks"] if cut else [name for name in CASES if "zero=" not in plan or name != "blocks"]
+    names = names if case == "all" else [case]
     options = (*PLANS[plan], "--max-restarts", "0")
     compare(tmp_path, trained(tmp_path, *names, *plan.split(), options=options))
 

@@ -21,7 +21,7 @@ from paceline.observe.journal import effective_steps, read_journal
 from paceline.observe.summary import Summary, facts
 from paceline.team.chaos import parse_faults, read_log
 
-WORKERS, STEPS, LONG = 6, 24, 90
+WORKERS, STEPS, LONG = 6, 16, 90
 
 
 @dataclass

@@ -62,10 +62,10 @@ def _warm() -> Warm:
 
 
 @cache
-def _warm_with_transformers() -> Warm:
-    """Forked from the other one, and inherited by us."""
+def _warm_with(modules: str) -> Warm:
+    """Forked from the first one, and inherited by us."""
     ours, theirs = socket.socketpair()
-    program = [str(SCRIPTS / "with_warm.py"), json.dumps({"environment": _warm().environment})]
+    program = [str(SCRIPTS / "with_warm.py"), json.dumps({"environment": _warm().environment, "modules": modules})]
     handed = {"PACELINE_TEST_SERVE": theirs.fileno()}
     child = _warm().fork(Wanted("python", program, environment(OPENBLAS_NUM_THREADS="1"), (1, 2), handed))
     theirs.close()
@@ -78,7 +78,7 @@ def _warm_with_transformers() -> Warm:
 class Process(subprocess.Popen[str]):
     """`command` of ``[sys.executable, SCRIPT, ...]`` with torch imported; any other with a warm process to inherit.
 
-    With WARM_WITH_TRANSFORMERS in the environment that is imported, too, which takes each process two seconds.
+    WARM_WITH in the environment names modules that are imported, too.
 
     `inside`: a network namespace, a file of known hosts and a host's name to run it with.
     """
@@ -100,7 +100,8 @@ class Process(subprocess.Popen[str]):
             super()._execute_child(args, *more)  # type: ignore[misc]
             return
         _, _, _, _, folder, env, _, _, _, *ends = more
-        warm = _warm_with_transformers() if env.pop("WARM_WITH_TRANSFORMERS", "") else _warm()
+        modules = env.pop("WARM_WITH", "")
+        warm = _warm_with(modules) if modules else _warm()
         stdin, _, _, stdout, _, stderr = ends[:6]
         first = environment()
         other = any(env.get(name) != first.get(name) for name in env.keys() | first if name.startswith(READ_FIRST))

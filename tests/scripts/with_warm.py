@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 
 from agent_parts import NAMES
@@ -114,19 +115,11 @@ def execute(command: list[str]) -> None:
     exec(compile(command[2], "<string>", "exec"), vars(main))
 
 
-def serve_with_transformers(descriptor: int, environment: dict[str, str]) -> None:
-    """Becomes a warm process that has also imported models; see `forked.load`."""
+def serve_with(modules: list[str], descriptor: int, environment: dict[str, str]) -> None:
+    """Becomes a warm process that has also imported these; see `forked.load`."""
     before = {*sys.modules}
-    import transformers
-
-    for name in (
-        "GPT2LMHeadModel",
-        "LlamaForCausalLM",
-        "FalconForCausalLM",
-        "BertForMaskedLM",
-        "ViTForImageClassification",
-    ):
-        getattr(transformers, name)
+    for name in modules:
+        import_module(name)
     atexit.register(forked._leave_whole, {name: len(vars(sys.modules[name])) for name in sys.modules.keys() - before})
     forked._LOADED.update(sys.modules)
     gc.freeze()
@@ -145,7 +138,7 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     descriptor = os.environ.pop("PACELINE_TEST_SERVE", None)
     if descriptor is not None:
-        serve_with_transformers(int(descriptor), given["environment"])
+        serve_with(given["modules"].split(), int(descriptor), given["environment"])
         return
     # What runs in the background of a shell, or under nohup, ignores them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
