@@ -68,15 +68,20 @@ PARAMS = [
 Outcome = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
 
 
-@pytest.fixture(params=PARAMS)
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """A case, and what a team made of it: its tensors and figures."""
-    team, name = request.param
+def trained(team: str, factory: pytest.TempPathFactory) -> Path:
+    """The folder of what a team made of its cases."""
     words = team.partition(", ")[2].removeprefix("one idle").split()
     fixed = ["--max-restarts", "0"] if "shard" in team or "tensor" in team else []
     command = ("run", *TEAMS[team], *fixed, SCRIPTS / "contract.py", "out", *cases(team), *words)
     env = TRANSFORMERS if "llama" in cases(team) else {}
-    folder = once(tmp_path_factory, f"contract of {team}", lambda folder: paceline(*command, cwd=folder, **env))
+    return once(factory, f"contract of {team}", lambda folder: paceline(*command, cwd=folder, **env))
+
+
+@pytest.fixture(params=PARAMS)
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A case, and what a team made of it: its tensors and figures."""
+    team, name = request.param
+    folder = trained(team, tmp_path_factory)
     tensors = load_file(folder / "out.safetensors")
     mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
     return name, mine, json.loads((folder / "out.json").read_text())[name]

@@ -41,7 +41,7 @@ TEAMS = {
     "pipeline=2 context=2 tensor=2": 8,
     "shard=2 zero=1 pipeline=2 tensor=2": 8,
 }
-QUICK = {"pipeline=2 virtual=2": ("llama", "tuples"), "pipeline=2 context=2": ("skips", "tuples")}
+QUICK = {"pipeline=2 virtual=2": ("llama", "tuples"), "pipeline=2 context=2": ("tuples",)}  # and below, "skips"
 
 
 def trained(folder: Path, workers: int, plan: str, *names: str) -> None:
@@ -134,7 +134,7 @@ def test_what_one_plan_saved_another_resumes(
 PLACES = [("pipeline=2", worker) for worker in range(4)] + [("context=2", worker) for worker in range(4)]
 # Where each worker of a unit has all of the state, and it is small, the first one alone writes it.
 LOST = [(p, moment, w) for p, w in PLACES for moment in MOMENTS if p == "pipeline=2" or moment != "writing" or w == 0]
-LOST_QUICK = {("pipeline=2", "backward", 2), ("context=2", "applied", 1)}
+LOST_QUICK = {("pipeline=2", "backward", 2)}
 
 
 @pytest.mark.parametrize(
