@@ -59,7 +59,9 @@ def oracle(name: str) -> Result:
 
 # Of the teams in shards and cut inside layers these differ most from the others.
 QUICK = {"3 unequal, shard=3 zero=3", "4 unequal, shard=2 zero=3 exact", "4 unequal, tensor=2"}
-SLOW = {"2 workers", "3 workers", "2 unequal"} | {team for team in TEAMS if "shard" in team or "tensor" in team} - QUICK
+SLOW = {"2 workers", "3 workers", "5 workers", "2 unequal"} | {
+    team for team in TEAMS if "shard" in team or "tensor" in team
+} - QUICK
 PARAMS = [
     pytest.param((team, name), id=f"{team}-{name}", marks=[pytest.mark.slow] if team in SLOW else [])
     for team in TEAMS

@@ -153,8 +153,8 @@ def main() -> None:
     command = given["command"]
     python, text = command[0] == sys.executable, command[2] if command[1] == "-c" else ""
     agent = command[1:3] == ["-m", "paceline"] or LAUNCHES in text
-    ours = agent and not text and not {"run", "check", "chaos"} & {*command[3:4]}
-    if not command[1].startswith("-") or ours or command[1:3] == ["-m", "torch.distributed.run"]:
+    ours = agent and not text and not {"run", "check", "chaos", "explain"} & {*command[3:4]}
+    if not command[1].startswith("-") or ours or (command[1] == "-m" and not agent):
         forked.run(command[1:], "python", {**os.environ})
         return
     if agent or not python:
