@@ -14,6 +14,11 @@ from subprocess import PIPE
 from warm import SCRIPTS as SCRIPTS
 from warm import Process, environment
 
+# For the environment of scripts that import them, which takes each process seconds.
+MODELS = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "falcon", "bert", "vit", "t5"))
+TRANSFORMERS = {"WARM_WITH": " ".join(MODELS)}
+METRICS = {"WARM_WITH": "torchmetrics.classification torchmetrics.regression"}
+
 # Every level of shards on one to four workers: how many there are, and the words of the plan.
 SHARDED = [
     (workers, f"shard={shard} zero={zero}")
@@ -49,7 +54,7 @@ def piped(command: Sequence[str | Path], folder: Path, devices: str = "") -> sub
 
 
 def train_basics(
-    folder: Path, body: str | None, workers: int = 2, *options: str, code: int = 0, chaos: str = ""
+    folder: Path, body: str | None, workers: int = 2, *options: str, code: int = 0, chaos: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Trains in `folder`, with the run folder `out`; `body` is the script's, after what basics.py makes, None the one
     that is there.
@@ -57,7 +62,7 @@ def train_basics(
     if body is not None:
         (folder / "train.py").write_text("from basics import *\n" + body)
     args = ("run", "--workers", str(workers), "--run-dir", "out", *options, "train.py")
-    return paceline(*args, cwd=folder, code=code, PACELINE_CHAOS=chaos)
+    return paceline(*args, cwd=folder, code=code, PACELINE_CHAOS=chaos, **env)
 
 
 def exported(folder: Path, body: str, workers: int, plan: str) -> Path:

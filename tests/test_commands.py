@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from agents import SOURCE, until
-from launching import SCRIPTS, paceline
+from launching import paceline
+from warm import Process, environment
 
 from paceline.checkpoint.storage import storage_at
 from paceline.cli import main
@@ -269,8 +270,8 @@ def test_the_next_command_names_the_module(tmp_path: Path) -> None:
 def test_a_run_of_a_module_goes_on_as_one(tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg/train.py").write_text("from basics import *\nlist(make().steps(data, count=4))[:0] or t\n")
-    path = {**os.environ, "PYTHONPATH": str(SCRIPTS), "PACELINE_RUN_DIR": "run"}
-    subprocess.run([sys.executable, "-m", "pkg.train", "--lr", "3"], cwd=tmp_path, env=path, capture_output=True)
+    command = [sys.executable, "-m", "pkg.train", "--lr", "3"]
+    Process(command, environment(PACELINE_RUN_DIR="run"), cwd=tmp_path, stderr=subprocess.DEVNULL).wait()
     said = paceline("explain", "run", cwd=tmp_path).stdout
     assert said.endswith("Next: paceline run --workers 1 --run-dir run -m pkg.train --lr 3\n")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, CUT, Case
-from launching import SCRIPTS, SHARDED, paceline
+from launching import SCRIPTS, SHARDED, TRANSFORMERS, paceline
 from once import once
 from oracle import Result, apart, train
 from safetensors.torch import load_file
@@ -59,7 +59,9 @@ def oracle(name: str) -> Result:
 
 # Of the teams in shards and cut inside layers these differ most from the others.
 QUICK = {"3 unequal, shard=3 zero=3", "4 unequal, shard=2 zero=3 exact", "4 unequal, tensor=2"}
-SLOW = {"2 workers", "3 workers", "2 unequal"} | {team for team in TEAMS if "shard" in team or "tensor" in team} - QUICK
+SLOW = {"2 workers", "3 workers", "5 workers", "2 unequal"} | {
+    team for team in TEAMS if "shard" in team or "tensor" in team
+} - QUICK
 PARAMS = [
     pytest.param((team, name), id=f"{team}-{name}", marks=[pytest.mark.slow] if team in SLOW else [])
     for team in TEAMS
@@ -68,14 +70,20 @@ PARAMS = [
 Outcome = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
 
 
+def trained(team: str, factory: pytest.TempPathFactory) -> Path:
+    """The folder of what a team made of its cases."""
+    words = team.partition(", ")[2].removeprefix("one idle").split()
+    fixed = ["--max-restarts", "0"] if "shard" in team or "tensor" in team else []
+    command = ("run", *TEAMS[team], *fixed, SCRIPTS / "contract.py", "out", *cases(team), *words)
+    env = TRANSFORMERS if "llama" in cases(team) else {}
+    return once(factory, f"contract of {team}", lambda folder: paceline(*command, cwd=folder, **env))
+
+
 @pytest.fixture(params=PARAMS)
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A case, and what a team made of it: its tensors and figures."""
     team, name = request.param
-    words = team.partition(", ")[2].removeprefix("one idle").split()
-    fixed = ["--max-restarts", "0"] if "shard" in team or "tensor" in team else []
-    command = ("run", *TEAMS[team], *fixed, SCRIPTS / "contract.py", "out", *cases(team), *words)
-    folder = once(tmp_path_factory, f"contract of {team}", lambda folder: paceline(*command, cwd=folder))
+    folder = trained(team, tmp_path_factory)
     tensors = load_file(folder / "out.safetensors")
     mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
     return name, mine, json.loads((folder / "out.json").read_text())[name]

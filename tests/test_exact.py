@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import SCRIPTS, exported, paceline
+from launching import SCRIPTS, TRANSFORMERS, exported, paceline
 from oracle import apart
 from safetensors.torch import load_file
+from test_contract import trained
 from torch.nn import Parameter
 
 from paceline.comm.exact import ExactBuckets
@@ -28,6 +29,7 @@ TEAMS = [
     ["--workers", "2", "--shares", "5,3"],
     ["--workers", "3", "--shares", "1,0,6"],
 ]
+SHARDED_UNEQUALLY = "4 unequal, shard=2 zero=3 exact"
 CASES = ["mlp", "dropout", "batchnorm", "partly", "tokens"]
 # Of the same cut, which decides the order of sums inside of layers.
 CUT = ["dropout", "wide", "llama", "llama, tied"]
@@ -116,22 +118,34 @@ def test_losses_of_all_micro_batches_add_up_to_the_same_bits(losses, chance):
 
 def outcome(folder: Path, team: list[str], *words: str) -> tuple[bytes, object]:
     folder.mkdir()
-    paceline("run", *team, SCRIPTS / "contract.py", folder / "out", *(words or CASES), "exact", cwd=folder)
+    arguments, env = (folder / "out", *(words or CASES), "exact"), TRANSFORMERS if "llama" in words else {}
+    paceline("run", *team, SCRIPTS / "contract.py", *arguments, cwd=folder, **env)
     return (folder / "out.safetensors").read_bytes(), json.loads((folder / "out.json").read_text())
 
 
-@pytest.mark.parametrize("teams", [[TEAMS[0], TEAMS[5]], pytest.param(TEAMS, marks=pytest.mark.slow)])
-def test_weights_losses_norms_and_evaluations_have_the_same_bits(tmp_path, teams):
-    outcomes = [outcome(tmp_path / str(number), team) for number, team in enumerate(teams)]
-    for team, found in zip(teams, outcomes, strict=True):
+def test_weights_losses_norms_and_evaluations_have_the_same_bits(tmp_path_factory):
+    """Of teams that the contract has trained, too."""
+    folders = [trained(team, tmp_path_factory) for team in ("1 worker, exact", "3 workers, exact", SHARDED_UNEQUALLY)]
+    weights = {(folder / "out.safetensors").read_bytes() for folder in folders}
+    assert (len(weights), len({(folder / "out.json").read_text() for folder in folders})) == (1, 1)
+
+
+@pytest.mark.slow
+def test_all_teams_have_the_same_bits(tmp_path):
+    outcomes = [outcome(tmp_path / str(number), team) for number, team in enumerate(TEAMS)]
+    for team, found in zip(TEAMS, outcomes, strict=True):
         assert found == outcomes[0], team
 
 
-@pytest.mark.parametrize("plan", [p if p == "tensor=2" else pytest.param(p, marks=pytest.mark.slow) for p in CUT_TEAMS])
-def test_any_number_of_replicas_of_one_cut_have_the_same_bits(tmp_path: Path, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "cases"),
+    [("tensor=2", "wide"), *(pytest.param(plan, "all", marks=pytest.mark.slow) for plan in CUT_TEAMS)],
+)
+def test_any_number_of_replicas_of_one_cut_have_the_same_bits(tmp_path: Path, plan: str, cases: str) -> None:
+    names = CUT if cases == "all" else (cases,)
     outcomes = [
         outcome(
-            tmp_path / workers, ["--workers", workers, "--max-restarts", "0", "--shares", shares], *CUT, *plan.split()
+            tmp_path / workers, ["--workers", workers, "--max-restarts", "0", "--shares", shares], *names, *plan.split()
         )
         for workers, shares in CUT_TEAMS[plan]
     ]

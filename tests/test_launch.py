@@ -83,7 +83,8 @@ def test_the_environment_of_a_worker(launcher: Launcher) -> None:
 
 
 def test_a_users_number_of_threads_stays(launcher: Launcher) -> None:
-    ended = launcher.run('event("join"); print(os.environ["OMP_NUM_THREADS"])', env={"OMP_NUM_THREADS": "17"})
+    script = 'event("join"); print(os.environ["OMP_NUM_THREADS"])'
+    ended = launcher.run(script, env={"OMP_NUM_THREADS": "17"}, cold_start=True)
     assert ended.stdout == "17\n"
 
 

@@ -11,7 +11,7 @@ import torch
 from alone import trainer
 from basics import net, x
 from cases import rows
-from launching import train_basics
+from launching import METRICS, train_basics
 from safetensors.torch import load_file
 
 from paceline.checkpoint.tree import pack, unpack
@@ -73,7 +73,7 @@ def alone(weights: Path) -> dict[str, Any]:
 
 
 def measures(folder: Path, workers: int, shares: str, lost: int | str) -> None:
-    train_basics(folder, SCRIPT.format(lost=lost), workers, *(["--shares", shares] if shares else []))
+    train_basics(folder, SCRIPT.format(lost=lost), workers, *(["--shares", shares] if shares else []), **METRICS)
     assert (folder / "lost").exists() == (lost != "")
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("found-*.json"))]
     assert len(found) == workers - (lost != "")

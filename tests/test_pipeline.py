@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from agents import journal
 from checkpoints import find_checkpoint
-from launching import SCRIPTS, paceline, train_basics
+from launching import SCRIPTS, TRANSFORMERS, paceline, train_basics
 from once import once
 from oracle import apart
 from safetensors.torch import load_file
@@ -41,13 +41,13 @@ TEAMS = {
     "pipeline=2 context=2 tensor=2": 8,
     "shard=2 zero=1 pipeline=2 tensor=2": 8,
 }
-QUICK = {"pipeline=2 virtual=2": ("llama", "tuples"), "pipeline=2 context=2": ("skips", "tuples")}
+QUICK = {"pipeline=2 virtual=2": ("llama", "tuples"), "pipeline=2 context=2": ("tuples",)}  # and below, "skips"
 
 
 def trained(folder: Path, workers: int, plan: str, *names: str) -> None:
     options = ("--max-restarts", "0", *(("--plan", f"micro=3 {plan}") if plan else ()))
     script = SCRIPTS / "staging.py"
-    paceline("run", "--workers", str(workers), "--run-dir", "out", *options, script, *names, cwd=folder)
+    paceline("run", "--workers", str(workers), "--run-dir", "out", *options, script, *names, cwd=folder, **TRANSFORMERS)
 
 
 def parity(plan: str, names: tuple[str, ...], factory: pytest.TempPathFactory, folder: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_one_plan_saved_another_resumes(
 PLACES = [("pipeline=2", worker) for worker in range(4)] + [("context=2", worker) for worker in range(4)]
 # Where each worker of a unit has all of the state, and it is small, the first one alone writes it.
 LOST = [(p, moment, w) for p, w in PLACES for moment in MOMENTS if p == "pipeline=2" or moment != "writing" or w == 0]
-LOST_QUICK = {("pipeline=2", "backward", 2), ("context=2", "applied", 1)}
+LOST_QUICK = {("pipeline=2", "backward", 2)}
 
 
 @pytest.mark.parametrize(

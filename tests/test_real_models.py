@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, TRANSFORMERS, paceline
 from safetensors.torch import load_file
 
 PLANS = ("", "shard=3 zero=1", "shard=3 zero=2", "shard=3", "shard=3 recompute=blocks")
@@ -16,7 +16,7 @@ KINDS = ("llama", "llama-tied", "gpt2", "vit", "resnet")
 def train(folder: Path, kind: str, workers: int, plan: str) -> Path:
     """The weights that the script exports."""
     options = ("--workers", str(workers), "--run-dir", "run", "--plan", f"exact {plan}")
-    paceline("run", *options, SCRIPTS / "zoo.py", kind, cwd=folder)
+    paceline("run", *options, SCRIPTS / "zoo.py", kind, cwd=folder, **TRANSFORMERS)
     return folder / "out.safetensors"
 
 

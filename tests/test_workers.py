@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import subprocess
 import sys
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from public import BOUNDS, Counting, Discriminator, Generator, Late, Normalised,
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import default_collate
+from warm import Process, environment
 
 from paceline.observe.journal import read_journal
 
@@ -78,7 +78,7 @@ def launched(tmp_path_factory):
     return launch
 
 
-@pytest.fixture(params=TEAMS)
+@pytest.fixture(params=[pytest.param(team, marks=pytest.mark.slow) if "2" in team else team for team in TEAMS])
 def workers(launched, request) -> list[Worker]:
     return launched(request.param)
 
@@ -446,19 +446,12 @@ print("worker", torch_team.rank, "of", torch_team.size)
 
 def test_torchrun_starts_a_script_and_a_loop_left_at_its_last_step_is_finished(tmp_path):
     (tmp_path / "train.py").write_text(UNDER_TORCHRUN)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", tmp_path],
-        cwd=tmp_path,
-        env={
-            **os.environ, "PYTHONPATH": str(SCRIPTS), "PACELINE_RUN_DIR": str(tmp_path / "run"), "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["worker 0 of 2", "worker 1 of 2"]
+    command = [*("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"), tmp_path]
+    given = environment(PACELINE_RUN_DIR=str(tmp_path / "run"), CUDA_VISIBLE_DEVICES="")
+    with Process([sys.executable, *command], given, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert sorted(stdout.splitlines()) == ["worker 0 of 2", "worker 1 of 2"]
     for name, optimizer, data, size in (("one", public.sgd, 1, 16), ("two", public.adam, 2, 8)):
         plain = by_hand(built(mlp), optimizer).train(grid(rows(data, 40, 10), size, count=6))
         same(load_file(tmp_path / f"{name}.safetensors"), plain.model)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from paceline.launch.forked import PROGRAM, READ_FIRST
 from paceline.launch.tuning import surround
 from paceline.launch.warm import Wanted, Warm
 
@@ -34,11 +38,15 @@ def environment(**more: str | None) -> dict[str, str]:
 
 
 @cache
-def _warm() -> Warm:
+def _given() -> dict[str, str]:
     given = environment(PYTHONUNBUFFERED="1")
     variables, _, _ = surround(1, given, [0])
+    return given | variables
+
+
+def _begun() -> Warm:
     selector = selectors.DefaultSelector()
-    warm = Warm(["of the tests", " " * 4000], given | variables, selector, lambda: None, print)
+    warm = Warm(["of the tests", " " * 4000], _given(), selector, lambda: None, print)
     while not warm.ready:
         assert warm.trouble is None, warm.trouble
         for key, _ in selector.select():
@@ -46,8 +54,31 @@ def _warm() -> Warm:
     return warm
 
 
+@cache
+def _warm() -> Warm:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.launch.warm.PROGRAM", PROGRAM.replace("from", "import agent_parts; from", 1))
+        return _begun()
+
+
+@cache
+def _warm_with(modules: str) -> Warm:
+    """Forked from the first one, and inherited by us."""
+    ours, theirs = socket.socketpair()
+    program = [str(SCRIPTS / "with_warm.py"), json.dumps({"environment": _warm().environment, "modules": modules})]
+    handed = {"PACELINE_TEST_SERVE": theirs.fileno()}
+    child = _warm().fork(Wanted("python", program, environment(OPENBLAS_NUM_THREADS="1"), (1, 2), handed))
+    theirs.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACELINE_WARM", f"{child.pid}:{ours.detach()}")
+        os.close(child.pidfd)
+        return _begun()
+
+
 class Process(subprocess.Popen[str]):
     """`command` of ``[sys.executable, SCRIPT, ...]`` with torch imported; any other with a warm process to inherit.
+
+    WARM_WITH in the environment names modules that are imported, too.
 
     `inside`: a network namespace, a file of known hosts and a host's name to run it with.
     """
@@ -69,12 +100,16 @@ class Process(subprocess.Popen[str]):
             super()._execute_child(args, *more)  # type: ignore[misc]
             return
         _, _, _, _, folder, env, _, _, _, *ends = more
+        modules = env.pop("WARM_WITH", "")
+        warm = _warm_with(modules) if modules else _warm()
         stdin, _, _, stdout, _, stderr = ends[:6]
-        given = {"command": args, "inside": self._inside, "environment": _warm().environment}
+        first = environment()
+        other = any(env.get(name) != first.get(name) for name in env.keys() | first if name.startswith(READ_FIRST))
+        given = {"command": args, "inside": self._inside, "environment": warm.environment, "exec": other}
         program = [str(SCRIPTS / "with_warm.py"), json.dumps(given)]
         streams = (stdout if stdout >= 0 else 1, stderr if stderr >= 0 else 2)
         handed = {"PACELINE_TEST_STDIN": stdin} if stdin >= 0 else {}
-        child = _warm().fork(Wanted("python", program, env, streams, handed, str(folder or ".")))
+        child = warm.fork(Wanted("python", program, env, streams, handed, str(folder or ".")))
         self.pid, self._child_created = child.pid, True
         os.close(child.pidfd)
         self._close_pipe_fds(*ends[:6])  # type: ignore[attr-defined]

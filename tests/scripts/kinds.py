@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -41,6 +40,8 @@ KINDS = (*CAUSAL, *MASKED)
 
 
 def made(name: str) -> torch.nn.Module:
+    import transformers  # which takes seconds
+
     ends = {"bos_token_id": 1, "eos_token_id": 2}
     config = transformers.AutoConfig.for_model(name, **{**(CAUSAL | MASKED)[name], **ends})
     config._experts_implementation = "eager"  # what is grouped there takes no float64

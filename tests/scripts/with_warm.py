@@ -1,17 +1,29 @@
 """Goes where it should, and becomes a script with torch imported, or a command with a warm process to inherit."""
 
+import atexit
 import ctypes
+import gc
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
 
-from paceline.launch import forked
+from agent_parts import NAMES
+
+from paceline.launch import coordinator_process, forked
 from paceline.launch.processes import die_with, name_process
+from paceline.team import server
 
 SPACES = {"net": 0x40000000, "uts": 0x04000000, "mount": 0x00020000}  # CLONE_NEW... of linux/sched.h
 BIND, ALL, PRIVATE = 1 << 12, 1 << 14, 1 << 18  # MS_... of sys/mount.h
+LAUNCHES = "from paceline.launch import"  # has a text that is an agent
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -51,8 +63,83 @@ def leave_warm(environment: dict[str, str]) -> str:
     sys.exit()
 
 
+class Forked(subprocess.Popen):
+    """The coordinator's process, from an agent that has imported what it needs, and as yet no second thread."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, *more):
+        ends = more[5:11]
+        if len(os.listdir("/proc/self/task")) > 1:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *more)
+            return
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                coordinate(args, preexec_fn, pass_fds, (ends[0], ends[3], ends[5]))
+            finally:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+        self._child_created = True
+        self._close_pipe_fds(*ends)
+
+
+def coordinate(args, preexec_fn, pass_fds, streams):
+    os.setsid()
+    preexec_fn()
+    for stream, end in enumerate(streams):
+        os.dup2(end, stream)
+    signal.set_wakeup_fd(-1)
+    for number in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in pass_fds:
+            with suppress(OSError):
+                os.close(int(name))
+    name_process("python", args)
+    server.main(int(args[3]), json.loads(args[4]))
+
+
+def forget() -> None:
+    """What an agent has not imported itself is not there for it."""
+    for name in sys.modules.keys() - NAMES - {"__main__"}:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules.pop(name)))  # for ever: it is not taken to pieces
+
+
+def execute(command: list[str]) -> None:
+    """What ``python -c TEXT ARGUMENTS`` does."""
+    name_process("python", command)
+    sys.argv, sys.orig_argv = ["-c", *command[3:]], command
+    sys.path.insert(0, "")
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(command[2], "<string>", "exec"), vars(main))
+
+
+def serve_with(modules: list[str], descriptor: int, environment: dict[str, str]) -> None:
+    """Becomes a warm process that has also imported these; see `forked.load`."""
+    before = {*sys.modules}
+    for name in modules:
+        import_module(name)
+    atexit.register(forked._leave_whole, {name: len(vars(sys.modules[name])) for name in sys.modules.keys() - before})
+    forked._LOADED.update(sys.modules)
+    gc.freeze()
+    name_process(*forked.WARM)
+    forked.serve(socket.socket(fileno=descriptor), forked.Began(set(), environment))
+
+
+def pause(waited: float, crowded: bool) -> None:
+    """Between two looks of who waits for others: several tests at a time have more workers than there are cores."""
+    time.sleep(min(1e-3, max(waited, 5e-5)))
+
+
 def main() -> None:
+    sys.modules["paceline.comm.engine"].Engine._pause = staticmethod(pause)
+    coordinator_process.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
     given = json.loads(sys.argv[1])
+    descriptor = os.environ.pop("PACELINE_TEST_SERVE", None)
+    if descriptor is not None:
+        serve_with(given["modules"].split(), int(descriptor), given["environment"])
+        return
     # What runs in the background of a shell, or under nohup, ignores them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -64,10 +151,22 @@ def main() -> None:
     if given["inside"]:
         enter(*given["inside"])
     command = given["command"]
-    ours = command[1:3] == ["-m", "paceline"] and not {"run", "check", "chaos"} & {*command[3:4]}
-    if command[1].startswith("-") and not ours:  # an agent, which holds no torch
-        os.execve(command[0], command, {**os.environ, "PACELINE_WARM": leave_warm(given["environment"])})
-    forked.run(command[1:], "python", {**os.environ})
+    python, text = command[0] == sys.executable, command[2] if command[1] == "-c" else ""
+    agent = command[1:3] == ["-m", "paceline"] or LAUNCHES in text
+    ours = agent and not text and not {"run", "check", "chaos", "explain"} & {*command[3:4]}
+    if not command[1].startswith("-") or ours or (command[1] == "-m" and not agent):
+        forked.run(command[1:], "python", {**os.environ})
+        return
+    if agent or not python:
+        os.environ["PACELINE_WARM"] = leave_warm(given["environment"])
+    if given["exec"] or not python or not (agent or text):
+        os.execve(command[0], command, os.environ)
+    if agent and command[3:4] not in (["check"], ["chaos"]):  # which read weights in the end
+        forget()
+    if text:
+        execute(command)
+    else:
+        forked.run(command[1:], "python", {**os.environ})
 
 
 main()
