@@ -313,7 +313,7 @@ def test_axes_are_checked_before_pairs_and_pairs_before_what_is_built() -> None:
     assert refusal("shard=3 every=50 exact").startswith("shard=3 does not divide")
     assert refusal("shard=4 every=50 exact").startswith("every=50 needs local")
     assert refusal("shard=4 pipeline=2 codec=int8").startswith("zero=3 and pipeline=2 are not built together yet")
-    assert refusal("pipeline=2 local=2 every=8").startswith("local=2 every=8 are not built yet")
+    assert refusal("pipeline=2 local=2 every=8 fragments=2").startswith("fragments=2 is not built yet")
 
 
 def test_the_help_has_one_line_per_word() -> None:

@@ -569,8 +569,10 @@ class Run:
             by_bytes = sorted(self.team.group.ledger.items(), key=lambda item: -item[1][1])
             self.journal.write("collectives", kinds=dict(by_bytes))
         self.agreement.write(self.journal)
-        for event, told in self.own.figures():
-            self.journal.write(event, **told)
+        if rate := self.own.rate:
+            self.journal.write("links", rate=rate)
+        for told in self.own.figures():
+            self.journal.write("codec", **told)
         done = bool(self.members) and all(member.complete for member in self.members)
         if not failed and not self._left and self.members:
             keep_best(self)

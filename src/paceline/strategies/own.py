@@ -345,16 +345,21 @@ class Owns(list[Differing]):
         for own in (one for one in self if one.differs):
             team.run(partial(own.pool, team), "forming")
 
-    def figures(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """For the report: how fast the links were at last, and what codecs have saved this worker, by trainer."""
-        trainers = [own for own in self if isinstance(own, Own)]
-        if rate := next((own.link[0] for own in trainers if own.group.links), 0.0):
-            yield "links", {"rate": rate}
-        for number, codec in enumerate(own.codec for own in trainers):
+    @property
+    def _trainers(self) -> list[Own]:
+        return [own for own in self if isinstance(own, Own)]
+
+    @property
+    def rate(self) -> float:
+        """How fast the links between hosts were at last, in bytes a second; 0 if there are none."""
+        return next((own.link[0] for own in self._trainers if own.group.links), 0.0)
+
+    def figures(self) -> Iterator[dict[str, Any]]:
+        """For the report: what codecs have saved this worker, by trainer."""
+        for number, codec in enumerate(own.codec for own in self._trainers):
             if codec is not None and codec.full:
                 sent, full = int(codec.sent), int(codec.full)
-                told = {"trainer": number, "codec": codec.word, "kind": codec.kind, "sent": sent, "full": full}
-                yield "codec", told
+                yield {"trainer": number, "codec": codec.word, "kind": codec.kind, "sent": sent, "full": full}
 
     def meet(self, done: int) -> Iterator[str]:
         """What is to be said before a checkpoint. Collective."""
