@@ -26,7 +26,7 @@ from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
 from paceline.mesh import Mesh
 from paceline.pieces import Cut, Held, stacked
-from paceline.step import NOTHING, Agreed, Versions, deal
+from paceline.step import NOTHING, Agreed, deal
 from paceline.strategies.data import kinds
 from paceline.strategies.own import Transactions, wide
 from paceline.strategies.replica import Replica
@@ -121,6 +121,7 @@ class Progress:
     unused: set[int] | None = None
     norm: float = 0.0
     lr: float = 0.0
+    torn: bool = False  # an update has begun, and is not everywhere yet
 
     def add(self, agreed: Agreed, norm: float, lr: float) -> None:
         """A step of it, with rows or without."""
@@ -148,7 +149,10 @@ class Islands:
         self.mine: list[int] = []
         self.work: dict[int, Progress] = {}  # of the round under way, which is of this turn
         self.turn = -1
-        self.kept: Versions[dict[int, Inner]] = Versions({})  # as the round began; of others' islands, too
+        self.steps = 0  # done
+        # What islands keep, by the steps done: what a round makes of it is there before it is known whether it counts,
+        # also on a worker that takes the common state over. Of others' islands, too.
+        self._kept: dict[int, dict[int, Inner]] = {}
         self.saved: dict[str, Any] = {}  # from a checkpoint, and not taken yet
         self._specs: dict[int, Any] = {}
         self._live: int | None = None  # whose weights are in the model; None: those of all
@@ -162,18 +166,23 @@ class Islands:
         self._names = {id(row): name for name, row in zip(job.own, self.rows, strict=True)}
 
     @property
+    def kept(self) -> dict[int, Inner]:
+        """What islands keep at present."""
+        return self._kept.setdefault(self.steps, {})
+
+    @property
     def speaks(self) -> bool:
         """Whether this worker tells what its team has done."""
         return self.team.rank == 0
 
     # -- who has which ----------------------------------------------------------------------------------------------
 
-    def house(self, done: int) -> Iterator[str]:
-        """A generation begins, after so many transactions: islands are dealt to its teams, and their state goes where
-        they go. What is to be told of it. Collective.
+    def house(self) -> Iterator[str]:
+        """A generation begins: islands are dealt to its teams, and their state goes where they go. What is to be told
+        of it. Collective.
         """
-        group, mesh, kept = self.group, self.mesh.over(self.group.size), self.kept.at(done)
-        if self.turn != done:
+        group, mesh, kept = self.group, self.mesh.over(self.group.size), self.kept
+        if self.turn != self.steps:
             self.work.clear()
         group.enter("the islands", check=False, kind="islands")
         said = group.gather_json([[*kept], self.mine, [[i, one.steps] for i, one in self.work.items()]])
@@ -202,7 +211,7 @@ class Islands:
         fresh = Inner.live(self.replica, 0.0)
         for island in self.mine:
             tree = each.get(str(island))
-            self.kept.value[island] = fresh.copied() if tree is None else Inner(tree=tree)
+            self.kept[island] = fresh.copied() if tree is None else Inner(tree=tree)
 
     def _bring(self, island: int, team: Sequence[int], has: list[set[int]]) -> str:
         """To those replicas of its `team` who have it not, from one that has it, or has another one's."""
@@ -220,58 +229,55 @@ class Islands:
             hosts = group.hosts
             near = [other for other in having if hosts[other * mesh.replica] == hosts[number * mesh.replica]]
             source = (near or having)[0]
-            self._send(which, source, number, into=island)
+            self._send(self.kept, which, source, number, into=island)
         return told
 
-    def _send(self, island: int, source: int, target: int, into: int | None = None) -> None:
+    def _send(self, kept: dict[int, Inner], island: int, source: int, target: int, into: int | None = None) -> None:
         """An island's state from one replica to another, where it is that of the same one unless said."""
         into, size = island if into is None else into, self.mesh.replica
         place = self.group.rank % size
         if self.group.rank == source * size + place:
-            inner = self.kept.value[island]
             if source == target:
-                self.kept.value[into] = inner.copied()
+                kept[into] = kept[island].copied()
                 return
-            self.group.send_bytes(pack(inner.named(self.replica)), target * size + place)
+            self.group.send_bytes(pack(kept[island].named(self.replica)), target * size + place)
         elif self.group.rank == target * size + place:
-            self.kept.value[into] = Inner(tree=unpack(self.group.receive_bytes(source * size + place)))
+            kept[into] = Inner(tree=unpack(self.group.receive_bytes(source * size + place)))
 
     def pool(self, team: Transactions) -> Generator[Any, Any, None]:
         """An attempt of the team's: everybody has every island's state, before some of them leave. Collective."""
-        replicas, kept = len(self.mesh.over(self.group.size).replicas), self.kept.at(team.done)
+        replicas = len(self.mesh.over(self.group.size).replicas)
         self.group.enter("the state of all islands", check=False, kind="islands")
-        said = self.group.gather_json([*kept])
+        said = self.group.gather_json([*self.kept])
         for island in range(self.count) if all(said) else ():
             has = [island in said[number * self.mesh.replica] for number in range(replicas)]
             for number in range(replicas) if any(has) else ():
                 if not has[number]:
-                    self._send(island, has.index(True), number)
-        self.kept.pend(team.done, dict(self.kept.value))
+                    self._send(self.kept, island, has.index(True), number)
         yield lambda: None
         yield None
 
-    def guard(self) -> dict[int, Inner]:
-        """What the round has made of what optimizers keep; of an island that one replica alone computes another one of
-        its host has a copy, if there is one. Collective.
+    def pend(self, steps: int) -> None:
+        """What the round has made of what optimizers keep is that of so many steps, if it counts."""
+        self._kept[steps] = {island: self.work[island].inner for island in self.mine}
+
+    def guard(self, steps: int) -> None:
+        """Of an island that one replica alone computes another one of its host gets a copy of that, if there is one.
+        Collective.
         """
-        group, mesh = self.group, self.mesh.over(self.group.size)
-        made = {island: self.work[island].inner for island in self.mine}
+        group, mesh, made = self.group, self.mesh.over(self.group.size), self._kept[steps]
         replicas, size = len(mesh.replicas), mesh.replica
         if replicas == 1:
-            return made
+            return
         group.enter("copies of what islands keep", check=False, kind="islands")
-        mine = group.gather_json(self.mine)
-        hosts, kept = group.hosts, self.kept.value
-        self.kept.value = made
+        mine, hosts = group.gather_json(self.mine), group.hosts
         for number in range(replicas):
             near = [other % replicas for other in range(number + 1, number + replicas)]
             near = [other for other in near if hosts[other * size] == hosts[number * size]]
             for island in mine[number * size]:
                 alone = sum(island in mine[other * size] for other in range(replicas)) == 1
                 if alone and near:
-                    self._send(island, number, near[0])
-        self.kept.value = kept
-        return made
+                    self._send(made, island, number, near[0])
 
     def shares(self, batches: int) -> list[int]:
         """How many of so many micro-batches each unit gets, as islands are dealt in the beginning."""
@@ -289,11 +295,12 @@ class Islands:
         model = self.replica.job.model
         return [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
 
-    def begin(self, done: int) -> None:
+    def begin(self) -> None:
         """A round begins, or goes on where an earlier generation has left it."""
         with torch.no_grad():
             self._start = [tensor.clone() for tensor in self._tensors()]
-        self.turn, kept = done, self.kept.at(done)
+        self.turn, kept = self.steps, self.kept
+        self._kept = {self.steps: kept}
         for island in self.mine:
             if island not in self.work:
                 kept[island].put(self.replica)
@@ -315,7 +322,12 @@ class Islands:
         """The model is what it was when the round began. What islands have come to is kept."""
         if self._live is None:
             return
-        one, self._live = self.work[self._live], None
+        island, self._live = self._live, None
+        one = self.work[island]
+        if one.torn:
+            del self.work[island]
+            self._fill(self._start)
+            return
         one.inner = Inner.live(self.replica, one.inner.expected)
         with torch.no_grad():
             if one.weights is None:
@@ -369,13 +381,13 @@ class Islands:
 
     def _weigh(self) -> None:
         ends = [tensor for one in self.work.values() for tensor in one.weights or ()]
-        inner = [*(one.inner for one in self.work.values()), *self.kept.value.values()]
+        inner = [*(one.inner for one in self.work.values()), *self.kept.values()]
         trees = [[one.states, one.tree] for one in inner]
         tensors = [t for t in pytree.tree_leaves(trees) if isinstance(t, torch.Tensor)]
         self.most = held([*self._start, *ends, *self._sums]), held(tensors)
 
-    def apply(self, count: float) -> None:
-        """The round counts: the outer optimizer moves the weights."""
+    def apply(self, count: float, steps: int) -> None:
+        """The round counts, with which there are so many steps: the outer optimizer moves the weights."""
         buffers = self._sums[len(self.rows) :]
         with torch.no_grad():
             for row, total in zip(self.rows, self._sums, strict=False):
@@ -389,7 +401,7 @@ class Islands:
             for tensor, most in zip(whole, self._largest, strict=True):
                 tensor.copy_(most)
         self.work.clear()
-        self._start, self._sums = [], []
+        self.steps, self._start, self._sums = steps, [], []
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -398,7 +410,7 @@ class Islands:
         self.group.enter("what islands keep", check=False, kind="islands")
         names = {id(cut): name for name, cut in self.replica.job.own_cuts.items()}
         specs = {}
-        for island, inner in self.kept.at(done).items():
+        for island, inner in self.kept.items():
             if island in self.mine and self.speaks:
                 tensors, skeleton = flatten_pieces(inner.named(self.replica), "")
                 specs[island] = [skeleton, {name: _told(tensor, names) for name, tensor in tensors.items()}]
@@ -412,7 +424,7 @@ class Islands:
         outer = optimizer_state(self.outer, self._names, self._cuts, job.place)
         if done is None:
             return {"outer": outer}
-        rank, size, kept = self.group.rank, self.mesh.replica, self.kept.at(done)
+        rank, size, kept = self.group.rank, self.mesh.replica, self.kept
         each = {}
         for island, (first, skeleton, told) in self._specs.items():
             holds = range(first, first + size)
@@ -429,8 +441,11 @@ class Islands:
             each[str(island)] = unflatten(skeleton, made)
         return {"rule": "first", "count": self.count, "outer": outer, "each": each}
 
-    def load(self, saved: Mapping[str, Any]) -> str:
-        """What `state` was, of whole tensors, or none where the state is of another plan: what is to be told."""
+    def load(self, saved: Mapping[str, Any], steps: int) -> str:
+        """What `state` was after so many steps, of whole tensors, or none where it is of another plan: what is to be
+        told.
+        """
+        self.steps = steps
         if "outer" in saved:
             job = self.replica.job
             load_optimizer(self.outer, saved["outer"], self._names, self._cuts, job.place)

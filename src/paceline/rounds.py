@@ -109,7 +109,7 @@ class Rounds(Stepper):
         if self.housed == self.operations.number:
             return
         super().house(name)
-        for told in self.isles.house(self.operations.done):
+        for told in self.isles.house():
             self.run.say(told)
             self.run.decide(self.trainer, *told.split(": ", 1))
 
@@ -129,7 +129,7 @@ class Rounds(Stepper):
     def load(self, saved: dict[str, Any], newcomer: bool) -> None:
         self.replica.load(saved)
         self.done, self.expected = saved["steps"], saved["expected"]
-        told = self.isles.load(saved.get("islands") or {})
+        told = self.isles.load(saved.get("islands") or {}, self.done)
         if newcomer and "optimizers" in saved:
             told = f"training goes on in {self.isles.count} islands, each with what the optimizer keeps"
         if told:
@@ -149,17 +149,18 @@ class Rounds(Stepper):
             began = time.perf_counter()
             undo.callback(self._again)
             self._open(step, name)
-            isles.begin(self.operations.done)
+            isles.begin()
             undo.callback(isles.rest)
             undo.callback(self.replica.abort)
             with self.streams.lent():
                 broken = self._run(step, deal)
             isles.rest()
-            computed = time.perf_counter()
+            computed, after = time.perf_counter(), step.number + step.steps
+            if not broken:
+                isles.pend(after)
             self._meet(step, name, computed - began, broken)
             isles.merge(name)
-            made = isles.guard()
-            isles.kept.pend(self.operations.done, made)
+            isles.guard(after)
             for member in self.run.members:
                 member.state.step_computed()
             step.spent["compute"] = computed - began - step.spent["data"]
@@ -167,8 +168,8 @@ class Rounds(Stepper):
             undo.pop_all()
         reduced = time.perf_counter()
         self.run.saving.copied()
-        isles.apply(count)
-        self.done, self.weights.refused = step.number + step.steps, False
+        isles.apply(count, after)
+        self.done, self.weights.refused = after, False
         ended = time.perf_counter()
         self.updated = ended - reduced
         step.spent |= {"reduce": reduced - computed, "update": self.updated}
@@ -229,8 +230,10 @@ class Rounds(Stepper):
         norm = self._norm(step)
         assert step.sums is not None
         self.run.saving.copied()
+        progress.torn = True
         self.replica.update(step.sums, step.agreed, step.options, norm)
         self.replica.complete()
+        progress.torn = False
         progress.inner.expected = step.agreed.count
         progress.add(step.agreed, norm, step.lr)
         share = step.whole.share
