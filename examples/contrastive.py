@@ -1,7 +1,7 @@
 """Contrastive learning on drawn data: two towers as CLIP has them, or two views through one network as SimCLR has. The
 loss sees all 256 rows of a step, of which a worker computes 32 at a time.
 
-paceline run --workers 2 examples/contrastive.py clip       # or simclr
+paceline run --workers 2 examples/contrastive.py       # clip, or simclr if that is said
 """
 
 import sys
@@ -61,7 +61,7 @@ def recall(output, batch):
     return {"recall": (((one @ other.t()).argmax(1) == torch.arange(len(one), device=one.device)).sum(), len(one))}
 
 
-kind = sys.argv[1]
+kind = sys.argv[1] if len(sys.argv) > 1 else "clip"
 trainer = paceline.Trainer(
     model=Net,
     loss=clip if kind == "clip" else simclr,

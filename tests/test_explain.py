@@ -162,6 +162,20 @@ LAYER = (16 * 16 + 16) * 8  # bytes
 FIRST, LAST = (10 * 16 + 16) * 8 + 2 * LAYER, (2 * 16 + 2) * 8 + 2 * LAYER
 
 
+ISLANDS = """\
+data=3 local=4 every=64: 3 workers; a step of 8 micro-batches, at most 4 for each of 3 units of 1 worker
+
+replica 0  0
+replica 1  1
+replica 2  2
+
+data=3     replicas, to which the islands are dealt: each computes at most 2 islands
+local=4    holds what the optimizer of each of its islands keeps, and the weights of the round's start
+           sends how far its islands have come, once in 64 steps
+           waits at the end of a round, for the last island
+"""
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text("from basics import *\n" + BLOCKS)
@@ -169,7 +183,14 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("plan", "text"), [("pipeline=2 tensor=2 data=2", ALL), ("recompute=blocks shard=6", SHARDS)])
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        ("pipeline=2 tensor=2 data=2", ALL),
+        ("recompute=blocks shard=6", SHARDS),
+        ("data=3 local=4 every=64", ISLANDS),
+    ],
+)
 def test_a_plan_in_words(plan: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", plan]) == 0
     assert capsys.readouterr().out == text

@@ -157,7 +157,8 @@ class Islands:
         self._specs: dict[int, Any] = {}
         self._live: int | None = None  # whose weights are in the model; None: those of all
         self._start: list[torch.Tensor] = []
-        self.most = 0, 0  # bytes of weights and of what optimizers keep, beside those in use, when islands were merged
+        # Bytes when islands were merged: of weights beside those in use, and of all that optimizers keep.
+        self.most = 0, 0
         self._sums: list[torch.Tensor] = []
         job = replica.job
         self.rows = replica.updater.rows
@@ -370,7 +371,6 @@ class Islands:
                 torch.maximum(most, tensor, out=most)
         self.rest()
         self._gathers()
-        self._weigh()
         self.twins.enter(name, check=False, kind="merges")
         for alike in kinds(self._sums, BYTES):
             flat = self.twins.sum(torch.cat([tensor.reshape(-1) for tensor in alike]))
@@ -379,12 +379,14 @@ class Islands:
         for tensor in self._largest:
             tensor.copy_(self.twins.largest(tensor.to(torch.int64)))
 
-    def _weigh(self) -> None:
+    def weigh(self) -> None:
+        """Takes the measure of what is here when islands have been merged, and nothing counts yet."""
         ends = [tensor for one in self.work.values() for tensor in one.weights or ()]
-        inner = [*(one.inner for one in self.work.values()), *self.kept.values()]
-        trees = [[one.states, one.tree] for one in inner]
-        tensors = [t for t in pytree.tree_leaves(trees) if isinstance(t, torch.Tensor)]
-        self.most = held([*self._start, *ends, *self._sums]), held(tensors)
+        inner = [one for kept in self._kept.values() for one in kept.values()]
+        inner += [one.inner for one in self.work.values()]
+        trees = [[one.states, one.tree] for one in inner], [dict(one.state) for one in self.replica.job.optimizers]
+        kept = [tensor for tensor in pytree.tree_leaves(trees) if isinstance(tensor, torch.Tensor)]
+        self.most = held([*self._start, *ends, *self._sums]), held(kept)
 
     def apply(self, count: float, steps: int) -> None:
         """The round counts, with which there are so many steps: the outer optimizer moves the weights."""

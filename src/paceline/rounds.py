@@ -137,8 +137,7 @@ class Rounds(Stepper):
 
     def memory(self) -> dict[str, int]:
         found, (weights, kept) = super().memory(), self.isles.most
-        more = {"parameters": weights, "optimizer": kept}
-        return {key: value + more.get(key, 0) for key, value in found.items()}
+        return found | {"parameters": found["parameters"] + weights, "optimizer": max(found["optimizer"], kept)}
 
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
         return self.isles.shares(batches)
@@ -161,6 +160,7 @@ class Rounds(Stepper):
             self._meet(step, name, computed - began, broken)
             isles.merge(name)
             isles.guard(after)
+            isles.weigh()
             for member in self.run.members:
                 member.state.step_computed()
             step.spent["compute"] = computed - began - step.spent["data"]

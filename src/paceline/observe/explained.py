@@ -24,6 +24,11 @@ _WORDS = {
         _EACH,
         "at the end of a step, for the gradients of other replicas",
     ),
+    "local": (
+        "what the optimizer of each of its islands keeps, and the weights of the round's start",
+        "how far its islands have come, once in {every} steps",
+        "at the end of a round, for the last island",
+    ),
     "zero=1": (
         "all parameters and gradients, and 1/{n} of the optimizer's state",
         f"{_EACH}, and then the weights that it has updated",
@@ -69,7 +74,10 @@ class Explained:
         self.plan, self.workers, self.mesh = plan, workers, plan.mesh(workers)
         self.model, self.micro = event.get("model") or "", event.get("micro")
         self.micro_batches = int(event.get("micro_batches") or 8)
-        self.each = -(-self.micro_batches // self.mesh.units)  # of a unit in a step, at most
+        islands = plan.local or 1  # each of them has its run of micro-batches, and one replica or more
+        self.islands = -(-islands // self.mesh.data)  # of a replica, at most
+        units = max(1, self.mesh.data // islands) * self.mesh.shard
+        self.each = self.islands * -(-self.micro_batches // islands // units)  # of a unit in a step, at most
         self.stages, self.predicted, self.measured = (
             list[Event](event.get(name) or ()) for name in ("stages", "predicted", "measured")
         )
@@ -140,13 +148,17 @@ class Explained:
     def _words(self) -> Iterator[tuple[str, str]]:
         """What each word of the plan means for a worker."""
         _, p, v = self.kind
-        said = {"v": v, "stages": v * p, "bubble": self.bubble}
+        said = {"v": v, "stages": v * p, "bubble": self.bubble, "every": self.plan.every}
         said["kept"] = max(map(kept, table(*self.kind, self.each)))
         for row, value, word in self.plan.said():
             told = _WORDS.get(f"zero={self.plan.zero}" if row.name == "shard" else row.name)
-            if told is None and row.name != "zero":  # which is told with shard
+            if row.name == "data" and self.plan.local:
+                some = f"each computes at most {plural(self.islands, 'island')}"
+                more = "those of one island sum their gradients in each step"
+                yield word, f"replicas, to which the islands are dealt: {more if value > self.plan.local else some}"
+            elif told is None and row.name not in ("zero", "every", "outer"):  # which are told with shard and local
                 yield word, row.metadata["caption"]
-            elif told is not None and value > 1:
+            elif told is not None and (value > 1 or row.name == "local"):
                 verbs = zip((word, "", ""), ("holds", "sends", "waits"), told, strict=True)
                 yield from ((name, f"{verb} {text.format(n=value, **said)}") for name, verb, text in verbs)
 
