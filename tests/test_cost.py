@@ -23,7 +23,7 @@ from paceline.strategies.nest import cost
 from paceline.strategies.state import kept_for_each
 
 STEPS = 4  # in the first one, which is not counted, the loss is looked at, which takes forwards besides
-NAMES = ("gradients", "weights", "all_gather", "pipeline", "context", "tensor")
+NAMES = ("gradients", "weights", "all_gather", "pipeline", "context", "tensor", "merges")
 BODY = f"""
 import json
 from pathlib import Path
@@ -40,11 +40,11 @@ model, loss, rows, forward = {{model}}
 t = paceline.Trainer(model, loss, torch.optim.AdamW, global_batch=24, plan={{plan!r}}, forward=forward)
 sums = lambda: {{{{kind: told[1] for kind, told in t._group.ledger.items() if kind in {NAMES}}}}}
 for report in t.steps(rows, count={STEPS}):
-    first = sums() if report.step == 1 else first
+    first = sums() if report.step == report.turn else first
 team = paceline.join()
 found = cost(t.plan, facts_of(t._job), team.size, 24 // 3 // (team.size // t.plan.mesh(team.size).unit))
 sent = {{{{kind: (sum - first[kind]) / ({STEPS} - 1) for kind, sum in sums().items()}}}}
-told = [found.held, found.sent, found.in_flight, list(t._replica.memory().values()), sent, sums()]
+told = [found.held, found.sent, found.in_flight, list(t._stepper.memory().values()), sent, sums()]
 Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
 """
 
@@ -53,6 +53,7 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
     ("workers", "plan", "model"),
     [
         (4, "data=4", "mlp"),
+        (2, "local=4 every=3", "mlp"),
         (2, "shard=2 zero=1", "mlp"),
         (4, "data=2 shard=2 zero=3", "mlp"),
         (4, "pipeline=2 tensor=2", "mlp"),
@@ -60,6 +61,8 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
         *[
             pytest.param(workers, plan, model, marks=pytest.mark.slow)
             for workers, plan, model in (
+                (3, "local=2 every=3", "mlp"),
+                (4, "shard=2 zero=1 local=2 every=3", "mlp"),
                 (4, "data=2 tensor=2", "mlp"),
                 (2, "pipeline=2", "mlp"),
                 (2, "pipeline=2", "gpt"),
