@@ -61,8 +61,9 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
         *[
             pytest.param(workers, plan, model, marks=pytest.mark.slow)
             for workers, plan, model in (
-                (3, "local=2 every=3", "mlp"),
-                (4, "shard=2 zero=1 local=2 every=3", "mlp"),
+                (4, "local=2 every=1", "mlp"),
+                (4, "shard=2 zero=1 local=2 every=1", "mlp"),
+                (4, "shard=2 zero=3 local=4 every=1", "mlp"),
                 (4, "data=2 tensor=2", "mlp"),
                 (2, "pipeline=2", "mlp"),
                 (2, "pipeline=2", "gpt"),

@@ -47,15 +47,13 @@ class Cost:
     sent: dict[str, int] = field(default_factory=dict)
     in_flight: int = 1
 
-    def in_islands(self, islands: int, teams: int, every: int) -> Cost:
-        """Of a worker whose team has so many of the islands: as they are when a round is merged. Beside what is in use
-        there are the round's start, what each island has come to, what that adds up to; and what each optimizer keeps
-        now and kept before, of another team's islands too, if there is one.
+    def in_islands(self, mine: int, copies: bool, here: int, rows: int, every: int) -> Cost:
+        """Of a worker with so many islands, when a round is merged. Beside what is in use there are the round's start
+        and what each island has come to, which are what of the model is `here`, and how far, of the `rows` that are its
+        own; and what each optimizer keeps now and kept before, maybe with `copies` of another team's.
         """
-        mine = -(-islands // teams)
-        kept = (2 if teams == 1 else 4) * mine
-        parameters, optimizer = (3 + mine) * self.parameters, kept * self.optimizer
-        sent = self.sent | ({"merges": self.parameters // every} if teams > 1 else {})
+        parameters, optimizer = self.parameters + (1 + mine) * here + rows, (4 if copies else 2) * mine * self.optimizer
+        sent = {kind: size + (rows // every if kind == "weights" else 0) for kind, size in self.sent.items()}
         return replace(self, parameters=parameters, optimizer=optimizer, sent=sent)
 
     @property

@@ -32,8 +32,8 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     so many times. The shapes of activations are those of the user's code, and no formula knows them before.
     """
     mesh = plan.mesh(workers)
-    teams = min(plan.local or 1, mesh.data)
-    mesh = replace(mesh, data=-(-mesh.data // teams))
+    replicas, teams = mesh.data, min(plan.local or 1, mesh.data)
+    mesh = replace(mesh, data=-(-replicas // teams))
     if mesh.shard == 1:
         found = data.cost(facts, mesh.data * mesh.context)
     else:
@@ -43,7 +43,12 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     for axis in facts.inside.keys() | facts.ends.keys():
         found.sent[axis] = forwards * facts.inside.get(axis, 0) + facts.ends.get(axis, 0)
     if plan.local:
-        found = found.in_islands(plan.local, teams, plan.every or 1)
+        own = facts.bytes(mesh.shard)
+        here = facts.beside + (own if mesh.shard > 1 and plan.zero != 1 else facts.bytes())
+        copies, every = 1 < replicas < 2 * teams, plan.every or 1
+        found = found.in_islands(-(-plan.local // teams), copies, here, own, every)
+        if replicas > 1:
+            found.sent["merges"] = own // every
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
     return replace(found, in_flight=max(map(kept, rows)))
 
