@@ -56,6 +56,15 @@ def net(*between: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 8), *(make() for make in between), nn.Tanh(), nn.Linear(8, 2)).double()
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 def loss(output: torch.Tensor, batch: Any) -> Any:
     """A mean over tokens, of which rows have one or nine."""
     _act()
@@ -81,6 +90,7 @@ CASES = {
         lambda step: 1 / (1 + step),
         CLIP,
     ),
+    "blocks": Case(lambda params: torch.optim.AdamW(params, lr=0.02, eps=1e-3), lambda: net(*[Block] * 4)),
     "norm": Case(lambda params: torch.optim.AdamW(params, lr=0.02, eps=1e-3), lambda: net(lambda: nn.BatchNorm1d(8))),
 }
 
