@@ -376,7 +376,7 @@ def test_bytes_beside_those_of_whole_sums(word: str, most: float) -> None:
 @given(st.integers(2, 9), st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8))))
 def test_hosts_meet_once_that_do_not_know_each_other(hosts: int, known: set[links.Pair]) -> None:
     """One at a time."""
-    some = {(low, high): links.Link([low], [high], 1.0, 0.0) for low, high in known if low < high < hosts}
+    some = {(low, high): links.HostLink([low], [high], 1.0, 0.0) for low, high in known if low < high < hosts}
     met = links.rounds(hosts, some)
     assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in met)
     pairs = [pair for some in met for pair in some]
@@ -386,15 +386,15 @@ def test_hosts_meet_once_that_do_not_know_each_other(hosts: int, known: set[link
 def test_links_are_those_of_the_hosts_that_are_there() -> None:
     """The first worker of one has gone, another host all, and one has come."""
     before = [
-        links.Link([0, 1], [2, 3], 1.0, 0.1),
-        links.Link([0, 1], [4], 2.0, 0.2),
-        links.Link([2, 3], [4], 3.0, 0.3),
+        links.HostLink([0, 1], [2, 3], 1.0, 0.1),
+        links.HostLink([0, 1], [4], 2.0, 0.2),
+        links.HostLink([2, 3], [4], 3.0, 0.3),
     ]
     now = [[1], [2, 3], [5]]
-    assert links.between(before, now) == {(0, 1): links.Link([1], [2, 3], 1.0, 0.1)}
+    assert links.between(before, now) == {(0, 1): links.HostLink([1], [2, 3], 1.0, 0.1)}
     assert links.rounds(3, links.between(before, now)) == [[(1, 2)], [(0, 2)]]
     said = [[[[0, 2], 5.0, 0.1]], [[[0, 2], 4.0, 0.2], [[1, 2], 7.0, 0.1]]]
     assert links.combined(said, now) == {
-        (0, 2): links.Link([1], [5], 4.0, 0.2),
-        (1, 2): links.Link([2, 3], [5], 7.0, 0.1),
+        (0, 2): links.HostLink([1], [5], 4.0, 0.2),
+        (1, 2): links.HostLink([2, 3], [5], 7.0, 0.1),
     }

@@ -21,13 +21,12 @@ from torch.optim import SGD, Optimizer
 from torch.utils import _pytree as pytree
 
 from paceline.checkpoint.tree import flatten_pieces, pack, unflatten, unpack
-from paceline.comm.buckets import BYTES
 from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
 from paceline.mesh import Mesh
 from paceline.pieces import Cut, Held, stacked
-from paceline.step import NOTHING, Agreed, deal
-from paceline.strategies.data import kinds
+from paceline.step import NOTHING, Agreed, add_metrics, deal
+from paceline.strategies.data import in_flats
 from paceline.strategies.own import Transactions, wide
 from paceline.strategies.replica import Replica
 from paceline.strategies.state import held, load_optimizer, local, optimizer_state
@@ -107,7 +106,7 @@ class Inner:
 
 
 @dataclass
-class Progress:
+class IslandProgress:
     """How far an island has come in a round: `steps` done, its weights (None: they are the live ones, or those of the
     round's start), what its optimizers keep, and what its steps add up to.
     """
@@ -129,9 +128,7 @@ class Progress:
         if agreed.count <= 0:
             return
         self.norm, self.loss, self.count = norm, self.loss + agreed.loss, self.count + agreed.count
-        for name, (total, count) in agreed.metrics.items():
-            before = self.metrics.get(name, (0.0, 0.0))
-            self.metrics[name] = before[0] + total, before[1] + count
+        add_metrics(self.metrics, agreed.metrics)
         self.unused = {*agreed.unused} if self.unused is None else self.unused & {*agreed.unused}
 
 
@@ -147,13 +144,12 @@ class Islands:
         self.replica, self.group, self.mesh, self.count = replica, group, mesh, count
         self.team, self.twins = replica.team, group.along("data", mesh=mesh)
         self.mine: list[int] = []
-        self.work: dict[int, Progress] = {}  # of the round under way, which is of this turn
-        self.turn = -1
+        self.work: dict[int, IslandProgress] = {}  # of the round under way
         self.steps = 0  # done
         # What islands keep, by the steps done: what a round makes of it is there before it is known whether it counts,
         # also on a worker that takes the common state over. Of others' islands, too.
         self._kept: dict[int, dict[int, Inner]] = {}
-        self.saved: dict[str, Any] = {}  # from a checkpoint, and not taken yet
+        self._saved: Mapping[str, Any] = {}  # by island, from a checkpoint, and not taken yet
         self._specs: dict[int, Any] = {}
         self._live: int | None = None  # whose weights are in the model; None: those of all
         self._start: list[torch.Tensor] = []
@@ -183,12 +179,10 @@ class Islands:
         of it. Collective.
         """
         group, mesh, kept = self.group, self.mesh.over(self.group.size), self.kept
-        if self.turn != self.steps:
-            self.work.clear()
         group.enter("the islands", check=False, kind="islands")
         said = group.gather_json([[*kept], self.mine, [[i, one.steps] for i, one in self.work.items()]])
         has = [set.intersection(*({*said[rank][0]} for rank in replica)) for replica in mesh.replicas]
-        ranks = dict.fromkeys(mesh.team(replica[0], self.count) for replica in mesh.replicas)
+        ranks = mesh.teams(self.count)
         teams = [[mesh.replica_of(rank) for rank in team[:: mesh.replica]] for team in ranks]
         had = [{i for n in team for i in has[n] if i in said[mesh.replicas[n][0]][1]} for team in teams]
         copies = [{i for n in team for i in has[n]}.difference(*had) for team in teams]
@@ -208,7 +202,7 @@ class Islands:
 
     def _begin(self) -> None:
         """In the beginning all are alike, or as they were saved."""
-        each = self.saved.pop("each", {})
+        each, self._saved = self._saved, {}
         fresh = Inner.live(self.replica, 0.0)
         for island in self.mine:
             tree = each.get(str(island))
@@ -283,7 +277,7 @@ class Islands:
     def shares(self, batches: int) -> list[int]:
         """How many of so many micro-batches each unit gets, as islands are dealt in the beginning."""
         mesh, runs = self.mesh.over(self.group.size), deal(batches, [1.0] * self.count)
-        teams = [*dict.fromkeys(mesh.team(replica[0], self.count) for replica in mesh.replicas)]
+        teams = mesh.teams(self.count)
         found: list[int] = []
         for team, some in zip(teams, deal(self.count, [1.0] * len(teams)), strict=True):
             parts = [deal(len(runs[island]), [1.0] * (len(team) // mesh.unit)) for island in some]
@@ -296,18 +290,23 @@ class Islands:
         model = self.replica.job.model
         return [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
 
+    def _integers(self) -> list[torch.Tensor]:
+        """Buffers that have no mean."""
+        buffers = self.replica.job.model.buffers()
+        return [b for b in buffers if not b.is_floating_point() and not b.is_complex()]
+
     def begin(self) -> None:
         """A round begins, or goes on where an earlier generation has left it."""
         with torch.no_grad():
             self._start = [tensor.clone() for tensor in self._tensors()]
-        self.turn, kept = self.steps, self.kept
+        kept = self.kept
         self._kept = {self.steps: kept}
         for island in self.mine:
             if island not in self.work:
                 kept[island].put(self.replica)
-                self.work[island] = Progress(Inner.live(self.replica, kept[island].expected).copied())
+                self.work[island] = IslandProgress(Inner.live(self.replica, kept[island].expected).copied())
 
-    def enter(self, island: int) -> Progress:
+    def enter(self, island: int) -> IslandProgress:
         """The model and its optimizers are this island's."""
         one = self.work[island]
         if self._live != island:
@@ -347,7 +346,7 @@ class Islands:
         if self.replica.layout.gathers:
             self.replica.complete()
 
-    def skip(self, one: Progress) -> None:
+    def skip(self, one: IslandProgress) -> None:
         """A step without rows: the schedule goes on, the optimizer rests."""
         lr = float(self.replica.job.optimizers[0].param_groups[0]["lr"])
         for scheduler in self.replica.job.schedulers:
@@ -358,7 +357,7 @@ class Islands:
         """How far all islands have come from the round's start, each weighted by its count, is added up. Collective."""
         self._moving = [*self.rows, *(b for b in self.replica.job.model.buffers() if b.is_floating_point())]
         moving = [local(tensor) for tensor in self._moving]
-        whole = [b for b in self.replica.job.model.buffers() if not b.is_floating_point() and not b.is_complex()]
+        whole = self._integers()
         start = [tensor.clone() for tensor in moving]
         self._sums = [torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in moving]
         self._largest = [tensor.clone() for tensor in whole]
@@ -372,10 +371,7 @@ class Islands:
         self.rest()
         self._gathers()
         self.twins.enter(name, check=False, kind="merges")
-        for alike in kinds(self._sums, BYTES):
-            flat = self.twins.sum(torch.cat([tensor.reshape(-1) for tensor in alike]))
-            for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+        in_flats(self._sums, self.twins.sum)
         for tensor in self._largest:
             tensor.copy_(self.twins.largest(tensor.to(torch.int64)))
 
@@ -399,8 +395,7 @@ class Islands:
                 row.grad = None
             for tensor, total in zip(self._moving[len(self.rows) :], buffers, strict=True):
                 tensor.copy_(tensor - total / count)
-            whole = [b for b in self.replica.job.model.buffers() if not b.is_floating_point() and not b.is_complex()]
-            for tensor, most in zip(whole, self._largest, strict=True):
+            for tensor, most in zip(self._integers(), self._largest, strict=True):
                 tensor.copy_(most)
         self.work.clear()
         self.steps, self._start, self._sums = steps, [], []
@@ -447,13 +442,15 @@ class Islands:
         """What `state` was after so many steps, of whole tensors, or none where it is of another plan: what is to be
         told.
         """
+        if steps != self.steps:
+            self.work.clear()
         self.steps = steps
         if "outer" in saved:
             job = self.replica.job
             load_optimizer(self.outer, saved["outer"], self._names, self._cuts, job.place)
         each = {island: first_rows(tree) for island, tree in (saved.get("each") or {}).items()}
         before = saved.get("count", self.count)
-        self.saved["each"] = each if before == self.count else dict.fromkeys(map(str, range(self.count)), each.get("0"))
+        self._saved = each if before == self.count else dict.fromkeys(map(str, range(self.count)), each.get("0"))
         if before != self.count:
             return (
                 f"{before} islands are {self.count} from here: each goes on with what the optimizer of island 0 keeps"

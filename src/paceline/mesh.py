@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import product
+
+from paceline.step import deal
 
 AXES = ("data", "shard", "pipeline", "context", "tensor")  # outer to inner: neighbours along the last have it closest
 
@@ -70,14 +71,12 @@ class Mesh:
     def twins(self, rank: int) -> tuple[int, ...]:
         return self.peers(rank, "data")
 
-    def team(self, rank: int, teams: int) -> range:
-        """The ranks of its team, where the replicas are divided in so many, the first ones larger by one where that
-        does not divide them; in no more than there are replicas.
+    def teams(self, count: int) -> list[range]:
+        """The ranks of so many teams, the first ones larger by one replica where that does not divide them; of no more
+        than there are replicas.
         """
-        each, larger = divmod(self.data, min(teams, self.data))
-        ends = [number * each + min(number, larger) for number in range(min(teams, self.data) + 1)]
-        number = bisect.bisect(ends, self.replica_of(rank)) - 1
-        return range(ends[number] * self.replica, ends[number + 1] * self.replica)
+        runs = deal(self.data, [1.0] * min(count, self.data))
+        return [range(run.start * self.replica, run.stop * self.replica) for run in runs]
 
     def place(self, rank: int) -> int:
         return rank % self.replica

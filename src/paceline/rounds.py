@@ -19,11 +19,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.data.loader import Place
 from paceline.errors import UsageError
-from paceline.islands import OUTER, Islands, Progress
+from paceline.islands import OUTER, IslandProgress, Islands
 from paceline.mesh import Mesh
 from paceline.portions import Portion
 from paceline.pulse import PULSE
-from paceline.step import Agreed, Grid, deal
+from paceline.step import Agreed, Grid, add_metrics, deal
 from paceline.stepping import Step, Stepper
 from paceline.team.operations import Attempt, ReformedError
 
@@ -236,10 +236,7 @@ class Rounds(Stepper):
         progress.torn = False
         progress.inner.expected = step.agreed.count
         progress.add(step.agreed, norm, step.lr)
-        share = step.whole.share
-        decision = self.merging.learn(step.sums, step.agreed, seconds / max(1, rows), len(share))
-        if decision is not None:
-            self.run.decide(self.trainer, *decision)
+        self._merge(step, step.sums, seconds)
         PULSE.beat()
 
     # -- what all agree on ------------------------------------------------------------------------------------------
@@ -267,9 +264,7 @@ class Rounds(Stepper):
         metrics: dict[str, tuple[float, float]] = {}
         unused: set[int] | None = None
         for _, _, _, found, left, _, _ in islands:
-            for key, (total, count) in found.items():
-                before = metrics.get(key, (0.0, 0.0))
-                metrics[key] = before[0] + total, before[1] + count
+            add_metrics(metrics, found)
             if left is not None:
                 unused = {*left} if unused is None else unused & {*left}
         if sums.pop("broken"):
@@ -310,7 +305,7 @@ def _same(portion: Portion) -> Portion:
     return portion
 
 
-def _told(one: Progress) -> list[Any]:
+def _told(one: IslandProgress) -> list[Any]:
     """Of an island's steps, for everybody."""
     unused = None if one.unused is None else sorted(one.unused)
     return [one.loss, one.count, one.metrics, unused, one.norm, one.lr]

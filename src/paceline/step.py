@@ -222,6 +222,13 @@ def parted(workers: Sequence[int], values: Sequence[Any]) -> tuple[list[int], li
     return (usual, [worker for worker in workers if worker not in usual]) if len(have) > 1 else None
 
 
+def add_metrics(sums: dict[str, tuple[float, float]], more: Mapping[str, Any]) -> None:
+    """Adds sums and counts by name, of numbers or tensors of one."""
+    for name, (total, count) in more.items():
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = before[0] + float(total), before[1] + float(count)
+
+
 def exact_sum(values: Sequence[float]) -> float:
     """The correctly rounded sum, in any order the same; NaN if a value is not finite."""
     return math.fsum(values) if all(map(math.isfinite, values)) else math.nan

@@ -363,7 +363,7 @@ class Stepper:
         """Of merging, of who is how fast, and of what people are to know."""
         self.replica.own.step()
         if step.sums is not None:
-            share, waited = step.whole.share, step.sums.waited
+            waited = step.sums.waited
             if self.made:
                 self.busy, self.waited = self.busy + step.spent["compute"] - waited, self.waited + waited
             else:
@@ -374,16 +374,20 @@ class Stepper:
                 if told := self.replica.own.advice(self.busy / 2, codecs):
                     self._note(told)
             self.micro_batches = max(self.micro_batches, step.whole.count)
-            per_row = step.spent["compute"] / max(1, sum(m.rows for m in share))
-            decision = self.merging.learn(step.sums, step.agreed, per_row, len(share))
-            if decision is not None:
-                self.run.decide(self.trainer, *decision)
+            self._merge(step, step.sums, step.spent["compute"])
         self._tell(step.news)
         # Only in the generation that it was computed in: its members know the same, and those of the next one tell
         # each other.
         if self.balance is not None and step.generation == self.operations.number:
             self._weigh(self.balance, step)
         self._name_unused(step.agreed.unused)
+
+    def _merge(self, step: Step, sums: Sums, seconds: float) -> None:
+        """What forward and backward, which took so many seconds, tell of merging."""
+        share = step.whole.share
+        decision = self.merging.learn(sums, step.agreed, seconds / max(1, sum(m.rows for m in share)), len(share))
+        if decision is not None:
+            self.run.decide(self.trainer, *decision)
 
     def measure(self) -> None:
         """For the report: what each worker of a replica was to hold and send, and what it did. Collective."""

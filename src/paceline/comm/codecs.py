@@ -148,7 +148,7 @@ class Feedback:
     squares: dict[int, float] = field(default_factory=dict)
 
 
-class Manner(NamedTuple):
+class CodedSum(NamedTuple):
     """How a bucket is summed: what is said of it in a plan, and its code, or the rank of its factors."""
 
     word: str
@@ -160,11 +160,11 @@ class Manner(NamedTuple):
         return self.word.partition(":")[0] in LOSSY
 
 
-def manner(word: str) -> Manner:
+def manner(word: str) -> CodedSum:
     name, _, number = word.partition(":")
     codes: dict[str, Callable[[], Code]] = {"bf16": Bf16, "fp16": partial(Scaled, torch.float16)}
     codes |= {"int8": partial(Scaled, torch.int8), "sign": Sign, "topk": lambda: TopK(float(number))}
-    return Manner(word, codes[name]() if name in codes else None, int(number) if name == "powersgd" else 0)
+    return CodedSum(word, codes[name]() if name in codes else None, int(number) if name == "powersgd" else 0)
 
 
 class Codec:
@@ -235,7 +235,7 @@ class Codec:
                 self.spent += time.perf_counter() - began
             yield until
 
-    def _whole(self, how: Manner, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _whole(self, how: CodedSum, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
         yield from leaders.all_reduce(flat)
         self._count(leaders, flat, 2 * flat.nbytes * (leaders.size - 1) / leaders.size)
 
@@ -245,7 +245,7 @@ class Codec:
 
     # -- rounding ---------------------------------------------------------------------------------------------------
 
-    def _rounded(self, how: Manner, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _rounded(self, how: CodedSum, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
         code = how.code
         assert code is not None
         rows = pad(flat.float(), (0, -len(flat) % leaders.size)).view(leaders.size, -1)
@@ -272,7 +272,7 @@ class Codec:
         for name, more in zip(names, squares.tolist(), strict=True):
             self._next.squares[name] = self._next.squares.get(name, 0.0) + more
 
-    def _picked(self, how: Manner, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _picked(self, how: CodedSum, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
         code = how.code
         assert code is not None
         owed = self._owed(bucket, flat)
@@ -284,7 +284,7 @@ class Codec:
         flat.copy_(_sum(code, codes, len(flat)))
         self._count(leaders, flat, everyone[1:].nbytes)
 
-    def _low_rank(self, how: Manner, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _low_rank(self, how: CodedSum, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
         """Matrices as products of two thin ones; what has one dimension, or would not become less, goes as it is.
 
         One step of the power iteration from the basis of before. The first leader's bits of the left factors are

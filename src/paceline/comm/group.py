@@ -60,7 +60,7 @@ class Group:
         self._lends = False  # it is connected in this generation
         self.wanted = False  # a trainer needs it from the beginning of a generation on, where a loss can be met
         self.mesh = Mesh()
-        self.links: list[links.Link] = []  # between hosts, as measured
+        self.links: list[links.HostLink] = []  # between hosts, as measured
         self._parts: dict[_Part, Group] = {}
         self._whole: tuple[Group, str] | None = None  # which this is a part of, and by what name
         if world.size > 1 and not world.newcomer:
@@ -144,7 +144,7 @@ class Group:
         if not mesh.data:
             ranks: Sequence[int] = (self.rank,)
         elif isinstance(which, int):
-            ranks = mesh.team(self.rank, which)
+            ranks = next(team for team in mesh.teams(which) if self.rank in team)
         else:
             ranks = mesh.peers(self.rank, *which)
         axes = str(which) if isinstance(which, int) else "+".join(which)
@@ -230,7 +230,7 @@ class Group:
         any was. Collective.
         """
         hosts = [[self.names[rank] for rank in host] for host in self.channel.hosts.hosts] if self.size > 1 else []
-        found = links.between([links.Link(*link) for link in known], hosts)
+        found = links.between([links.HostLink(*link) for link in known], hosts)
         meetings, seen = links.rounds(len(hosts), found) if len(hosts) > 1 else [], dict[links.Pair, Any]()
         if meetings:
             self.enter("the links between hosts", check=False, kind="figures")

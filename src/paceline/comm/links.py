@@ -21,7 +21,7 @@ ENOUGH = 1 << 18  # bytes of a collective that tells the rate
 Pair = tuple[int, int]
 
 
-class Link(NamedTuple):
+class HostLink(NamedTuple):
     """Between two hosts with these workers: bytes a second each way while both send, and seconds one way."""
 
     one: Sequence[int]
@@ -49,19 +49,19 @@ class Flow:
         self._best = 0.0
 
 
-def between(links: Sequence[Link], hosts: Sequence[Sequence[int]]) -> dict[Pair, Link]:
+def between(links: Sequence[HostLink], hosts: Sequence[Sequence[int]]) -> dict[Pair, HostLink]:
     """Those between hosts that are there, by their numbers. Some of the workers may have gone, and others have come."""
-    found: dict[Pair, Link] = {}
+    found: dict[Pair, HostLink] = {}
     of = {worker: number for number, host in enumerate(hosts) for worker in host}
     for link in links:
         ends = [next((of[worker] for worker in end if worker in of), None) for end in link[:2]]
         if None not in ends and ends[0] != ends[1]:
             low, high = sorted(number for number in ends if number is not None)
-            found[low, high] = Link(hosts[low], hosts[high], link[2], link[3])
+            found[low, high] = HostLink(hosts[low], hosts[high], link[2], link[3])
     return found
 
 
-def rounds(hosts: int, known: Mapping[Pair, Link]) -> list[list[Pair]]:
+def rounds(hosts: int, known: Mapping[Pair, HostLink]) -> list[list[Pair]]:
     """Who meets whom: each host one other at most in a round, until all have met that do not know each other."""
     ring = list(range(hosts + hosts % 2))
     found = []
@@ -102,10 +102,10 @@ def _swap(leaders: Gloo, mate: int | None, size: int) -> Any:
     return time.perf_counter() - began
 
 
-def combined(said: Sequence[Sequence[Any]], hosts: Sequence[Sequence[int]]) -> dict[Pair, Link]:
+def combined(said: Sequence[Sequence[Any]], hosts: Sequence[Sequence[int]]) -> dict[Pair, HostLink]:
     """What leaders have measured, as (pair, rate, latency): of both directions the slower."""
-    found: dict[Pair, Link] = {}
+    found: dict[Pair, HostLink] = {}
     for (low, high), rate, latency in (one for some in said for one in some):
-        was = found.get((low, high), Link((), (), math.inf, 0.0))
-        found[low, high] = Link(hosts[low], hosts[high], min(rate, was.rate), max(latency, was.latency))
+        was = found.get((low, high), HostLink((), (), math.inf, 0.0))
+        found[low, high] = HostLink(hosts[low], hosts[high], min(rate, was.rate), max(latency, was.latency))
     return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -24,10 +25,14 @@ def share(tensors: Iterable[torch.Tensor], group: Group) -> None:
     if group.size == 1:
         return
     group.enter("the broadcast of worker 0's weights")
+    in_flats((tensor.detach() for tensor in tensors), group.broadcast)
+
+
+def in_flats(tensors: Iterable[torch.Tensor], collective: Callable[[torch.Tensor], Any]) -> None:
+    """Many tensors by few collectives, which work in place."""
     for alike in kinds(tensors, BYTES):  # so much is there twice for a moment
-        alike = [tensor.detach() for tensor in alike]
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        group.broadcast(flat)
+        collective(flat)
         for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
             tensor.copy_(part.view_as(tensor))
 

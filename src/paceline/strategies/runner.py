@@ -14,7 +14,7 @@ import torch
 
 from paceline.comm.buckets import Bucket, Landing
 from paceline.errors import ChangingBufferError, LossError, UsageError, a, add_hint
-from paceline.step import exact_sum, stream_seed
+from paceline.step import add_metrics, exact_sum, stream_seed
 from paceline.strategies.buffers import DECLARED, Carried
 from paceline.strategies.chunks import Chunk, MicroBatch, merged
 from paceline.strategies.hooks import weighed
@@ -247,9 +247,7 @@ class Runner:
         bad = (part for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss))
         sums.bad = [source for part in bad for source in part.sources]
         for part in parts:
-            for name, (total, count) in part.metrics.items():
-                before = sums.metrics.get(name, (0.0, 0.0))
-                sums.metrics[name] = (before[0] + float(total), before[1] + float(count))
+            add_metrics(sums.metrics, part.metrics)
         if self.job.exact:
             for part, loss, count in zip(parts, losses, counts, strict=True):
                 metrics = {name: (float(pair[0]), float(pair[1])) for name, pair in part.metrics.items()}
