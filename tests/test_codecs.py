@@ -333,6 +333,26 @@ def test_a_sample_is_the_beginning_of_a_bucket() -> None:
         assert len(some.mine) == sum(np.prod(shape) for shape in shapes)
 
 
+def test_what_should_cost_about_as_much_is_tried_in_the_run() -> None:
+    tried = {word: choice.Trial(seconds, 1e6, 0) for word, seconds in zip(choice.ROUNDING, (2, 1, 4, 0.9), strict=True)}
+    first = {"weight": "int8", "bias": "bf16"}
+    candidates = choice.close({"weight": tried, "bias": tried}, choice.ROUNDING, 1e9, 0.0, first)
+    assert [[*one.values()] for one in candidates] == [["int8", "bf16"], ["int8"] * 2, ["bf16"] * 2, ["none"] * 2]
+    runoff, steps = choice.Runoff(candidates), iter([5.0, 1.2, 1.1, 1.3, 5, 1, 1.2, 1.1, 5, 2, 2, 1.9, 1, 1.02, 1.1, 3])
+    for number in range(4):
+        assert runoff.present is candidates[number]
+        for _ in range(choice.RUNS):
+            assert not runoff.ready
+            runoff.note(next(steps), 0.1 * number)
+        assert runoff.ready
+        assert runoff.turn(runoff.seconds, 1e6 * number) is (number < 3)
+    assert runoff.took == [(1.1, 0.0), (1.0, 1e6), (1.9, 2e6), (1.02, 3e6)]
+    assert runoff.spent == [0.0, 0.1, 0.2, pytest.approx(0.3)]
+    assert runoff.best() == 3, "nearly as fast, and changes nothing"
+    said = "int8 in 1 buckets and bf16 in 1 buckets 1.1 s a step, int8 1, bf16 1.9, none 1.02 -> none"
+    assert runoff.told() == said
+
+
 def test_the_cheapest_is_chosen_and_kept_unless_it_is_clearly_dearer() -> None:
     tried = {
         "none": choice.Trial(0.0, 25e6, 3),

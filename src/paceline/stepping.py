@@ -361,7 +361,7 @@ class Stepper:
 
     def _learn(self, step: Step) -> None:
         """Of merging, of who is how fast, and of what people are to know."""
-        self.replica.own.step()
+        self.replica.own.step(sum(seconds for part, seconds in step.spent.items() if part not in ("data", "other")))
         if step.sums is not None:
             waited = step.sums.waited
             if self.made:

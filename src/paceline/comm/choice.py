@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ MOST = 1 << 23  # elements that are tried; more take as much longer
 SECONDS = 4.0  # for all buckets: the rest are taken for such as the one of those tried that is most like them
 KEEP = 0.9  # a new choice has to cost less than this part of the present one
 CLEARLY = 1.5  # a link is another one if its rate has changed by so much
+CLOSE = 3.0  # what should take at most so many times the least is tried in the run
+TRIES, RUNS = 4, 4  # of so many at most, in so many steps each, the first of which does not count
+ALIKE = 0.97  # of two the one that changes less is taken, unless the other takes less than this part of its seconds
 
 
 class Trial(NamedTuple):
@@ -139,6 +143,72 @@ def decide(found: Trials, may: Sequence[str], rate: float, latency: float, befor
         best, was = min(may, key=lambda word: costs[word]), before.get(name, "")
         words[name] = was if was in costs and costs[best] > KEEP * costs[was] else best
     return words
+
+
+@dataclass
+class Runoff:
+    """What should cost about as much is tried in the run itself, where encoding and sending compete with computing:
+    `candidates`, of which each has the words of all buckets, the one that should be the best first. `took` has the
+    seconds of a step with those that were tried, and the link's rate then.
+    """
+
+    candidates: list[dict[str, str]]
+    took: list[tuple[float, float]] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)  # with the present one, on this worker
+    spent: list[float] = field(default_factory=list)  # of encoding and decoding, by candidate
+
+    @property
+    def present(self) -> dict[str, str]:
+        return self.candidates[len(self.took)]
+
+    @property
+    def ready(self) -> bool:
+        return len(self.steps) >= RUNS
+
+    @property
+    def seconds(self) -> float:
+        """Of a step with the present one."""
+        return min(self.steps[1:] or self.steps or [0.0])
+
+    def note(self, seconds: float, spent: float) -> None:
+        """A step has been made with the present one, of which so many seconds went into codes."""
+        self.steps.append(seconds)
+        self.spent = [*self.spent[: len(self.took)], spent]
+
+    def turn(self, seconds: float, rate: float) -> bool:
+        """To the next one, after the present one has taken so long on the slowest worker; False: there is none."""
+        self.took.append((seconds, rate))
+        self.steps.clear()
+        return len(self.took) < len(self.candidates)
+
+    def best(self) -> int:
+        """The number of the one that took least."""
+        least, changes = min(seconds for seconds, _ in self.took), ROUNDING + LOSSY
+        order = sorted(range(len(self.took)), key=lambda n: max(map(changes.index, self.candidates[n].values())))
+        return next(n for n in order if ALIKE * self.took[n][0] <= least)
+
+    def told(self) -> str:
+        """`none 0.105 s a step, bf16 0.12, int8 0.19 -> none`."""
+        said = [f"{_named(one)} {took:.3g}" for one, (took, _) in zip(self.candidates, self.took, strict=True)]
+        return f"{', '.join([f'{said[0]} s a step', *said[1:]])} -> {_named(self.candidates[self.best()])}"
+
+
+def _named(words: Mapping[str, str]) -> str:
+    counts = Counter(words.values())
+    return next(iter(counts)) if len(counts) == 1 else " and ".join(f"{w} in {n} buckets" for w, n in counts.items())
+
+
+def close(
+    found: Trials, may: Sequence[str], rate: float, latency: float, words: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """These words, and what else should not take much longer, the same for all buckets, the cheapest first."""
+
+    def cost(words: Mapping[str, str]) -> float:
+        return sum(found[name][word].cost(rate, latency) for name, word in words.items())
+
+    others = [dict.fromkeys(words, word) for word in may]
+    near = [other for other in sorted(others, key=cost) if other != words and cost(other) <= CLOSE * cost(words)]
+    return [dict(words), *near[: TRIES - 1]]
 
 
 def told(tried: Mapping[str, Trial], word: str, rate: float, latency: float) -> str:

@@ -209,7 +209,7 @@ class Codec:
         flat = bucket.mine
         if not flat.is_floating_point() or not len(flat):
             return among.start_sum(flat)
-        if not bool(flat.isfinite().all()):
+        if not math.isfinite(float(flat.sum())) and not bool(flat.isfinite().all()):  # the first takes a tenth
             self.bad |= {number for number, part in bucket.split(flat) if not bool(part.isfinite().all())}
         # What is left by another codec, too, whose place a full or rounding one has taken.
         if bucket.index in self._was.left and not (among.leads and manner(self.word_of(bucket)).lossy):

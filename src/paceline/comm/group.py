@@ -246,6 +246,11 @@ class Group:
         name = gloo_interface() or interface_of(address)
         return f"{name} ({address})" if name and address else name or address
 
+    def pace(self, rate: float) -> None:
+        """So many bytes a second go between its hosts, at most. All say the same."""
+        if self.channel is not None and self.channel.hosts.leaders is not None:
+            self.channel.hosts.leaders.pace(rate)
+
     @property
     def flow(self) -> links.Flow | None:
         """What a leader's sums tell of its links."""

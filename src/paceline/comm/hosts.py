@@ -34,13 +34,29 @@ from paceline.errors import PeerLostError, UsageError, first_line
 from paceline.world import gloo_interface
 
 FOREVER = timedelta(days=7)  # waiting is our own: gloo's deadline only has to be longer than any honest pause
+MOMENT = timedelta(milliseconds=1)
 KEPT_BYTES = 64 << 20
-CHUNK, FLIGHT = 1 << 17, 4  # bytes that go to another worker at a time, and how many such are under way
+CHUNK, FLIGHT = 1 << 17, 4  # bytes that go to another worker at a time or more, and how many such are under way
+AT_A_TIME = 0.01  # seconds that such a piece may take
 SIOCGIFADDR = 0x8915
 
 
 class LinkError(RuntimeError):
     """gloo lost a peer."""
+
+
+class _Arrived:
+    """Whether a work of gloo's is done. Whoever waits for nothing else may wait in it for a moment."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def __call__(self) -> bool:
+        return self._work.is_completed()
+
+    def block(self) -> None:
+        with suppress(RuntimeError):  # it is not done yet, or was lost, which it says again
+            self._work.wait(MOMENT)
 
 
 class Gloo:
@@ -60,9 +76,16 @@ class Gloo:
         self.group._set_default_timeout(FOREVER)
         self.rank, self.size = rank, size
         self.flow = Flow()
+        self.chunk = CHUNK
         self._abandoned = False
         self._recent: deque[tuple[Any, int]] = deque()
         self._kept = 0
+
+    def pace(self, rate: float) -> None:
+        """Pieces are for links of so many bytes a second: on a fast one many small ones cost more than they help. All
+        say the same.
+        """
+        self.chunk = max(CHUNK, int(rate * AT_A_TIME) // CHUNK * CHUNK)
 
     def run(self, start: Callable[[], dist.Work], size: int, sent: float = 0.0) -> Steps:
         """Starts a collective of about `size` bytes, of which this worker has `sent` so many, and waits for it."""
@@ -76,7 +99,7 @@ class Gloo:
         try:
             for start in [*starts, *[None] * FLIGHT]:
                 if under and (start is None or len(under) == FLIGHT):
-                    yield under[0].is_completed
+                    yield _Arrived(under[0])
                     under.popleft().wait()
                 if start is not None:
                     under.append(start())
@@ -110,7 +133,7 @@ class Gloo:
 
     def all_gather(self, flat: torch.Tensor) -> Any:
         """Everybody's flat tensor of one length, as rows."""
-        parts = raw_bytes(flat).split(CHUNK) if flat.nbytes else (raw_bytes(flat),)
+        parts = raw_bytes(flat).split(self.chunk) if flat.nbytes else (raw_bytes(flat),)
         taken = [torch.empty(self.size, len(part), dtype=torch.uint8) for part in parts]
         starts = [partial(self.group._allgather_base, t.view(-1), p) for t, p in zip(taken, parts, strict=True)]
         yield from self.stream(starts, self.size * flat.nbytes, (self.size - 1) * flat.nbytes)
@@ -129,7 +152,7 @@ class Gloo:
 
     def all_to_all(self, rows: torch.Tensor) -> Any:
         """Row i goes to worker i; a row from everybody, of the same length."""
-        parts = [part.contiguous() for part in raw_bytes(rows).view(self.size, -1).split(CHUNK, 1)]
+        parts = [part.contiguous() for part in raw_bytes(rows).view(self.size, -1).split(self.chunk, 1)]
         taken, options = [torch.empty_like(part) for part in parts], c10d.AllToAllOptions()
         starts = [
             partial(self.group.alltoall_base, t.view(-1), p.view(-1), [], [], options)

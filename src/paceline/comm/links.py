@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 SECONDS, LONG = 0.8, 0.2  # for all pairs, and of an exchange from which a rate can be told
 FIRST, MOST = 1 << 16, 1 << 22  # bytes of an exchange; the first one fills what a router would let pass at once
 ROUNDS = 9  # in which each host meets another one; of more than ten not all pairs do
+PIECES = 8  # of an exchange at most, of FIRST bytes or more
 ENOUGH = 1 << 18  # bytes of a collective that tells the rate
 Pair = tuple[int, int]
 
@@ -41,6 +42,10 @@ class Flow:
         """So many bytes took so long, or less: nobody looks all the time, and others may have come late."""
         if sent >= ENOUGH and seconds > 0:
             self._best = max(self._best, sent / seconds)
+
+    def forget(self) -> None:
+        """What is sent from now on is something else."""
+        self.rate = self._best = 0.0
 
     def step(self) -> None:
         """A step has ended."""
@@ -95,7 +100,7 @@ def measure(leaders: Gloo, meetings: Sequence[Sequence[Pair]], found: dict[Pair,
 
 def _swap(leaders: Gloo, mate: int | None, size: int) -> Any:
     """So many bytes to another host while as many come from it. The seconds."""
-    times = max(1, size // FIRST)  # in pieces, as sums go
+    times = min(max(1, size // FIRST), PIECES)  # in pieces, as sums go
     sizes = [size // times if rank == mate else 0 for rank in range(leaders.size)]
     began = time.perf_counter()
     yield from leaders.exchange(torch.zeros(sum(sizes), dtype=torch.uint8), sizes, sizes, times)

@@ -50,6 +50,8 @@ class Own:
         self.owed: dict[str, torch.Tensor] = {}
         self.chosen: dict[str, Any] = {}
         self._tried: tuple[int, choice.Trials] = 0, {}  # among so many hosts
+        self._runoff: choice.Runoff | None = None  # under way
+        self._usual = 0.0  # seconds of encoding and decoding in a step, as they were when the choice was made
         self._astray, self._patience = 0, 3  # steps in a row in which costs were others; when to say so
         if codec is not None:
             codec.names = list(cuts)
@@ -185,34 +187,44 @@ class Own:
 
     def go_on(self, chosen: Mapping[str, Any], measured: bool) -> bool:
         """A generation begins in which this was chosen; whether it has to be chosen again. `measured`: links were."""
-        if self.codec is None or not self.codec.auto:
+        if self.codec is None:
+            return False
+        self.outer.pace(min((link.rate for link in self.group.links), default=0.0))
+        if not self.codec.auto:
             return False
         self.chosen, self.codec.words = dict(chosen), dict(chosen.get("words") or {})
+        self._runoff = None
         hosts, rate = len(self.outer.leaders), min((link.rate for link in self.group.links), default=0.0)
         if rate == 0.0 or hosts == 1:
             return False
-        return chosen.get("hosts") != hosts or (measured and choice.differs(rate, chosen["rate"]))
+        open_ = chosen.get("open") or chosen.get("hosts") != hosts
+        return bool(open_) or (measured and choice.differs(rate, chosen["rate"]))
 
-    def step(self) -> None:
-        """One has been made."""
+    def step(self, seconds: float) -> None:
+        """One has been made, in so many seconds."""
         if self.outer.flow is not None:
             self.outer.flow.step()
-        if self.codec is None or not self.codec.words or not self.outer.leads:
+        if self.codec is None or not self.codec.words:
             return
-        words, tried = self.codec.words, self._tried[1]
-        expected = sum(tried[name][word].seconds for name, word in words.items() if name in tried)
-        far = choice.differs(self.link[0], self.chosen["rate"])
-        far |= bool(tried) and self.codec.spent > 2 * expected + 0.1
-        self._astray = self._astray + 1 if far else 0
+        if self._runoff is not None:
+            self._runoff.note(seconds, self.codec.spent)
+        elif self.outer.leads:
+            far = choice.differs(self.link[0], self.chosen["rate"]) or self.codec.spent > 2 * self._usual + 0.1
+            self._astray = self._astray + 1 if far else 0
 
     @property
     def wishes(self) -> bool:
-        """Whether costs have been clearly others for some steps than those that were chosen by."""
-        return self._astray >= self._patience
+        """Whether there is something to choose: costs have been clearly others for some steps than those that were
+        chosen by, or another candidate is to be tried.
+        """
+        return self._astray >= self._patience or (self._runoff is not None and self._runoff.ready)
 
     def choose(self, anew: bool) -> Iterator[tuple[str, str]]:
         """Chooses for each bucket, and says what and why. Collective. All leaders try, those that know only `anew`."""
         assert self.codec is not None
+        if self._runoff is not None:
+            yield from self._run_on(self._runoff)
+            return
         hosts, buckets, tried = len(self.outer.leaders), self.home.buckets, choice.Trials()
         if self.outer.leads:
             if anew or self._tried[0] != hosts:
@@ -225,8 +237,10 @@ class Own:
         latency = max(latency for _, _, latency in said)
         before = self.chosen.get("words") or {}
         words = choice.decide(found, self._may, rate, latency, before)
-        self.chosen = {"words": words, "rate": rate, "hosts": hosts}
-        self.codec.words = words
+        self._usual = sum(tried[name][word].seconds for name, word in words.items() if name in tried)
+        candidates = choice.close(found, self._may, rate, latency, words)
+        self._runoff = choice.Runoff(candidates) if len(candidates) > 1 else None
+        self._take(words, rate, hosts)
         self._astray, self._patience = 0, 2 * self._patience if before else self._patience
         named = {self.codec.names[bucket.members[0]]: bucket for bucket in buckets}
         for word in dict.fromkeys(words.values()):
@@ -238,6 +252,26 @@ class Own:
                 more = f"; so do {len(some) - 1} smaller ones" if len(some) > 1 else ""
                 why = f"that costs least of {', '.join(self._may)}{more}"
                 yield f"bucket {named[name].index}, {size}, {link}: {costs}", why
+
+    def _take(self, words: dict[str, str], rate: float, hosts: int) -> None:
+        assert self.codec is not None
+        self.chosen = {"words": words, "rate": rate, "hosts": hosts} | ({"open": True} if self._runoff else {})
+        self.codec.words = words
+        if self.outer.flow is not None:
+            self.outer.flow.forget()
+
+    def _run_on(self, runoff: choice.Runoff) -> Iterator[tuple[str, str]]:
+        """The next of those that are tried in the run or, when all were, the best. Collective."""
+        said = self.group.gather_json([runoff.seconds, *self.link])
+        seconds, rate = max(took for took, *_ in said), min(rate for _, rate, _ in said)
+        hosts = self.chosen["hosts"]
+        if runoff.turn(seconds, rate):
+            self._take(runoff.present, rate, hosts)
+            return
+        best, self._runoff = runoff.best(), None
+        self._usual = runoff.spent[best] if best < len(runoff.spent) else self._usual
+        self._take(runoff.candidates[best], runoff.took[best][1], hosts)
+        yield f"codecs tried in the run: {runoff.told()}", "that took the least time in the steps of training"
 
     def advice(self, computing: float, codecs: bool) -> str:
         """If sums over hosts take longer than `computing`, which takes so many seconds: how long, and what helps, may
