@@ -50,7 +50,7 @@ ROWS = [
             "agreement",
             "script",
         },
-        *{"evaluate", "predict", "metrics", "best", "schedules"},
+        *{"evaluate", "predict", "metrics", "best", "schedules", "optim"},
     },
     {"trainer"},
     {"planner"},

@@ -36,6 +36,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "codec": st.sampled_from(
         ["bf16", "fp16", "int8", "topk:0.01", "topk:.5", "powersgd:4", "sign", "auto", "auto:lossy"]
     ),
+    "lr_scaling": st.sampled_from(["linear", "sqrt"]),
     "precision": st.sampled_from(["bf16", "fp16"]),
     "recompute": st.just("blocks"),
     "compile": st.just(True),
@@ -225,9 +226,8 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
 
 BUILT = "use only what is: data=N, local=N, every=H, outer=sgd:RATE|nesterov:RATE:MOMENTUM, "
 BUILT += "shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
-BUILT += (
-    "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy, precision=bf16|fp16, "
-)
+BUILT += "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy, "
+BUILT += "lr_scaling=linear|sqrt, precision=bf16|fp16, "
 BUILT += "recompute=blocks, compile, exact"
 
 
@@ -268,7 +268,7 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
             "outer=sgd:RATE|nesterov:RATE:MOMENTUM fragments=F "
             "server=S staleness=K|inf shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N schedule=gpipe|1f1b "
             "virtual=V context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy "
-            "precision=bf16|fp16 recompute=blocks compile exact auto",
+            "lr_scaling=linear|sqrt precision=bf16|fp16 recompute=blocks compile exact auto",
         ),
         ("data=2 data=3", "plan word 'data' is said twice: data=2 and data=3; keep one of them"),
         ("exact exact", "plan word 'exact' is said twice: exact and exact; keep one of them"),
@@ -323,7 +323,7 @@ def test_the_help_has_one_line_per_word() -> None:
     assert lines[7].endswith("parameters, gradients and optimizer state in N shards")
     assert lines[9].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
     assert lines[10] == "tensor=N             the model cut N times inside its layers"
-    assert lines[19] == "compile              torch.compile"
+    assert lines[20] == "compile              torch.compile"
 
 
 def test_the_plan_needs_no_torch() -> None:

@@ -90,6 +90,9 @@ class Plan:
         "sums of gradients between hosts as codes; auto: as each costs least, measured",
         built=True,
     )
+    lr_scaling: str | None = _word(
+        "linear|sqrt", "a run that goes on with another global batch scales its learning rates", built=True
+    )
     precision: str | None = _word("bf16|fp16", "arithmetic of forward and backward", built=True)
     recompute: str | None = _word(
         "blocks", "activations are computed again in backward, which saves memory", built=True
@@ -213,7 +216,7 @@ class Plan:
                 if word in ("compile", "zero=2", "zero=3", "precision=fp16") or (word == "exact" and axis != "tensor"):
                     what = f"{word} and {axis}={getattr(self, axis)} are not built together yet"
                     raise PlanError(what, "say zero=1" if row.name == "zero" else f"leave {word} or {axis} out")
-            if self.local and (word in ("exact", "precision=fp16") or row.name == "codec"):
+            if self.local and (word in ("exact", "precision=fp16") or row.name in ("codec", "lr_scaling")):
                 what = f"{word} and local={self.local} are not built together yet"
                 raise PlanError(what, f"leave {word} or local out")
             if self.auto and (row.metadata["axis"] or row.name in ("local", "server")):

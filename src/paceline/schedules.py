@@ -8,7 +8,8 @@ the scheduler that is named.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from paceline.errors import UsageError
 
@@ -55,3 +56,26 @@ def wsd(steps: int, warmup: int, decay: int) -> Factor:
     factor = _warmed(steps, warmup, lambda t: min(1.0, (steps - warmup - t) / decay))
     _checked("decay", 1, decay, steps - warmup)
     return factor
+
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+
+
+def follow_batch(rule: str, before: int, now: int, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> str:
+    """Scales the learning rates of a global batch of so many rows `before` to one of so many `now`; what was done.
+
+    `rule` is "linear", for SGD (Goyal et al., "Accurate, Large Minibatch SGD", 2017), or "sqrt", for Adam and its kin
+    (Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022).
+    """
+    factor = now / before if rule == "linear" else math.sqrt(now / before)
+    for group in (group for one in optimizers for group in one.param_groups):
+        for name in (name for name in _RATES if name in group):
+            group[name] = group[name] * factor
+    queue = list(schedulers)
+    while queue:
+        scheduler = queue.pop()
+        queue += getattr(scheduler, "_schedulers", [])  # of one that has others inside
+        for name in ("base_lrs", "_last_lr"):
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
+    return f"lr_scaling={rule}: learning rates times {factor:.6g}, for a global batch of {now} rows instead of {before}"

@@ -125,7 +125,8 @@ class Agreed:
     checkpoint is under way or done; `metrics` maps names to (sum, count); `seconds` are each worker's seconds of its
     last update, loading, forward and backward; `unused` are the numbers of the parameters that got no gradient on any
     worker; `tune` are those that want codecs to be chosen again; `digests` are of each worker's weights before the
-    step, in steps that compare them, and `look` wishes that the next one does.
+    step, in steps that compare them, and `look` wishes that the next one does. `spread` are squares of gradients, as
+    sums, of some rows or tokens of each worker, `spread_count` and `spread_squares` how many, and the squares of that.
     """
 
     count: float
@@ -146,12 +147,16 @@ class Agreed:
     look: int = 0
     tune: int = 0
     digests: tuple[float, ...] = ()
+    spread: float = 0.0
+    spread_count: float = 0.0
+    spread_squares: float = 0.0
 
 
 NOTHING = Agreed(0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {}, (), ())
 Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
 _VOTES = ("tested", "strict", "whole", "failed", "news")
-_FIELDS = ("count", "loss", *_VOTES, "stop", "save", "enter", "writing", "written", "look", "tune")
+_NUMBERS = ("count", "loss", "spread", "spread_count", "spread_squares")  # the rest are whole ones
+_FIELDS = (*_NUMBERS, *_VOTES, "stop", "save", "enter", "writing", "written", "look", "tune")
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,8 @@ class VectorLayout:
         ends = [len(_FIELDS), 2 * len(self.metrics), self.workers, self.workers, self.params]
         cuts = [sum(ends[:part]) for part in range(len(ends) + 1)]
         head, pairs, seconds, digests, used = (vector[a:b] for a, b in pairwise(cuts))
-        fields: dict[str, Any] = dict(zip(_FIELDS, [*head[:2], *map(round, head[2:])], strict=True))
+        whole = [*head[: len(_NUMBERS)], *map(round, head[len(_NUMBERS) :])]
+        fields: dict[str, Any] = dict(zip(_FIELDS, whole, strict=True))
         return Agreed(
             **fields,
             metrics={name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.metrics)},

@@ -24,12 +24,14 @@ from paceline.plan import Plan
 from paceline.portions import Portion
 from paceline.pulse import PULSE
 from paceline.run import Run
+from paceline.schedules import follow_batch
 from paceline.step import NOTHING, Agreed, Grid, VectorLayout, deal
 from paceline.strategies.chunks import to_device
 from paceline.strategies.forecast import blocks_told, forecast
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, share_of_sums
+from paceline.strategies.noise import EVERY, Noise
 from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
@@ -116,6 +118,7 @@ class Stepper:
     waited: float = 0.0
     before: dict[str, float] = field(default_factory=dict)  # bytes sent, by kind
     micro_batches: int = 0  # of a global batch, the largest so far
+    noise: Noise = field(default_factory=Noise)
     waiting_since: float = field(default_factory=time.perf_counter)
     place: Callable[[], Place] | None = None  # how its global batches are dealt, if otherwise than all others
 
@@ -203,12 +206,14 @@ class Stepper:
 
     def options(self, step: Step) -> Options:
         """How its micro-batches, which are there, may be computed."""
+        spread, merge = self._spread(step), self.merging.size
         return Options(
             step=step.number,
             expected=(self.expected or float(step.whole.rows)) / step.scale,
             micro_batches=step.whole.count,
             rows=step.whole.rows,
-            merge=self.merging.size,
+            spread=spread,
+            merge=min(merge, -(-step.whole.count // 2)) if spread == "first" else merge,
             test=self.merging.undecided and not self.plan.one_by_one,
             collect=self.group.size > 1 or self.plan.exact,
             probe=self.plan.together == 1 and step.whole.count > 1 and self.replica.mesh.pipeline == 1,
@@ -218,6 +223,13 @@ class Stepper:
             reached=self.operations.reached,
             turn=self.operations.done,
         )
+
+    def _spread(self, step: Step) -> str:
+        """What of gradients is looked at for their noise, in some steps, if a worker has whole ones of its own rows."""
+        mesh, plan = self.replica.mesh, self.plan
+        whole = mesh.unit == plan.together == 1 and not (plan.exact or plan.local or self.job.over)
+        looks = whole and step.number % EVERY == EVERY - 1
+        return ("all" if mesh.over(self.group.size).units > 1 else "first") if looks else ""
 
     def _load(self, step: Step, deal: Callable[[], Portion]) -> None:
         """This worker's micro-batches, on its device."""
@@ -346,9 +358,11 @@ class Stepper:
                 "that of the others and of the merges is dropped"
             )
 
-    def regrid(self, grid: Grid) -> None:
-        """Global batches are cut otherwise than the script says, as they were before."""
-        self.grid = grid
+    def regrid(self, grid: Grid, before: int) -> None:
+        """Global batches are cut as they were, whatever the script says, if they have as many rows as `before`."""
+        self.grid, job, rule = grid, self.job, self.plan.lr_scaling
+        if rule and grid.global_batch != before:
+            self.run.say(follow_batch(rule, before, grid.global_batch, job.optimizers, job.schedulers))
         if self.balance is not None:
             self.balance.grid = grid
 
@@ -374,7 +388,12 @@ class Stepper:
                 if told := self.replica.own.advice(self.busy / 2, codecs):
                     self._note(told)
             self.micro_batches = max(self.micro_batches, step.whole.count)
-            self._merge(step, step.sums, step.spent["compute"])
+            if step.options.merge == self.merging.size:
+                self._merge(step, step.sums, step.spent["compute"])
+            if step.agreed.spread:
+                self.noise.learn(step.agreed, step.norm, step.whole.rows)
+                for news in self.noise.news():
+                    self.run.journal.write("noise", trainer=self.trainer, step=self.done, **news)
         self._tell(step.news)
         # Only in the generation that it was computed in: its members know the same, and those of the next one tell
         # each other.
@@ -534,6 +553,9 @@ class Stepper:
             "enter": self.operations.newcomers,
             "look": group.rank == 0 and group.size > 1 and self.weights.wish,
             "tune": self.replica.own.wishes,
+            "spread": sums.spread[0] * step.options.expected**2,
+            "spread_count": sums.spread[1],
+            "spread_squares": sums.spread[1] ** 2,
             **run.saving.fields,
         }
         packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0)

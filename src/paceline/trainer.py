@@ -593,6 +593,6 @@ class Trainer:
         kept = tree_map_only(torch.Tensor, torch.clone, mine["state"])
         self.state.restore(own_copies(kept, self._job))
         if mine["grid"] and self._grid:
-            now, done = self._grid, self.steps_done
-            self._grid = resumed_grid(Grid(*mine["grid"]), now, self.plan.micro, done, self._run.say)
-            self._stepper.regrid(self._grid)
+            before, now, done = Grid(*mine["grid"]), self._grid, self.steps_done
+            self._grid = resumed_grid(before, now, self.plan.micro, done, self._run.say)
+            self._stepper.regrid(self._grid, before.global_batch)

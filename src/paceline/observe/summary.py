@@ -74,6 +74,7 @@ class Summary:
         plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
         self.explained = [Explained.of(e) for e in plans if e.get("plan") and e.get("workers", 1) > 1]
         self.codecs = list({event.get("trainer"): event for event in last if event["event"] == "codec"}.values())
+        self.noise = list({event.get("trainer"): event for event in last if event["event"] == "noise"}.values())
         self.links = {key: value for e in last if e["event"] == "links" for key, value in e.items()}
         self.notes = _once(events, "note", "text")
         self.decisions = _once(events, "decision", "what")
@@ -251,6 +252,14 @@ def _links(event: Event) -> str:
     return links_of(event) + (f"; in the last sums {rate_of(event['rate'])}" if event.get("rate") else "")
 
 
+def _noise(event: Event) -> str:
+    scale, looks = event.get("scale"), plural(event.get("looks") or 0, "look")
+    if not scale:
+        return f"larger than {looks} can tell: gradients of a step are mostly noise, and larger global batches help"
+    rows = number(float(f"{scale:.2g}"))
+    return f"about {rows} rows ({looks}): beyond a global batch of that, more rows and workers for them help little"
+
+
 def _lost(event: Event) -> str:
     workers = event.get("workers") or []
     causes = [", ".join(lines) for lines in (event.get("causes") or {}).values()]
@@ -321,6 +330,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             *(("note", str(event.get("text"))) for event in s.notes),
             ("evaluation", f"{values} (step {evaluation.get('step')})" if values else ""),
             _goodput(s),
+            *(("noise scale", _noise(event)) for event in s.noise),
             ("done", done if s.steps_done else ""),
             ("speed", rate),
         ],

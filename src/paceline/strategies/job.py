@@ -92,6 +92,7 @@ class Options:
     at all, `probe` to look once at the loss also where they may not, `collect` for BatchNorm's statistics per
     micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has gradient hooks. `cure` helps
     against micro-batches of a single row. `reached` is told of moments in it. `turn` counts the team's transactions.
+    `spread`: the squares of gradients of this worker's rows are wanted, of "all" or the "first" of several chunks.
     """
 
     step: int
@@ -107,6 +108,7 @@ class Options:
     cure: str = ""
     reached: Callable[[str], None] = lambda moment: None
     turn: int = 0
+    spread: str = ""
 
 
 @dataclass
@@ -120,7 +122,8 @@ class Sums:
     `records` are of what forwards leave in buffers, zero where another worker computed it; `cramped` says that the
     memory was too small for merged chunks. With `exact`, `parts` has (number, loss, count, metrics) of each
     micro-batch, `maxima` the largest gradient of each parameter, and `redo` says that the sums do not hold it. `waited`
-    are the seconds of it in which this worker waited for other stages.
+    are the seconds of it in which this worker waited for other stages. `spread` are squares of gradients of some of the
+    rows, and their count.
     """
 
     loss: float = 0.0
@@ -140,3 +143,4 @@ class Sums:
     redo: bool = False
     bad: list[str] = field(default_factory=list)
     waited: float = 0.0
+    spread: tuple[float, float] = (0.0, 0.0)

@@ -19,6 +19,7 @@ from paceline.strategies.buffers import DECLARED, Carried
 from paceline.strategies.chunks import Chunk, MicroBatch, merged
 from paceline.strategies.hooks import weighed
 from paceline.strategies.job import ELSEWHERE, LOSS_FORMS, Job, Options, Sums
+from paceline.strategies.noise import squares
 from paceline.strategies.observing import HOOKED, USERS_OWN, Observer
 from paceline.strategies.side_effects import OTHERS, BufferWatch
 from paceline.strategies.streams import Streams
@@ -38,6 +39,7 @@ class Runner:
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
         self.streams = Streams(job.device)
         self.observer = Observer(job, self.streams, gathered)
+        self._squares = 0.0  # of gradients that went to other workers
         self._look_around()
 
     def _look_around(self) -> None:
@@ -61,6 +63,8 @@ class Runner:
             sent.append(bucket)
             if len(sent) == 1:
                 options.reached("backward")
+            if options.spread == "all":
+                self._squares += squares([bucket.flat])
             ready(bucket)
 
         try:
@@ -115,6 +119,7 @@ class Runner:
                 what = f"{name} was frozen when the Trainer was made and is to be trained now"
                 raise UsageError(what, "make the Trainer while it is trainable, then freeze it until its time comes")
         self.landing.begin(ready, options.micro_batches)
+        self._squares = 0.0
         order = [m for m in micro_batches if not m.blank]
         sums.why = self.observer.why(self.carried.certain)
         sums.strict = bool(sums.why and order)
@@ -124,6 +129,8 @@ class Runner:
         self.observer.observe(partial(self._observed, sums), self.models, order, sums, options)
         self._add_up(parts, sums)
         sums.unused, sums.maxima = self.landing.flush(), self.landing.maxima
+        if options.spread == "all":
+            sums.spread = self._squares, sums.count
         return sums
 
     def _through(self, chunks: Sequence[Chunk], sums: Sums, options: Options) -> list[Loss]:
@@ -139,6 +146,9 @@ class Runner:
             part = self._run(chunk, sums, options, last=not queue)
             if part is not None:
                 parts.append(part)
+                if options.spread == "first" and len(parts) == 1 and queue:
+                    found = squares(param.grad for param in self.params if param.grad is not None)
+                    sums.spread = found, float(part.count)
             elif not sums.failed:  # it is merged and may not be: its micro-batches one by one
                 queue.extendleft(Chunk([m], m.batch) for m in reversed(chunk.micro_batches))
         return parts

@@ -121,7 +121,8 @@ def mixing(optimizers: Sequence[Optimizer]) -> str:
     """The kind of the first whose update of a part of a parameter depends on the rest, as tried on a small one; empty
     where there is none.
     """
-    whole = torch.linspace(-1.0, 1.0, _SIDE**2, dtype=torch.float64).view(_SIDE, _SIDE)
+    # Not symmetric: LAMB's ratio of norms would be that of the whole in each half.
+    whole = torch.linspace(-1.0, 2.0, _SIDE**2, dtype=torch.float64).view(_SIDE, _SIDE)
     for one in optimizers:
         tries = []
         for length, dim in ((_SIDE, 0), (_SIDE // 2, 0), (_SIDE // 2, 1)):

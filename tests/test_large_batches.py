@@ -1,0 +1,265 @@
+"""What a large global batch needs: LARS and LAMB, the gradient noise scale, learning rates that follow the batch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launching import paceline as command
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
+
+from paceline.errors import UsageError
+from paceline.observe.report import facts
+from paceline.observe.summary import Summary
+from paceline.optim import LAMB, LARS
+from paceline.schedules import follow_batch
+from paceline.step import NOTHING
+from paceline.strategies.noise import LEAST, Noise
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def lars(weight: np.ndarray, grads: list[np.ndarray], lr: float, momentum: float, decay: float, trust: float) -> Any:
+    moved = np.zeros_like(weight)
+    for grad in grads:
+        rate = lr
+        if weight.ndim > 1 and np.any(weight):
+            below = np.linalg.norm(grad) + decay * np.linalg.norm(weight)
+            rate = lr * trust * np.linalg.norm(weight) / below if below else lr * trust
+        moved = momentum * moved + rate * (grad + decay * weight)
+        weight = weight - moved
+    return weight
+
+
+def lamb(weight: np.ndarray, grads: list[np.ndarray], lr: float, decay: float) -> Any:
+    first, second = np.zeros_like(weight), np.zeros_like(weight)
+    for done, grad in enumerate(grads, 1):
+        first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad**2
+        moves = first / (1 - 0.9**done) / (np.sqrt(second / (1 - 0.999**done)) + 1e-6) + decay * weight
+        above, below = np.linalg.norm(weight), np.linalg.norm(moves)
+        ratio = above / below if weight.ndim > 1 and above and below else 1.0
+        weight = weight - lr * ratio * moves
+    return weight
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4,), (2, 3, 2)])
+@pytest.mark.parametrize("start", ["usual", "zero"])
+def test_lars_and_lamb_are_their_papers_formulas(shape: tuple[int, ...], start: str) -> None:
+    chance = np.random.default_rng(3)
+    weight = np.zeros(shape) if start == "zero" else chance.standard_normal(shape)
+    grads = [chance.standard_normal(shape) for _ in range(4)] + [np.zeros(shape)]
+    for make, expected in (
+        (
+            lambda p: LARS(p, lr=0.5, momentum=0.8, weight_decay=0.1, trust=0.02),
+            lars(weight, grads, 0.5, 0.8, 0.1, 0.02),
+        ),
+        (lambda p: LAMB(p, lr=0.05, weight_decay=0.1), lamb(weight, grads, 0.05, 0.1)),
+    ):
+        param = nn.Parameter(torch.tensor(weight))
+        unused = nn.Parameter(torch.ones(2))
+        optimizer = make([param, unused])
+        for grad in grads:
+            param.grad = torch.tensor(grad)
+            optimizer.step()
+        np.testing.assert_allclose(param.detach().numpy(), expected, rtol=1e-12, atol=1e-14)
+        assert unused.equal(torch.ones(2)), "without a gradient a parameter is let be"
+
+
+def test_what_does_not_fit_an_optimizer_is_refused() -> None:
+    param = [nn.Parameter(torch.ones(2))]
+    for make, what in (
+        (lambda: LARS(param, lr=-1.0), "lr=-1.0"),
+        (lambda: LARS(param, lr=1.0, momentum=1.0), "momentum=1.0"),
+        (lambda: LAMB(param, betas=(0.9, 1.5)), "beta2=1.5"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            make()
+        assert str(caught.value) == f"{what} does not fit; give a number of 0 or more, below 1 for momentum and betas"
+
+
+SCRIPT = """
+import sys, torch, paceline
+from torch import nn
+from torch.utils.data import TensorDataset
+from paceline.optim import LAMB, LARS
+
+kind, target = sys.argv[1:]
+torch.manual_seed(0)
+x, y = torch.randn(96, 6, dtype=torch.float64), torch.randn(96, 2, dtype=torch.float64)
+trainer = paceline.Trainer(
+    lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double(),
+    lambda output, batch: nn.functional.mse_loss(output, batch[1]),
+    lambda params: LAMB(params, lr=0.02, weight_decay=0.01) if kind == "LAMB" else LARS(params, lr=0.5, trust=0.1),
+    global_batch=24, tensor={"0": "column", "2": "row"},
+)
+for _ in trainer.steps(TensorDataset(x, y), epochs=2):
+    pass
+trainer.export(target)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["LARS", "LAMB"])
+def test_they_train_alike_on_any_team(tmp_path: Path, kind: str) -> None:
+    from safetensors.torch import load_file
+
+    (tmp_path / "script.py").write_text(SCRIPT)
+    found = []
+    for number, (workers, plan) in enumerate([("1", "data=1"), ("3", "data=3"), ("2", "tensor=2")]):
+        target = tmp_path / f"{number}.safetensors"
+        where = ["--workers", workers, "--run-dir", f"run{number}", "--plan", plan]
+        command("run", *where, "script.py", kind, target, cwd=tmp_path)
+        found.append(load_file(target))
+    for other in found[1:]:
+        for name, tensor in found[0].items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-12, atol=1e-12)
+    refused = command("run", "--workers", "2", "--plan", "shard=2", "script.py", kind, "-", cwd=tmp_path, code=None)
+    text = f"{kind} looks at a parameter as a whole, and the plan keeps rows of it on each worker"
+    assert text in refused.stderr
+
+
+# -- the noise scale --------------------------------------------------------------------------------------------------
+
+NOISY = """
+import json, sys, torch, paceline
+from torch import nn
+from torch.utils.data import TensorDataset
+
+BATCH, MICRO, STEPS, KIND = 24, 4, 130, sys.argv[1]
+generator = torch.Generator().manual_seed(1)
+x = torch.randn(BATCH * STEPS, 5, generator=generator, dtype=torch.float64)
+y = x @ torch.randn(5, 1, generator=generator).double() + torch.randn(len(x), 1, generator=generator).double()
+
+
+class Line(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, 5, dtype=torch.float64))
+
+    def forward(self, x):
+        if KIND == "draws":  # then micro-batches are computed one by one
+            torch.rand(1)
+        return x @ self.weight.T
+
+
+def loss(output, batch):
+    squares = (output - batch[1]) ** 2
+    return (2 * squares.sum(), 2 * len(squares)) if KIND == "tokens" else squares.mean()
+
+
+def parts(workers):
+    share = BATCH // workers
+    return [range(MICRO)] if workers == 1 else [range(w * share, (w + 1) * share) for w in range(workers)]
+
+
+if __name__ == "__main__":
+    trainer = paceline.Trainer(
+        Line, loss, lambda params: torch.optim.SGD(params, lr=1e-3),
+        global_batch=BATCH, plan=f"micro={MICRO}", clip_norm=1.0,
+    )
+    weights = []
+    for report in trainer.steps(TensorDataset(x, y), count=STEPS, order=lambda position, *_: position):
+        weights.append(trainer.model.weight.detach().clone())
+    if trainer.main:
+        print(json.dumps([weight.tolist() for weight in weights]))
+"""
+
+
+@pytest.mark.parametrize(("workers", "kind"), [(1, "draws"), (2, "plain"), (3, "tokens")])
+def test_the_noise_scale_is_that_of_the_paper(tmp_path: Path, workers: int, kind: str) -> None:
+    """From gradients by hand, of the weights that the run had."""
+    (tmp_path / "noisy.py").write_text(NOISY)
+    shares = ",".join(["1"] * workers)
+    ran = command(
+        "run", "--workers", str(workers), "--shares", shares, "--run-dir", "run", "noisy.py", kind, cwd=tmp_path
+    )
+    weights = [np.zeros((1, 5)), *(np.array(one) for one in json.loads(ran.stdout.splitlines()[-1]))]
+    space: dict[str, Any] = {"__name__": "noisy"}
+    exec(NOISY.replace("sys.argv[1]", repr(kind)), space)
+    x, y = space["x"].numpy(), space["y"].numpy()
+    signal = noise = 0.0
+    expected = []
+    for look, step in enumerate(range(9, 130, 10), 1):
+        here, goal, weight = x[step * 24 : step * 24 + 24], y[step * 24 : step * 24 + 24], weights[step]
+        each = 2 * (here @ weight.T - goal) * here
+        whole = float(np.sum(each.mean(0) ** 2))
+        some = [each[list(part)] for part in space["parts"](workers)]
+        counts = [len(part) for part in some]
+        squares = sum(float(np.sum(part.sum(0) ** 2)) for part in some)
+        found = (squares - sum(n * n for n in counts) * whole) / (sum(counts) - sum(n * n for n in counts) / 24)
+        share = max(0.05, 1 / look)
+        noise, signal = noise + share * (found - noise), signal + share * (whole - found / 24 - signal)
+        expected.append(noise / signal)
+    events = [event for event in map(json.loads, (tmp_path / "run/journal.jsonl").open()) if event["event"] == "noise"]
+    assert events[0] == events[0] | {"trainer": 0, "step": 10 * LEAST, "looks": LEAST}
+    for event in events:
+        assert event["scale"] == pytest.approx(expected[event["looks"] - 1], rel=1e-9)
+    (row,) = (text for name, text in facts(Summary(tmp_path / "run"))["Results"] if name == "noise scale")
+    assert row.endswith("looks): beyond a global batch of that, more rows and workers for them help little")
+
+
+def test_the_noise_scale_is_what_gradients_were_made_with() -> None:
+    chance, noise = np.random.default_rng(0), Noise()
+    for _ in range(4000):
+        each = 0.5 + chance.standard_normal((8, 100))  # of 8 rows: |G|^2 = 25, the trace of the covariance 100
+        parts = [each[:2].sum(0), each[2:].sum(0)]
+        about = {"spread": sum(float(part @ part) for part in parts), "spread_count": 8.0, "spread_squares": 40.0}
+        noise.learn(replace(NOTHING, count=8.0, **about), float(np.linalg.norm(each.mean(0))), 8)
+    assert noise.scale == pytest.approx(4.0, rel=0.1)
+
+
+# -- learning rates that follow the batch -----------------------------------------------------------------------------
+
+GROWS = """
+import sys, torch, paceline
+from torch import nn
+from torch.utils.data import TensorDataset
+
+batch, count = map(int, sys.argv[1:])
+
+
+trainer = paceline.Trainer(
+    lambda: nn.Linear(3, 1), lambda output, batch: output.square().mean(),
+    lambda params: torch.optim.SGD(params, lr=0.1), global_batch=batch, schedule=lambda step: 0.9**step,
+)
+for report in trainer.steps(TensorDataset(torch.ones(640, 3)), count=count):
+    if trainer.main:
+        print("lr", report.step, report.lr)
+"""
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 2.0), ("sqrt", 2.0**0.5), ("", 1.0)])
+def test_learning_rates_follow_the_global_batch_where_the_plan_says_so(
+    tmp_path: Path, rule: str, factor: float
+) -> None:
+    (tmp_path / "grows.py").write_text(GROWS)
+    plan = ["--plan", f"data=2 lr_scaling={rule}" if rule else "data=2"]
+    start = ["run", "--workers", "2", "--run-dir", "run", *plan]
+    command(*start, "grows.py", "8", "4", cwd=tmp_path)
+    ran = command(*start, "grows.py", "16", "7", cwd=tmp_path)
+    rates = [float(line.split()[2]) for line in ran.stdout.splitlines() if line.startswith("lr ")]
+    assert rates == pytest.approx([0.1 * factor * 0.9**step for step in (4, 5, 6)])
+    said = f"lr_scaling={rule}: learning rates times {factor:.6g}, for a global batch of 16 rows instead of 8"
+    assert (said in ran.stderr) is bool(rule)
+
+
+def test_schedulers_inside_of_others_follow_too() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    inner = [LinearLR(optimizer, 0.5, total_iters=2), LambdaLR(optimizer, lambda step: 0.9**step)]
+    scheduler = SequentialLR(optimizer, inner, [2])
+    rates = []
+    for step in range(5):
+        if step == 1:
+            assert follow_batch("linear", 8, 24, [optimizer], [scheduler]) == (
+                "lr_scaling=linear: learning rates times 3, for a global batch of 24 rows instead of 8"
+            )
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.05, 0.225, 0.3, 0.27, 0.243])
