@@ -230,6 +230,34 @@ def test_workers_are_lost_at_any_moment_of_a_step(
     assert off(here, straight) <= 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["backward", "summed", "reduced", "applied"])
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_lost_leader_takes_along_what_it_names_and_nothing_else(
+    cluster: Callable[[int], Cluster], straight: Path, monkeypatch: pytest.MonkeyPatch, codec: str, moment: str
+) -> None:
+    """Also where others go forward with the step that it had all but made, from the reduction on."""
+    monkeypatch.setenv("PLAN", f"codec={codec}")
+    monkeypatch.setenv("WAIT", "go")  # so that all are there before the fault
+    here = cluster(2)
+    here.steps = STEPS
+    here.start(0, 2, code=CODE)
+    here.until(lambda: here.status().get("step", 0) > 1)
+    here.start(1, 2, code=CODE, faults=f"kill:2@22.{moment}")
+    here.members(4)
+    assert here.status()["step"] < 21
+    here.until(lambda: len(read_log(here.agents[1].folder)) == 1)
+    for agent in here.agents:
+        (agent.folder / "go").touch()
+    here.members(4)
+    here.stop(1)
+    here.members(2)
+    here.end(0, 75)
+    lost = "worker 2 was lost with what its codec had not sent yet: sums of gradients of norm"
+    (norm,) = re.findall(f"^{lost} (.*)$", here.agents[0].text, re.M)
+    assert off(here, straight) == pytest.approx(float(norm) / 20, rel=1e-3, abs=1e-5)  # a mean over 20 rows
+
+
 def test_what_a_lost_host_had_not_sent_is_named(
     cluster: Callable[[int], Cluster], straight: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
