@@ -1,12 +1,12 @@
 """What codecs are worth on a slow link, beside DistributedDataParallel and its communication hooks.
 
-Usage: slow_link.py [--mbit N ...] [--side S ...] [--steps N] [--seeds N] [--record FILE], as root; 0 is a link that is
-not capped. Two hosts of one worker, each a network namespace whose interface lets so many Mbit/s out (token bucket).
-An MLP of 6.3 million parameters (25 MB of gradients) learns a teacher's classes: so little to compute that the link
-decides. All sides have the same rows, weights, optimizer (SGD with momentum) and learning rate; ours with no codec has
-what DDP has. Seconds a step (the median of the later half, in which nothing is tried any more), bytes a step by the
-interfaces' counters, the loss of the held-out rows after as many steps, and the seconds until DDP's held-out loss is
-reached.
+Usage: slow_link.py [--mbit N ...] [--delay MS] [--side S ...] [--steps N] [--seeds N] [--record FILE], as root; 0 is a
+link that is not capped. Two hosts of one worker, each a network namespace whose interface lets so many Mbit/s out (a
+token bucket). An MLP of 6.3 million parameters (25 MB of gradients) learns a teacher's classes: so little to compute
+that the link decides. All sides have the same rows, weights, optimizer (SGD with momentum) and learning rate; ours with
+no codec has what DDP has. Seconds a step (the median of the later half, in which nothing is tried any more), bytes a
+step by the interfaces' counters, the loss of the held-out rows after as many steps, and the seconds until DDP's loss is
+reached on them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from turns import record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from networks import network
+from networks import far, network
 
 WIDTH, DEPTH, CLASSES, ROWS, RATE, PORT = 1024, 6, 16, 64, 0.02, 29500
 EVERY = 5  # steps between two looks at the held-out rows
@@ -122,8 +123,10 @@ def train(side: str, steps: int, seed: int) -> None:
     print("\n" + json.dumps({"ends": ends, "bytes": bytes_, "cpu": cpu, "losses": losses}))
 
 
-def run(side: str, mbit: int, steps: int, seed: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as base, network(2, Path(base)) as net:
+def run(side: str, mbit: int, delay: float, steps: int, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as base, network(2, Path(base)) as net, ExitStack() as stack:
+        if delay:
+            stack.enter_context(far(*net.hosts, delay / 1000))
         for host in net.hosts if mbit else ():
             host.cap(mbit)
         said, processes, lines = [], [], ""
@@ -190,6 +193,7 @@ def tell(mbit: int, results: dict[str, list[dict[str, Any]]], gradient: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mbit", type=int, nargs="*", default=[10, 50, 100, 500, 0])
+    parser.add_argument("--delay", type=float, default=0.0, metavar="MS", help="one way, instead of that of a switch")
     parser.add_argument("--side", nargs="*", choices=SIDES, default=SIDES)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=1)
@@ -207,13 +211,13 @@ def main() -> None:
         of_rate: dict[str, list[dict[str, Any]]] = {side: [] for side in options.side}
         for seed in range(options.seeds):
             for side in options.side:
-                found = run(side, mbit, options.steps, seed)
+                found = run(side, mbit, options.delay, options.steps, seed)
                 of_rate[side].append(found)
                 print(f"{mbit} Mbit/s, {side}: {found['seconds']:.3f} s a step", file=sys.stderr, flush=True)
         results[f"{mbit} Mbit/s"] = of_rate
         tell(mbit, of_rate, gradient)
     if options.record:
-        about = {"gradient": gradient, "rows": ROWS, "steps": options.steps, "threads": 1}
+        about = {"gradient": gradient, "delay": options.delay, "rows": ROWS, "steps": options.steps, "threads": 1}
         record(options.record, **about, results=results)
 
 

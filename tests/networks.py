@@ -63,6 +63,26 @@ class Host:
         ip("-n", self.space, "link", "set", "eth0", "up")
 
 
+@contextmanager
+def far(one: Host, other: Host, seconds: float) -> Iterator[None]:
+    """What one sends to the other takes so long, each way."""
+    command = [sys.executable, Path(__file__).parent / "scripts/far.py", one.space, other.space, str(seconds)]
+    for host in (one, other):
+        ip("-n", host.space, "link", "set", "eth0", "down")
+        ip("-n", host.space, "link", "set", "eth0", "name", "near")
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as forwards:
+        try:
+            assert forwards.stdout is not None
+            assert forwards.stdout.readline() == "ready\n"
+            for host in (one, other):
+                ip("-n", host.space, "addr", "del", f"{host.address}/24", "dev", "near")
+                ip("-n", host.space, "addr", "add", f"{host.address}/24", "dev", "eth0")
+                ip("-n", host.space, "link", "set", "eth0", "mtu", "9000", "up")
+            yield
+        finally:
+            forwards.kill()
+
+
 @dataclass
 class Worker:
     rank: int

@@ -246,10 +246,10 @@ class Group:
         name = gloo_interface() or interface_of(address)
         return f"{name} ({address})" if name and address else name or address
 
-    def pace(self, rate: float) -> None:
-        """So many bytes a second go between its hosts, at most. All say the same."""
+    def pace(self, rate: float, latency: float) -> None:
+        """So many bytes a second go between its hosts, at most, and come after so many seconds. All say the same."""
         if self.channel is not None and self.channel.hosts.leaders is not None:
-            self.channel.hosts.leaders.pace(rate)
+            self.channel.hosts.leaders.pace(rate, latency)
 
     @property
     def flow(self) -> links.Flow | None:

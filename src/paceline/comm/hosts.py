@@ -81,11 +81,11 @@ class Gloo:
         self._recent: deque[tuple[Any, int]] = deque()
         self._kept = 0
 
-    def pace(self, rate: float) -> None:
-        """Pieces are for links of so many bytes a second: on a fast one many small ones cost more than they help. All
-        say the same.
+    def pace(self, rate: float, latency: float) -> None:
+        """Pieces are for links of so many bytes a second, and so many seconds one way: on a fast one many small ones
+        cost more than they help, and on a long one they leave it empty. All say the same.
         """
-        self.chunk = max(CHUNK, int(rate * AT_A_TIME) // CHUNK * CHUNK)
+        self.chunk = max(CHUNK, int(rate * max(AT_A_TIME, 2 * latency)) // CHUNK * CHUNK)
 
     def run(self, start: Callable[[], dist.Work], size: int, sent: float = 0.0) -> Steps:
         """Starts a collective of about `size` bytes, of which this worker has `sent` so many, and waits for it."""

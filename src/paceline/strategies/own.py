@@ -189,12 +189,14 @@ class Own:
         """A generation begins in which this was chosen; whether it has to be chosen again. `measured`: links were."""
         if self.codec is None:
             return False
-        self.outer.pace(min((link.rate for link in self.group.links), default=0.0))
+        links = self.group.links
+        if links:
+            self.outer.pace(min(link.rate for link in links), max(link.latency for link in links))
         if not self.codec.auto:
             return False
         self.chosen, self.codec.words = dict(chosen), dict(chosen.get("words") or {})
         self._runoff = None
-        hosts, rate = len(self.outer.leaders), min((link.rate for link in self.group.links), default=0.0)
+        hosts, rate = len(self.outer.leaders), min((link.rate for link in links), default=0.0)
         if rate == 0.0 or hosts == 1:
             return False
         open_ = chosen.get("open") or chosen.get("hosts") != hosts
