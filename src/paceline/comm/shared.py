@@ -7,6 +7,7 @@ Arrivals are numbers in the mapping, written after the data that they announce: 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import platform
@@ -14,6 +15,7 @@ import select
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,8 +62,9 @@ def map_together(
     """Maps `size` new bytes, zeros, in all processes of `ranks`, with the open file; None on all of them if one of them
     cannot. Of the bytes so many are `reserved`, all if it is None; the file is to be asked for the others before use.
 
-    The first of `ranks` makes the file. `name` is fresh in `store`. Raises nothing for want of memory: the first of
-    `ranks` warns why, and of what happens `otherwise`. `ask` waits for what others set in `store`.
+    The first of `ranks` makes the file, of which each reserves a part: memory counts for whoever does, and is near its
+    cores. `name` is fresh in `store`. Raises nothing for want of memory: the first of `ranks` warns why, and of what
+    happens `otherwise`. `ask` waits for what others set in `store`.
     """
     leader = rank == ranks[0]
     fd, said, mapped = -1, "", None
@@ -70,7 +73,6 @@ def map_together(
         if leader:
             fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
-            os.posix_fallocate(fd, 0, reserved)  # what is missing is missing now, and not as a bus error later
             said = f"/proc/{os.getpid()}/fd/{fd}"
     except OSError as error:
         said = f"!{error.strerror}"
@@ -81,6 +83,10 @@ def map_together(
         if not said.startswith("!"):
             try:
                 fd = fd if leader else os.open(said, os.O_RDWR | os.O_CLOEXEC)
+                place, part = ranks.index(rank), reserved // len(ranks) // mmap.PAGESIZE * mmap.PAGESIZE
+                mine = part if place + 1 < len(ranks) else reserved - place * part
+                if mine:  # what is missing is missing now, and not as a bus error later
+                    os.posix_fallocate(fd, place * part, mine)
                 mapped = mmap.mmap(fd, size)
             except OSError as error:
                 said = f"!{error.strerror}"
@@ -97,6 +103,12 @@ def map_together(
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def give_back() -> None:
+    """What this process freed, and keeps for reuse, goes back to the system. glibc's allocator can do that."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

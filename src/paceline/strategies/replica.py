@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
+from paceline.comm.shared import give_back
 from paceline.comm.transit import Heard, Hop, Transit
 from paceline.mesh import Mesh
 from paceline.pieces import Cut, Held, counting
@@ -71,9 +72,11 @@ class Replica:
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""
         self.updater.build(optimizers, schedulers)
+        give_back()  # as much as the model was freed when it was made part by part, say
 
     def rehouse(self) -> None:
         """Takes fresh memory from the present generation. Collective."""
+        give_back()
         if self.layout.allocate is not None:
             self.landing.rehouse(self.layout.allocate)
 
