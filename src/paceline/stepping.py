@@ -79,6 +79,7 @@ class Step:
     indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
     options: Options = field(default_factory=lambda: Options(0, 1.0, 0))
     steps: int = 1  # in a turn
+    whose: str = ""  # of an island, which has a step of its own
     sums: Sums | None = None
     agreed: Agreed = NOTHING
     norm: float = 0.0
@@ -281,9 +282,9 @@ class Stepper:
         norm = step.norm or self.replica.norm(step.agreed, step.options)
         if not math.isfinite(norm):
             loss, cure = step.agreed.loss / step.agreed.count, "look for a square root, a division or a logarithm at 0"
-            where = self.replica.own.blame()
-            what = f"the gradient of step {step.number + 1} is not finite{where}, though its loss is ({loss:.6g})"
-            raise NonFiniteLossError(what, f"the step was not applied; {cure}")
+            where, which = self.replica.own.blame(), f"step {step.number + 1}{step.whose}"
+            what = f"the gradient of {which} is not finite{where}, though its loss is ({loss:.6g})"
+            raise NonFiniteLossError(what, f"the {'round' if step.whose else 'step'} was not applied; {cure}")
         return norm
 
     def _again(self) -> None:
@@ -341,6 +342,8 @@ class Stepper:
             inner = first_rows(kept["each"]["0"])
             self.replica.updater.load(inner)
             self.expected = inner["expected"]
+            for scheduler in self.job.schedulers * (self.done - inner.get("at", self.done)):
+                scheduler.step()  # the island was late
             self.run.say(
                 "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
                 "that of the others and of the merges is dropped"
@@ -506,6 +509,11 @@ class Stepper:
 
     # -- the vector ---------------------------------------------------------------------------------------------
 
+    @property
+    def stops(self) -> bool:
+        """Whether this worker wishes that all make no further step."""
+        return self.run.notice is not None
+
     def _agree(self, step: Step, sums: Sums, seconds: float) -> Agreed:
         """Sums of all workers; on the first step they first agree on the names of the metrics."""
         group, run, whole = self.group, self.run, step.whole
@@ -529,7 +537,7 @@ class Stepper:
             "whole": sums.whole or step.indivisible,
             "failed": sums.failed,
             "news": bool(self._untold()),
-            "stop": run.notice is not None,
+            "stop": self.stops,
             "save": run.wants_save(),
             "enter": self.operations.newcomers,
             "look": group.rank == 0 and group.size > 1 and self.weights.wish,
@@ -566,8 +574,9 @@ class Stepper:
             where, names = group.gather_json([] if sums is None else sums.bad), group.names
             bad = [f"worker {names[rank]}: {rows}" for rank, some in enumerate(where) for rows in some]
             named = "; ".join(bad[:2]) + (f" and {len(bad) - 2} more" if len(bad) > 2 else "")
-            cure = "the step was not applied; look at these rows, lower the learning rate or set clip_norm="
-            raise NonFiniteLossError(f"the loss of step {step.number + 1} is not finite ({named})", cure)
+            cure = "was not applied; look at these rows, lower the learning rate or set clip_norm="
+            what = f"the loss of step {step.number + 1}{step.whose} is not finite ({named})"
+            raise NonFiniteLossError(what, f"the {'round' if step.whose else 'step'} {cure}")
         if agreed.count <= 0 and not self.plan.local:
             raise UsageError(
                 f"the loss of step {step.number + 1} counts {agreed.count:g} rows or tokens in the whole global batch",
