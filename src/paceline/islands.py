@@ -231,10 +231,10 @@ class Islands:
         self.work = {island: one for island, one in self.work.items() if island in alike}
 
     def _begin(self) -> None:
-        """In the beginning all are alike, or as they were saved."""
+        """In the beginning all are alike, which everybody knows, or as they were saved."""
         each, self._saved = self._saved, {}
         fresh = Inner.live(self.replica, 0.0, self.steps)
-        for island in self.mine:
+        for island in self.mine if each else range(self.count):
             tree = each.get(str(island))
             self.kept[island] = fresh.copied() if tree is None else Inner.of(tree, self.steps)
 

@@ -1,0 +1,115 @@
+"""Trains in islands, of which one is late, and writes weights, figures and what each worker saw: late.py FOLDER PLAN
+
+LATE=WORKER:STEPS:UNTIL: in each round that begins before step UNTIL that worker, when it has made so many steps of it,
+waits in its loss until the coordinator has decided who is merged. END=WORKER:STEP:STEPS: that worker is killed, once,
+when it has made so many steps of the round that begins at step STEP. BAD=WORKER:STEP: there its loss is not finite.
+JOIN=STEP: all wait there until a newcomer is about to be admitted. ROWS=iter: the dataset is an iterable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from islands import BATCH, CASES, DATA, MICRO, SEED, STEPS
+from islands import loss as usual
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import IterableDataset
+
+import paceline
+
+FOLDER = Path(sys.argv[1])
+WORKER = int(os.environ.get("PACELINE_RANK", "0"))
+MADE = Counter[int]()  # inner steps here, by the step that the round began at
+TRAINERS: list[paceline.Trainer] = []
+ROWS = {float(x[0]): number for number, (x, _, _) in enumerate(DATA)}
+seen: dict[int, set[int]] = {}
+
+
+def _given(name: str) -> list[int]:
+    """Numbers of a variable that begins with this worker's; none where it does not."""
+    worker, *numbers = map(int, os.environ.get(name, "-1").split(":"))
+    return numbers if worker == WORKER else []
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.005)
+
+
+def journaled(event: str, **fields: Any) -> bool:
+    """Whether the journal has such an event."""
+    lines = (FOLDER / "run" / "journal.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines if f'"{event}"' in line and line.endswith("}")]
+    return any(one["event"] == event and fields.items() <= one.items() for one in events)
+
+
+def loss(output: torch.Tensor, batch: Any) -> Any:
+    begun = TRAINERS[0].steps_done
+    if not torch.is_grad_enabled():
+        return usual(output, batch)
+    seen.setdefault(begun, set()).update(ROWS[float(x[0])] for x in batch[0])
+    (FOLDER / f"seen-{WORKER}-{os.getpid()}.json").write_text(json.dumps({k: sorted(v) for k, v in seen.items()}))
+    if (late := _given("LATE")) and MADE[begun] == late[0] and begun < late[1]:
+        wait_for(lambda: journaled("merge", step=begun))
+    if (kill := _given("END")) and [begun, MADE[begun]] == kill and not (FOLDER / "killed").exists():
+        (FOLDER / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    total, count, more = usual(output, batch)
+    return total * math.nan if _given("BAD") == [begun] else total, count, more
+
+
+def _made(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, torch.optim.AdamW):
+        MADE[TRAINERS[0].steps_done] += 1
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (DATA[number] for number in range(len(DATA)))
+
+
+def main() -> None:
+    case, figures, digests = CASES["adamw"], [], {}
+    register_optimizer_step_post_hook(_made)
+    trainer = paceline.Trainer(
+        case.model,
+        loss,
+        case.optimizer,
+        global_batch=BATCH,
+        schedule=case.schedule,
+        clip_norm=case.clip_norm,
+        seed=SEED,
+        plan=f"micro={MICRO} {sys.argv[2]}",
+    )
+    TRAINERS.append(trainer)
+    trainer.state["best"] = math.inf
+    for report in trainer.steps(Stream() if os.environ.get("ROWS") == "iter" else DATA, count=STEPS):
+        found = hashlib.sha256()
+        for value in trainer.model.state_dict().values():
+            found.update(value.numpy().tobytes())
+        digests[report.step] = found.hexdigest()
+        (FOLDER / f"digests-{WORKER}-{os.getpid()}.json").write_text(json.dumps(digests))
+        figures.append({key: getattr(report, key) for key in ("step", "loss", "samples", "turn", "lr")})
+        if report.loss < trainer.state["best"]:
+            trainer.state["best"] = report.loss
+            trainer.save()
+        if os.environ.get("JOIN") == str(report.step):
+            wait_for(lambda: journaled("generation", planned=True))
+    trainer.export(FOLDER / "weights.safetensors")
+    if trainer.main:
+        (FOLDER / "told.json").write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""With `quorum=` a merge does not wait for the last island: who is late is left out, named, and counts later."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+from agents import journal
+from by_hand import built, grid
+from islands import BATCH, CASES, DATA, MICRO, SEED, STEPS, loss
+from launching import SCRIPTS, paceline
+from oracle import apart
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from paceline import stream_seed
+from paceline.step import deal
+
+TOLERANCE = 1e-12
+
+
+def trained(
+    folder: Path,
+    workers: int,
+    plan: str,
+    options: tuple[str, ...] = (),
+    code: int = 0,
+    script: str = "late.py",
+    **env: str,
+) -> str:
+    said = ("--workers", str(workers), "--run-dir", "run", *options)
+    done = paceline("run", *said, SCRIPTS / script, folder, plan, cwd=folder, code=code, **env)
+    return done.stdout + done.stderr
+
+
+class ByHand:
+    """One process: copies of a model in float64, each with an optimizer of its own, merged as a journal says."""
+
+    def __init__(self, folder: Path, count: int, every: int) -> None:
+        self.count, self.every = count, every
+        self.late = {event["step"]: event for event in journal(folder / "run", "late")}
+        self.lost = {(event["step"], event["island"]): event["rows"] for event in journal(folder / "run", "uncounted")}
+        self.batches = grid(DATA, BATCH, MICRO, count=STEPS, seed=SEED)
+        self.rows, self.missed = 0, 0  # that were counted, and not taken
+
+    def train(self) -> dict[str, torch.Tensor]:
+        torch.set_num_threads(1)
+        case = CASES["adamw"]
+        model = built(case.model, SEED)
+        merges = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        self.copies = [copy.deepcopy(model) for _ in range(self.count)]
+        self.optimizers = [case.optimizer(one.parameters()) for one in self.copies]
+        self.schedules = [LambdaLR(one, case.schedule) for one in self.optimizers]
+        kept = [copy.deepcopy(one.state_dict()) for one in self.optimizers]
+        counts, taken, origin = [0.0] * self.count, [0] * self.count, [copy.deepcopy(model)] * self.count
+        for first in range(0, STEPS, self.every):
+            steps = range(first, min(first + self.every, STEPS))
+            told = self.late.get(steps.stop, {"merged": range(self.count), "took": {}})
+            for island in range(self.count):
+                if (rows := self.lost.get((first, island))) is not None:
+                    assert rows == taken[island]
+                    self.missed += rows
+                    origin[island], counts[island], taken[island] = copy.deepcopy(model), 0.0, 0
+                    self.copies[island].load_state_dict(model.state_dict())
+                    self.optimizers[island].load_state_dict(copy.deepcopy(kept[island]))
+                    self.optimizers[island].param_groups[0]["lr"] = self.schedules[island].get_last_lr()[0]
+                for number in steps:
+                    run = deal(len(self.batches[number]), [1.0] * self.count)[island]
+                    if number - first < told["took"].get(str(island), len(steps)):
+                        counts[island] += self._step(island, number, run)
+                        taken[island] += sum(len(self.batches[number][index][0]) for index in run)
+                    else:
+                        self.missed += sum(len(self.batches[number][index][0]) for index in run)
+                    self.schedules[island].step()
+            merged = told["merged"]
+            share = {island: counts[island] / sum(counts[i] for i in merged) for island in merged}
+            for name, param in model.named_parameters():
+                ends = [
+                    part
+                    * (
+                        dict(origin[island].named_parameters())[name]
+                        - dict(self.copies[island].named_parameters())[name]
+                    )
+                    for island, part in share.items()
+                ]
+                param.grad = sum(ends).detach()
+            merges.step()
+            for island in range(self.count):
+                if island in merged or not counts[island]:
+                    self.rows += taken[island]
+                    origin[island] = copy.deepcopy(model)
+                    self.copies[island].load_state_dict(model.state_dict())
+                    counts[island], taken[island] = 0.0, 0
+                    kept[island] = copy.deepcopy(self.optimizers[island].state_dict())
+        return model.state_dict()
+
+    def _step(self, island: int, number: int, run: range) -> float:
+        one, counted = self.copies[island], 0.0
+        one.zero_grad()
+        for index in run:
+            torch.manual_seed(stream_seed(SEED, number, index))
+            batch = self.batches[number][index]
+            found, part, _ = loss(one(batch[0]), batch)
+            found.backward()
+            counted += part
+        if run:
+            for param in one.parameters():
+                param.grad /= counted
+            nn.utils.clip_grad_norm_(one.parameters(), CASES["adamw"].clip_norm or 1e9)
+            self.optimizers[island].step()
+        return counted
+
+
+def right(folder: Path, count: int, every: int) -> ByHand:
+    """Weights as by hand; the same bytes on all workers after each merge; all rows counted, or named."""
+    hand = ByHand(folder, count, every)
+    weights = hand.train()
+    assert apart(load_file(folder / "weights.safetensors"), weights) <= TOLERANCE
+    figures = json.loads((folder / "told.json").read_text())
+    late = journal(folder / "run", "late")
+    named = sum(where[2] for event in late for where in event["missed"].values())
+    named += sum(hand.lost.values())
+    whole = sum(len(batch[0]) for step in hand.batches for batch in step)
+    assert named == hand.missed
+    assert sum(one["samples"] for one in figures) == hand.rows == whole - named
+    return hand
+
+
+def alike(folder: Path) -> None:
+    digests: dict[str, set[str]] = {}
+    for path in folder.glob("digests-*.json"):
+        for step, digest in json.loads(path.read_text()).items():
+            digests.setdefault(step, set()).add(digest)
+    assert all(len(some) == 1 for some in digests.values()), digests
+
+
+def test_who_is_late_counts_in_a_later_merge(tmp_path: Path) -> None:
+    """Island 2 waits in its first step of the first two rounds until the merge is decided; in the third it is ready."""
+    said = trained(tmp_path, 3, "local=3 every=2 quorum=2", LATE="2:0:4")
+    merges = journal(tmp_path / "run", "merge")
+    assert [merge["islands"] for merge in merges] == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 2]]
+    late = journal(tmp_path / "run", "late")
+    assert [event["late"] for event in late[:2]] == [[2], [2]]
+    right(tmp_path, 3, 2)
+    alike(tmp_path)
+    assert "the merge after step 2 is without island 2, which came too late for 4 rows of step 2" in said, said
+
+
+def test_where_nobody_is_late_nothing_differs(tmp_path: Path) -> None:
+    """Each of two teams has two islands, and three make a quorum: both are waited for."""
+    found = []
+    for plan in ("local=4 every=3", "local=4 every=3 quorum=3"):
+        (folder := tmp_path / plan[-8:]).mkdir()
+        trained(folder, 2, plan)
+        found.append((folder / "weights.safetensors").read_bytes())
+    assert [merge["islands"] for merge in journal(folder / "run", "merge")] == [[0, 1, 2, 3]] * 3
+    assert found[0] == found[1]
+
+
+def test_who_is_late_and_lost_loses_what_it_had_begun(tmp_path: Path) -> None:
+    """The worker of island 2 is killed in its second round, when that merge has been decided: so it is decided again.
+    In its place comes another one.
+    """
+    said = trained(tmp_path, 3, "local=3 every=2 quorum=2", LATE="2:0:4", END="2:2:0", JOIN="4")
+    assert (tmp_path / "killed").exists()
+    decided = [(merge["step"], merge["number"], merge["islands"]) for merge in journal(tmp_path / "run", "merge")]
+    assert decided[:3] == [(0, 0, [0, 1]), (2, 0, [0, 1]), (2, 1, [0, 1])]
+    assert len(journal(tmp_path / "run", "generation")) == 2
+    right(tmp_path, 3, 2)
+    alike(tmp_path)
+    assert (
+        "what island 2 had made since it was late is lost, 4 rows of 1 step: it goes on from the merged weights" in said
+    ), said
