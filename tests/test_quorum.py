@@ -6,6 +6,7 @@ import copy
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from agents import journal
 from by_hand import built, grid
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from paceline import stream_seed
 from paceline.step import deal
+from paceline.team.merges import LEAST, MOST, USUAL, Merges, Told
 
 TOLERANCE = 1e-12
 
@@ -147,6 +149,83 @@ def test_who_is_late_counts_in_a_later_merge(tmp_path: Path) -> None:
     right(tmp_path, 3, 2)
     alike(tmp_path)
     assert "the merge after step 2 is without island 2, which came too late for 4 rows of step 2" in said, said
+
+
+def told(turn: int, made: str = "", ready: str = "", number: int = 0, quorum: int = 2, void: bool = False) -> Told:
+    """What a team of three islands says, which are named by their digits."""
+    return Told(turn, number, 0, 10 * turn, tuple(map(int, made)), tuple(map(int, ready)), 3, quorum, void)
+
+
+def test_who_is_in_a_merge_is_decided_once() -> None:
+    merges = Merges()
+    assert merges.look([None, told(0, "0")], 0, 1.0) is None
+    assert merges.due == float("inf"), "it waits for what is said, not for a time"
+    assert merges.look([told(0, "0"), told(0, "1")], 0, 1.1) is None
+    assert merges.due == 1.1 + LEAST, "the usual spread is smaller"
+    decided = merges.look([told(0, "0"), told(0, "1")], 0, merges.due)
+    assert decided == {"turn": 0, "number": 0, "trainer": 0, "step": 0, "islands": [0, 1], "late": [2], "void": False}
+    assert merges.look([told(0, "0"), told(0, "1"), told(0, "2")], 0, 9.0) is None, "it has been decided"
+    assert merges.last == decided
+    # All are there: nobody waits any longer.
+    assert merges.look([told(1, "0"), told(1, "1"), told(0, "2")], 0, 10.0) is None
+    found = merges.look([told(1, "0"), told(1, "1"), told(1, "2")], 0, 10.1)
+    assert found is not None
+    assert found["islands"] == [0, 1, 2]
+
+
+def test_the_window_is_what_is_usual() -> None:
+    """Ten seconds from merge to merge, of which one from the first island to the one that makes two."""
+    merges, now = Merges(), 0.0
+    for turn in range(12):
+        assert merges.look([told(turn, "0")], 0, now + 9) is None
+        assert merges.look([told(turn, "01")], 0, now + 10) is None
+        window = merges.due - now - 10
+        merges.look([told(turn, "01")], 0, merges.due)
+        now = now + 10 + window
+    assert window == pytest.approx(1.0)
+    assert USUAL * 10 < window < MOST * 10
+    slow, now = Merges(), 0.0
+    for turn in range(12):  # all at once, so that the part of a round decides
+        assert slow.look([told(turn, "01")], 0, now + 100) is None
+        window = slow.due - now - 100
+        slow.look([told(turn, "01")], 0, slow.due)
+        now = now + 100 + window
+    assert window == pytest.approx(USUAL * 100)
+
+
+def test_one_that_caught_up_is_merged_and_makes_no_quorum() -> None:
+    merges = Merges()
+    assert merges.look([told(0, "0"), told(0, ready="12")], 0, 1.0) is None
+    assert merges.due == float("inf")
+    merges.look([told(0, "0"), told(0, "1"), told(0, ready="2")], 0, 1.0)
+    assert merges.look([told(0, "0"), told(0, "1"), told(0, ready="2")], 0, 2.0)["islands"] == [0, 1, 2]  # type: ignore[index]
+
+
+def test_after_a_loss_the_same_are_merged_if_they_are_there() -> None:
+    merges = Merges()
+    merges.look([told(0, "01")], 0, 1.0)
+    assert merges.look([told(0, "01")], 0, 2.0) is not None
+    assert merges.look([told(0, "01")], 1, 3.0) is None, "nobody is in that generation any more"
+    again = merges.look([told(0, "0", number=1), told(0, "12", number=1)], 1, 4.0)
+    assert again is not None
+    assert (again["islands"], again["number"]) == ([0, 1], 1)
+    # One of them is lost: then whoever is there.
+    assert merges.look([told(0, "0", number=2)], 2, 5.0) is None
+    assert merges.look([told(0, "0", number=2), told(0, "2", number=2)], 2, 5.0) is None
+    other = merges.look([told(0, "0", number=2), told(0, "2", number=2)], 2, merges.due)
+    assert other is not None
+    assert other["islands"] == [0, 2]
+    # As a coordinator that was started again finds it in the journal.
+    assert Merges(last=other).look([told(0, "0", number=2), told(0, "2", number=2)], 2, 9.0) is None
+
+
+def test_the_last_merge_waits_for_all_and_a_void_one_for_nobody() -> None:
+    merges = Merges()
+    assert merges.look([told(0, "0", quorum=3), told(0, "1", quorum=3)], 0, 1.0) is None
+    assert merges.due == float("inf")
+    void = merges.look([told(0, "0", quorum=3), told(0, void=True)], 0, 1.0)
+    assert void is not None
+    assert (void["islands"], void["late"], void["void"]) == ([], [0, 1, 2], True)
 
 
 def test_where_nobody_is_late_nothing_differs(tmp_path: Path) -> None:

@@ -529,7 +529,7 @@ class Islands:
 
     def load(self, saved: Mapping[str, Any], steps: int) -> str:
         """What `state` was after so many steps, of whole tensors, or none where it is of another plan: what is to be
-        told.
+        told as changed mathematics.
         """
         if steps != self.steps:
             self._counts(steps)

@@ -148,7 +148,11 @@ class Rounds(Stepper):
     def load(self, saved: dict[str, Any], newcomer: bool) -> None:
         self.replica.load(saved)
         self.done, self.expected = saved["steps"], saved["expected"]
-        told = self.isles.load(saved.get("islands") or {}, self.done)
+        kept = saved.get("islands") or {}
+        told = self.isles.load(kept, self.done)
+        if newcomer and "each" in kept:
+            for text in self.merging_by.dropped(kept.get("late") or {}, self.done):
+                self.run.say(text)
         if newcomer and "optimizers" in saved:
             told = f"training goes on in {self.isles.count} islands, each with what the optimizer keeps"
         if told:
