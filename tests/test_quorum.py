@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from agents import journal
-from by_hand import built, grid
+from by_hand import built, grid, in_order
 from islands import BATCH, CASES, DATA, MICRO, SEED, STEPS, loss
 from launching import SCRIPTS, paceline
 from oracle import apart
@@ -17,11 +20,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from paceline import stream_seed
+from paceline import sample_index, stream_seed
 from paceline.step import deal
 from paceline.team.merges import LEAST, MOST, USUAL, Merges, Told
 
 TOLERANCE = 1e-12
+PLACES = {float(x[0]): number for number, (x, _, _) in enumerate(DATA)}
 
 
 def trained(
@@ -41,11 +45,12 @@ def trained(
 class ByHand:
     """One process: copies of a model in float64, each with an optimizer of its own, merged as a journal says."""
 
-    def __init__(self, folder: Path, count: int, every: int) -> None:
+    def __init__(self, run: Path, count: int, every: int, order: Callable[..., int]) -> None:
         self.count, self.every = count, every
-        self.late = {event["step"]: event for event in journal(folder / "run", "late")}
-        self.lost = {(event["step"], event["island"]): event["rows"] for event in journal(folder / "run", "uncounted")}
-        self.batches = grid(DATA, BATCH, MICRO, count=STEPS, seed=SEED)
+        self.late: dict[Any, Any] = {event["step"]: event for event in journal(run, "late")}
+        self.lost: dict[Any, Any] = {(e["step"], e["island"]): e["rows"] for e in journal(run, "uncounted")}
+        self.batches = grid(DATA, BATCH, MICRO, count=STEPS, seed=SEED, order=order)
+        self.took: dict[int, set[int]] = {}  # rows, by the step that a round begins at
         self.rows, self.missed = 0, 0  # that were counted, and not taken
 
     def train(self) -> dict[str, torch.Tensor]:
@@ -73,7 +78,9 @@ class ByHand:
                     run = deal(len(self.batches[number]), [1.0] * self.count)[island]
                     if number - first < told["took"].get(str(island), len(steps)):
                         counts[island] += self._step(island, number, run)
-                        taken[island] += sum(len(self.batches[number][index][0]) for index in run)
+                        some = [row for index in run for row in self.batches[number][index][0]]
+                        taken[island] += len(some)
+                        self.took.setdefault(first, set()).update(PLACES[float(row[0])] for row in some)
                     else:
                         self.missed += sum(len(self.batches[number][index][0]) for index in run)
                     self.schedules[island].step()
@@ -116,22 +123,27 @@ class ByHand:
         return counted
 
 
-def right(folder: Path, count: int, every: int) -> ByHand:
-    """Weights as by hand; the same bytes on all workers after each merge; all rows counted, or named."""
-    hand = ByHand(folder, count, every)
+def right(
+    folder: Path, count: int, every: int, run: str = "run", order: Callable[..., int] = sample_index, lost: bool = False
+) -> None:
+    """Weights as by hand; the same bytes on all workers after each merge; all rows counted once, or named. Unless work
+    was lost and done again, the loss has seen just these.
+    """
+    hand = ByHand(folder / run, count, every, order)
     weights = hand.train()
     assert apart(load_file(folder / "weights.safetensors"), weights) <= TOLERANCE
     figures = json.loads((folder / "told.json").read_text())
-    late = journal(folder / "run", "late")
-    named = sum(where[2] for event in late for where in event["missed"].values())
+    late = journal(folder / run, "late")
+    named = sum(where[2] for event in late for where in event["missed"].values())  # type: ignore[attr-defined]
     named += sum(hand.lost.values())
     whole = sum(len(batch[0]) for step in hand.batches for batch in step)
     assert named == hand.missed
     assert sum(one["samples"] for one in figures) == hand.rows == whole - named
-    return hand
-
-
-def alike(folder: Path) -> None:
+    seen: dict[int, set[int]] = {}
+    for path in folder.glob("seen-*.json"):
+        for step, rows in json.loads(path.read_text()).items():
+            seen.setdefault(int(step), set()).update(rows)
+    assert lost or seen == hand.took
     digests: dict[str, set[str]] = {}
     for path in folder.glob("digests-*.json"):
         for step, digest in json.loads(path.read_text()).items():
@@ -141,13 +153,12 @@ def alike(folder: Path) -> None:
 
 def test_who_is_late_counts_in_a_later_merge(tmp_path: Path) -> None:
     """Island 2 waits in its first step of the first two rounds until the merge is decided; in the third it is ready."""
-    said = trained(tmp_path, 3, "local=3 every=2 quorum=2", LATE="2:0:4")
+    said = trained(tmp_path, 3, "local=3 every=2 quorum=2", LATE="2:0:0:4")
     merges = journal(tmp_path / "run", "merge")
     assert [merge["islands"] for merge in merges] == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 2]]
     late = journal(tmp_path / "run", "late")
     assert [event["late"] for event in late[:2]] == [[2], [2]]
     right(tmp_path, 3, 2)
-    alike(tmp_path)
     assert "the merge after step 2 is without island 2, which came too late for 4 rows of step 2" in said, said
 
 
@@ -243,13 +254,62 @@ def test_who_is_late_and_lost_loses_what_it_had_begun(tmp_path: Path) -> None:
     """The worker of island 2 is killed in its second round, when that merge has been decided: so it is decided again.
     In its place comes another one.
     """
-    said = trained(tmp_path, 3, "local=3 every=2 quorum=2", LATE="2:0:4", END="2:2:0", JOIN="4")
+    said = trained(tmp_path, 3, "local=3 every=2 quorum=2", LATE="2:0:0:4", END="2:2:0", JOIN="4")
     assert (tmp_path / "killed").exists()
     decided = [(merge["step"], merge["number"], merge["islands"]) for merge in journal(tmp_path / "run", "merge")]
     assert decided[:3] == [(0, 0, [0, 1]), (2, 0, [0, 1]), (2, 1, [0, 1])]
     assert len(journal(tmp_path / "run", "generation")) == 2
-    right(tmp_path, 3, 2)
-    alike(tmp_path)
+    right(tmp_path, 3, 2, lost=True)
     assert (
         "what island 2 had made since it was late is lost, 4 rows of 1 step: it goes on from the merged weights" in said
     ), said
+
+
+@pytest.mark.parametrize("plan", ["local=3 every=2", pytest.param("local=3 every=2 quorum=2", marks=pytest.mark.slow)])
+def test_a_loss_that_is_not_finite_ends_all_with_one_error(plan: str, tmp_path: Path) -> None:
+    """In the second round worker 1 cannot go on, while another one waits: all say what it was."""
+    trained(tmp_path, 3, plan, code=1, BAD="1:2", LATE="2:1:2:4")
+    logs = [(tmp_path / "run" / "logs" / f"worker-{worker}.log").read_text() for worker in range(3)]
+    told = [re.findall(r"^paceline\.errors\.NonFiniteLossError: (.*)$", log, re.M) for log in logs]
+    assert told[0] == told[1] == told[2]
+    assert re.fullmatch(
+        r"the loss of step 3 of island 1 is not finite \(worker 1: micro-batch 2 \(rows 28-29 of epoch 0\).*\); "
+        r"the round was not applied; look at these rows, lower the learning rate or set clip_norm=",
+        told[0][0],
+    ), told
+
+
+@pytest.mark.slow
+def test_one_that_was_to_be_merged_is_lost_before_that(tmp_path: Path) -> None:
+    """Then it is decided anew: of the islands that were in the merge one has to be made again."""
+    said = trained(tmp_path, 3, "local=3 every=2 quorum=2", LATE="2:0:0:4", AFTER="0:2")
+    assert (tmp_path / "killed").exists()
+    assert "worker 0 was killed by SIGKILL: 2 workers go on" in said
+    decided = [(merge["step"], merge["number"]) for merge in journal(tmp_path / "run", "merge")]
+    assert decided[:3] == [(0, 0), (2, 0), (2, 1)]
+    right(tmp_path, 3, 2, lost=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["local=3 every=3", "local=3 every=3 quorum=2"])
+def test_an_iterable_is_read_again_by_who_makes_a_round_again(plan: str, tmp_path: Path) -> None:
+    late = {"LATE": "2:0:0:3"} if "quorum" in plan else {}
+    trained(tmp_path, 3, plan, ROWS="iter", END="1:3:1", **late)
+    assert (tmp_path / "killed").exists()
+    assert bool(journal(tmp_path / "run", "late")) == ("quorum" in plan)
+    right(tmp_path, 3, 3, order=in_order, lost=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["", "shard=2 zero=1", "shard=2 zero=3", "tensor=2"])
+def test_a_team_of_several_is_late_together(cut: str, tmp_path: Path) -> None:
+    trained(tmp_path, 4, f"{cut} local=2 every=2 quorum=1", LATE="2:0:0:4")
+    assert [merge["islands"] for merge in journal(tmp_path / "run", "merge")][:2] == [[0], [0]]
+    right(tmp_path, 2, 2)
+
+
+@pytest.mark.slow
+def test_one_at_a_quarter_of_the_speed(tmp_path: Path) -> None:
+    trained(tmp_path, 3, "local=3 every=2 quorum=2", SLEEP="1:300")
+    assert journal(tmp_path / "run", "late")
+    right(tmp_path, 3, 2)

@@ -1,8 +1,10 @@
 """Trains in islands, of which one is late, and writes weights, figures and what each worker saw: late.py FOLDER PLAN
 
-LATE=WORKER:STEPS:UNTIL: in each round that begins before step UNTIL that worker, when it has made so many steps of it,
-waits in its loss until the coordinator has decided who is merged. END=WORKER:STEP:STEPS: that worker is killed, once,
-when it has made so many steps of the round that begins at step STEP. BAD=WORKER:STEP: there its loss is not finite.
+LATE=WORKER:STEPS:FROM:UNTIL: in each round that begins from step FROM on and before UNTIL that worker, when it has made
+so many steps of it, waits in its loss until the coordinator has decided who is merged. END=WORKER:STEP:STEPS: that
+worker is killed, once, when it has made so many steps of the round that begins at step STEP. BAD=WORKER:STEP: there its
+loss is not finite. AFTER=WORKER:STEP: that worker is killed, once, when the merge of that round has been decided, for
+which the one that is late waits, too. SLEEP=WORKER:MILLISECONDS: so long it takes for each call of its loss.
 JOIN=STEP: all wait there until a newcomer is about to be admitted. ROWS=iter: the dataset is an iterable.
 """
 
@@ -14,6 +16,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,6 +45,20 @@ def _given(name: str) -> list[int]:
     return numbers if worker == WORKER else []
 
 
+AFTER = [int(number) for number in os.environ.get("AFTER", "").split(":") if number]
+
+
+def _ends_after() -> None:
+    wait_for(lambda: journaled("merge", step=AFTER[1]))
+    _end()
+
+
+def _end() -> None:
+    if not (FOLDER / "killed").exists():
+        (FOLDER / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.005)
@@ -49,7 +66,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def journaled(event: str, **fields: Any) -> bool:
     """Whether the journal has such an event."""
-    lines = (FOLDER / "run" / "journal.jsonl").read_text().splitlines()
+    lines = (FOLDER / os.environ.get("RUN", "run") / "journal.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines if f'"{event}"' in line and line.endswith("}")]
     return any(one["event"] == event and fields.items() <= one.items() for one in events)
 
@@ -60,11 +77,12 @@ def loss(output: torch.Tensor, batch: Any) -> Any:
         return usual(output, batch)
     seen.setdefault(begun, set()).update(ROWS[float(x[0])] for x in batch[0])
     (FOLDER / f"seen-{WORKER}-{os.getpid()}.json").write_text(json.dumps({k: sorted(v) for k, v in seen.items()}))
-    if (late := _given("LATE")) and MADE[begun] == late[0] and begun < late[1]:
+    if (late := _given("LATE")) and MADE[begun] == late[0] and late[1] <= begun < late[2]:
         wait_for(lambda: journaled("merge", step=begun))
-    if (kill := _given("END")) and [begun, MADE[begun]] == kill and not (FOLDER / "killed").exists():
-        (FOLDER / "killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        wait_for(lambda: not AFTER or begun < AFTER[1] or (FOLDER / "killed").exists())
+    time.sleep(sum(_given("SLEEP")) / 1000)
+    if _given("END") == [begun, MADE[begun]]:
+        _end()
     total, count, more = usual(output, batch)
     return total * math.nan if _given("BAD") == [begun] else total, count, more
 
@@ -82,6 +100,8 @@ class Stream(IterableDataset[Any]):
 def main() -> None:
     case, figures, digests = CASES["adamw"], [], {}
     register_optimizer_step_post_hook(_made)
+    if AFTER[:1] == [WORKER]:
+        threading.Thread(target=_ends_after, daemon=True).start()
     trainer = paceline.Trainer(
         case.model,
         loss,
