@@ -5,23 +5,31 @@ from __future__ import annotations
 import copy
 import json
 import re
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 import torch
-from agents import journal
+from agents import journal, until
 from by_hand import built, grid, in_order
+from clusters import Cluster
+from clusters import cluster as cluster
 from islands import BATCH, CASES, DATA, MICRO, SEED, STEPS, loss
 from launching import SCRIPTS, paceline
+from networks import hosts as hosts
 from oracle import apart
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from warm import Process, environment
 
 from paceline import sample_index, stream_seed
 from paceline.step import deal
+from paceline.team.coordinator import STOPPED
 from paceline.team.merges import LEAST, MOST, USUAL, Merges, Told
 
 TOLERANCE = 1e-12
@@ -45,11 +53,11 @@ def trained(
 class ByHand:
     """One process: copies of a model in float64, each with an optimizer of its own, merged as a journal says."""
 
-    def __init__(self, run: Path, count: int, every: int, order: Callable[..., int]) -> None:
-        self.count, self.every = count, every
+    def __init__(self, run: Path, count: int, every: int, order: Callable[..., int], steps: int) -> None:
+        self.count, self.every, self.steps = count, every, steps
         self.late: dict[Any, Any] = {event["step"]: event for event in journal(run, "late")}
         self.lost: dict[Any, Any] = {(e["step"], e["island"]): e["rows"] for e in journal(run, "uncounted")}
-        self.batches = grid(DATA, BATCH, MICRO, count=STEPS, seed=SEED, order=order)
+        self.batches = grid(DATA, BATCH, MICRO, count=steps, seed=SEED, order=order)
         self.took: dict[int, set[int]] = {}  # rows, by the step that a round begins at
         self.rows, self.missed = 0, 0  # that were counted, and not taken
 
@@ -63,8 +71,8 @@ class ByHand:
         self.schedules = [LambdaLR(one, case.schedule) for one in self.optimizers]
         kept = [copy.deepcopy(one.state_dict()) for one in self.optimizers]
         counts, taken, origin = [0.0] * self.count, [0] * self.count, [copy.deepcopy(model)] * self.count
-        for first in range(0, STEPS, self.every):
-            steps = range(first, min(first + self.every, STEPS))
+        for first in range(0, self.steps, self.every):
+            steps = range(first, min(first + self.every, self.steps))
             told = self.late.get(steps.stop, {"merged": range(self.count), "took": {}})
             for island in range(self.count):
                 if (rows := self.lost.get((first, island))) is not None:
@@ -124,12 +132,18 @@ class ByHand:
 
 
 def right(
-    folder: Path, count: int, every: int, run: str = "run", order: Callable[..., int] = sample_index, lost: bool = False
+    folder: Path,
+    count: int,
+    every: int,
+    run: str = "run",
+    order: Callable[..., int] = sample_index,
+    lost: bool = False,
+    steps: int = STEPS,
 ) -> None:
     """Weights as by hand; the same bytes on all workers after each merge; all rows counted once, or named. Unless work
     was lost and done again, the loss has seen just these.
     """
-    hand = ByHand(folder / run, count, every, order)
+    hand = ByHand(folder / run, count, every, order, steps)
     weights = hand.train()
     assert apart(load_file(folder / "weights.safetensors"), weights) <= TOLERANCE
     figures = json.loads((folder / "told.json").read_text())
@@ -313,3 +327,53 @@ def test_one_at_a_quarter_of_the_speed(tmp_path: Path) -> None:
     trained(tmp_path, 3, "local=3 every=2 quorum=2", SLEEP="1:300")
     assert journal(tmp_path / "run", "late")
     right(tmp_path, 3, 2)
+
+
+def test_a_stop_drops_what_a_late_island_had_begun(tmp_path: Path) -> None:
+    """In the third round island 2 stands in its step, and the others wait for the merge."""
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "3", "--run-dir", "run", SCRIPTS / "late.py"]
+    late = environment(LATE="2:0:0:4", HOLD="2:4")
+    command += [tmp_path, "local=3 every=2 quorum=2"]
+    with Process(command, late, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((tmp_path / "holds").exists)
+        process.send_signal(signal.SIGTERM)
+        until((tmp_path / "held").exists)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, stdout + stderr
+    assert "stopped after step 4; saved" in stdout + stderr
+    said = trained(tmp_path, 2, "local=3 every=2 quorum=2")
+    assert (
+        "island 2 was late when the checkpoint was taken: the 8 rows of the 2 steps that it had begun are not trained "
+        "on, and it goes on from the merged weights"
+    ) in said
+    right(tmp_path, 3, 2, lost=True)
+
+
+JOINED = """
+import os, sys
+os.environ.update({env!r})
+sys.argv[1:] = [{folder!r}, {plan!r}]
+exec(compile(open({script!r}).read(), {script!r}, "exec"))
+"""
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("plan", [pytest.param("local=3 every=2", marks=pytest.mark.slow), "local=3 every=2 quorum=2"])
+def test_one_that_joins_from_another_host_is_late(
+    plan: str, cluster: Callable[[int], Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers have three islands, until a third one comes."""
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
+    late = {"LATE": "2:0:0:34"} if "quorum" in plan else {}
+    env = {"RUN": "run-0", "COMES": "40", **late}
+    code = JOINED.format(env=env, folder=str(tmp_path), plan=plan, script=str(SCRIPTS / "late.py"))
+    here = cluster(2)
+    here.start(0, 2, code=code)
+    here.until(lambda: list(tmp_path.glob("digests-*.json")))
+    here.start(1, 1, code=code)
+    here.end(0, 0)
+    (formed,) = journal(tmp_path / "run-0", "formed")
+    assert formed["workers"] == [0, 1, 2]
+    late_after = [event["step"] for event in journal(tmp_path / "run-0", "late") if event["late"]]
+    assert bool(late_after) == bool(late)
+    right(tmp_path, 3, 2, run="run-0", steps=40)

@@ -113,6 +113,13 @@ class Inner:
         named = {name: state[name] for name in ("optimizers", "schedulers")}
         return {**named, "expected": self.expected, "at": self.at}
 
+    def settle(self, replica: Replica) -> None:
+        """It becomes that of the live ones, which go on with what they have."""
+        if self.tree is not None:
+            before = Inner.live(replica, 0.0, 0)
+            self.put(replica)
+            before.put(replica)
+
     def copied(self) -> Inner:
         """In memory of its own."""
         clone = partial(pytree.tree_map_only, torch.Tensor, torch.clone)
@@ -178,6 +185,7 @@ class Islands:
         self.late: dict[int, list[int]] = {}
         self.lost: dict[int, int] = {}  # rows of those that were lost with whoever had them, in this generation
         self._next: tuple[int, Any, Any] = -1, {}, {}  # what `work` and `late` are after so many steps
+        self._pooled = -1  # the steps after which everybody had every island's state
         self._saved: Mapping[str, Any] = {}  # by island, from a checkpoint, and not taken yet
         self._specs: dict[int, Any] = {}
         self._live: int | None = None  # whose weights are in the model; None: those of all
@@ -310,6 +318,7 @@ class Islands:
                 if not has[number]:
                     self._send(self.kept, island, has.index(True), number)
         yield lambda: None
+        self._pooled = self.steps
         yield None
 
     @property
@@ -494,13 +503,14 @@ class Islands:
         """All are about to write a checkpoint. Collective."""
         self.group.enter("what islands keep", check=False, kind="islands")
         names = {id(cut): name for name, cut in self.replica.job.own_cuts.items()}
-        specs = {}
+        specs, everywhere = {}, self._pooled == self.steps
         for island, inner in self.kept.items():
-            if island in self.mine and self.speaks:
+            inner.settle(self.replica)
+            if self.group.rank % self.mesh.replica == 0 if everywhere else (island in self.mine and self.speaks):
                 tensors, skeleton = flatten_pieces(inner.named(self.replica), "")
                 specs[island] = [skeleton, {name: _told(tensor, names) for name, tensor in tensors.items()}]
         said = self.group.gather_json(specs)
-        self._specs = {int(i): (rank, *spec) for rank, some in enumerate(said) for i, spec in some.items()}
+        self._specs = {int(i): (rank, *spec) for rank, some in [*enumerate(said)][::-1] for i, spec in some.items()}
         yield from ()
 
     def state(self, done: int | None) -> dict[str, Any]:

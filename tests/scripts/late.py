@@ -4,8 +4,10 @@ LATE=WORKER:STEPS:FROM:UNTIL: in each round that begins from step FROM on and be
 so many steps of it, waits in its loss until the coordinator has decided who is merged. END=WORKER:STEP:STEPS: that
 worker is killed, once, when it has made so many steps of the round that begins at step STEP. BAD=WORKER:STEP: there its
 loss is not finite. AFTER=WORKER:STEP: that worker is killed, once, when the merge of that round has been decided, for
-which the one that is late waits, too. SLEEP=WORKER:MILLISECONDS: so long it takes for each call of its loss.
-JOIN=STEP: all wait there until a newcomer is about to be admitted. ROWS=iter: the dataset is an iterable.
+which the one that is late waits, too. HOLD=WORKER:STEP: it waits there until
+it is told to stop. SLEEP=WORKER:MILLISECONDS: so long it takes for each call of its loss.
+JOIN=STEP: all wait there until a newcomer is about to be admitted. COMES=STEPS: so many steps, slowly until one is.
+ROWS=iter: the dataset is an iterable.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset
 
 import paceline
+from paceline.run import Run
 
 FOLDER = Path(sys.argv[1])
 WORKER = int(os.environ.get("PACELINE_RANK", "0"))
@@ -80,6 +83,10 @@ def loss(output: torch.Tensor, batch: Any) -> Any:
     if (late := _given("LATE")) and MADE[begun] == late[0] and late[1] <= begun < late[2]:
         wait_for(lambda: journaled("merge", step=begun))
         wait_for(lambda: not AFTER or begun < AFTER[1] or (FOLDER / "killed").exists())
+    if _given("HOLD") == [begun] and MADE[begun] == 1 and not (FOLDER / "held").exists():
+        (FOLDER / "holds").touch()
+        wait_for(lambda: Run.current().notice is not None)
+        (FOLDER / "held").touch()
     time.sleep(sum(_given("SLEEP")) / 1000)
     if _given("END") == [begun, MADE[begun]]:
         _end()
@@ -98,7 +105,7 @@ class Stream(IterableDataset[Any]):
 
 
 def main() -> None:
-    case, figures, digests = CASES["adamw"], [], {}
+    case, digests = CASES["adamw"], {}
     register_optimizer_step_post_hook(_made)
     if AFTER[:1] == [WORKER]:
         threading.Thread(target=_ends_after, daemon=True).start()
@@ -113,14 +120,19 @@ def main() -> None:
         plan=f"micro={MICRO} {sys.argv[2]}",
     )
     TRAINERS.append(trainer)
-    trainer.state["best"] = math.inf
-    for report in trainer.steps(Stream() if os.environ.get("ROWS") == "iter" else DATA, count=STEPS):
+    trainer.state["best"], trainer.state["figures"] = math.inf, []
+    comes = int(os.environ.get("COMES", "0"))
+    for report in trainer.steps(Stream() if os.environ.get("ROWS") == "iter" else DATA, count=comes or STEPS):
+        time.sleep(0.2 if comes and not journaled("generation", planned=True) else 0.0)
         found = hashlib.sha256()
-        for value in trainer.model.state_dict().values():
+        whole = "zero=3" not in sys.argv[2] and "tensor" not in sys.argv[2]
+        for value in trainer.model.state_dict().values() if whole else ():
             found.update(value.numpy().tobytes())
         digests[report.step] = found.hexdigest()
         (FOLDER / f"digests-{WORKER}-{os.getpid()}.json").write_text(json.dumps(digests))
-        figures.append({key: getattr(report, key) for key in ("step", "loss", "samples", "turn", "lr")})
+        trainer.state["figures"].append(
+            {key: getattr(report, key) for key in ("step", "loss", "samples", "turn", "lr")}
+        )
         if report.loss < trainer.state["best"]:
             trainer.state["best"] = report.loss
             trainer.save()
@@ -128,7 +140,7 @@ def main() -> None:
             wait_for(lambda: journaled("generation", planned=True))
     trainer.export(FOLDER / "weights.safetensors")
     if trainer.main:
-        (FOLDER / "told.json").write_text(json.dumps(figures))
+        (FOLDER / "told.json").write_text(json.dumps(trainer.state["figures"]))
 
 
 if __name__ == "__main__":
