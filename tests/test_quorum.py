@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import signal
 import sys
@@ -29,6 +30,7 @@ from warm import Process, environment
 
 from paceline import sample_index, stream_seed
 from paceline.step import deal
+from paceline.team.chaos import read_log
 from paceline.team.coordinator import STOPPED
 from paceline.team.merges import LEAST, MOST, USUAL, Merges, Told
 
@@ -358,22 +360,70 @@ exec(compile(open({script!r}).read(), {script!r}, "exec"))
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("plan", [pytest.param("local=3 every=2", marks=pytest.mark.slow), "local=3 every=2 quorum=2"])
-def test_one_that_joins_from_another_host_is_late(
-    plan: str, cluster: Callable[[int], Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("plan", "late", "leaves"),
+    [
+        ("local=3 every=2 quorum=2", "2:0:0:34", False),
+        pytest.param("local=3 every=2", "", False, marks=pytest.mark.slow),
+        pytest.param("local=3 every=2 quorum=2", "2:0:0:34", True, marks=pytest.mark.slow),
+        pytest.param("local=3 every=3 quorum=1", "0:2:0:34", False, marks=pytest.mark.slow),
+    ],
+)
+def test_between_two_hosts(
+    plan: str,
+    late: str,
+    leaves: bool,
+    cluster: Callable[[int], Cluster],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two workers have three islands, until a third one comes."""
+    """Two workers have three islands, until a third one comes, and maybe goes again: what a late island has begun goes
+    where it goes.
+    """
     monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
-    late = {"LATE": "2:0:0:34"} if "quorum" in plan else {}
-    env = {"RUN": "run-0", "COMES": "40", **late}
+    env = {"RUN": "run-0", "COMES": "40"} | ({"LATE": late} if late else {})
     code = JOINED.format(env=env, folder=str(tmp_path), plan=plan, script=str(SCRIPTS / "late.py"))
     here = cluster(2)
     here.start(0, 2, code=code)
     here.until(lambda: list(tmp_path.glob("digests-*.json")))
     here.start(1, 1, code=code)
-    here.end(0, 0)
-    (formed,) = journal(tmp_path / "run-0", "formed")
-    assert formed["workers"] == [0, 1, 2]
-    late_after = [event["step"] for event in journal(tmp_path / "run-0", "late") if event["late"]]
-    assert bool(late_after) == bool(late)
-    right(tmp_path, 3, 2, run="run-0", steps=40)
+    if leaves:
+        here.until(lambda: journal(tmp_path / "run-0", "late"))
+        here.stop(1)
+    here.end(0, 75 if leaves else 0)
+    formed = [event["workers"] for event in journal(tmp_path / "run-0", "formed")]
+    assert formed == [[0, 1, 2], *([[0, 1]] if leaves else [])]
+    assert bool(journal(tmp_path / "run-0", "late")) == bool(late)
+    assert journal(tmp_path / "run-0", "uncounted") == []
+    right(tmp_path, 3, int(plan.split("every=")[1][0]), run="run-0", steps=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", range(3))
+@pytest.mark.parametrize("moment", ["loading", "backward", "summed", "reduced", "applied"])
+def test_whoever_is_lost_in_the_round_after(worker: int, moment: str, tmp_path: Path) -> None:
+    fault = f"kill:{worker}@2.{moment}"
+    trained(tmp_path, 3, "local=3 every=2 quorum=2", LATE="2:0:0:2", PACELINE_CHAOS=fault)
+    assert [entry["fault"] for entry in read_log(tmp_path / "run")] == [fault]
+    assert journal(tmp_path / "run", "late")
+    right(tmp_path, 3, 2, lost=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merges", [1, 2])
+def test_a_coordinator_that_is_started_again_keeps_to_what_was_decided(merges: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "3", "--run-dir", "run", SCRIPTS / "late.py"]
+    command += [tmp_path, "local=3 every=2 quorum=2"]
+    with Process(command, environment(LATE="2:0:0:6"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until(
+            lambda: (
+                (path := tmp_path / "run" / "journal.jsonl").exists() and path.read_text().count('"merge"') >= merges
+            )
+        )
+        (pid,) = Cluster(None, tmp_path).coordinators()  # type: ignore[arg-type]
+        os.kill(pid, signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stdout + stderr
+    keys = [(event["turn"], event["number"]) for event in journal(tmp_path / "run", "merge")]
+    assert keys == sorted({*keys}), "something was decided twice"
+    right(tmp_path, 3, 2)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -175,6 +175,8 @@ class Islands:
     def __init__(self, replica: Replica, group: Group, mesh: Mesh, count: int, word: str | None) -> None:
         self.replica, self.group, self.mesh, self.count = replica, group, mesh, count
         self.team, self.twins = replica.team, group.along("data", mesh=mesh)
+        # Of an island: the step of the last checkpoint, that of the trainer in it, what the island kept; or nothing.
+        self.recall: Callable[[int], list[Any]] = lambda island: []
         self.mine: list[int] = []
         self.work: dict[int, IslandProgress] = {}  # of the round under way
         self.steps = 0  # done
@@ -247,14 +249,19 @@ class Islands:
             self.kept[island] = fresh.copied() if tree is None else Inner.of(tree, self.steps)
 
     def _bring(self, island: int, team: Sequence[int], has: list[set[int]]) -> str:
-        """To those replicas of its `team` who have it not, from one that has it, or has another one's."""
+        """To those replicas of its `team` who have it not, from one that has it, from the last checkpoint, or from one
+        that has another one's.
+        """
         group, mesh, told, which = self.group, self.mesh.over(self.group.size), "", island
         if not any(island in some for some in has):
+            told = f"island {island} was lost with what its optimizer keeps: it goes on with "
+            saved = pack(self.recall(island)) if group.rank == 0 else None
+            if saved := unpack(group.broadcast_bytes(saved, 0)):
+                step, at, tree = saved
+                self.kept.update({island: Inner.of(tree, at)} if island in self.mine else {})
+                return f"{told}that of the checkpoint of step {step}"
             which = min(i for some in has for i in some)
-            told = (
-                f"island {island} was lost with what its optimizer keeps: "
-                f"it goes on with a copy of what that of island {which} does"
-            )
+            told += f"a copy of what that of island {which} does"
         having = [number for number, some in enumerate(has) if which in some]
         for number in team:
             if number in having and which == island:

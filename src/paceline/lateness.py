@@ -83,14 +83,15 @@ class Quorum:
                 text += f"; so it was {plural(times, 'time')} before"
             self.run.say(text)
 
-    def dropped(self, late: Mapping[str, Sequence[int]], done: int) -> Iterator[str]:
-        """What a checkpoint after so many steps does not hold: steps and rows that late islands had made."""
-        for island, (steps, rows) in late.items():
-            self.run.journal.write("uncounted", trainer=self.trainer, step=done, island=int(island), rows=rows)
-            yield (
-                f"island {island} was late when the checkpoint was taken: the {plural(rows, 'row')} of the "
-                f"{plural(steps, 'step')} that it had begun are not trained on, and it goes on from the merged weights"
-            )
+
+def name_dropped(run: Run, trainer: int, late: Mapping[str, Sequence[int]], done: int) -> None:
+    """What a checkpoint after so many steps does not hold: steps and rows that late islands had made."""
+    for island, (steps, rows) in late.items():
+        run.journal.write("uncounted", trainer=trainer, step=done, island=int(island), rows=rows)
+        run.say(
+            f"island {island} was late when the checkpoint was taken: the {plural(rows, 'row')} of the "
+            f"{plural(steps, 'step')} that it had begun are not trained on, and it goes on from the merged weights"
+        )
 
 
 def _rows(where: Sequence[int]) -> str:

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.data.loader import Place
 from paceline.errors import NonFiniteLossError, UsageError
-from paceline.islands import OUTER, IslandProgress, Islands
-from paceline.lateness import Quorum, missed, part
+from paceline.islands import OUTER, IslandProgress, Islands, first_rows
+from paceline.lateness import Quorum, missed, name_dropped, part
 from paceline.mesh import Mesh
 from paceline.portions import Portion
 from paceline.pulse import PULSE
@@ -87,6 +87,7 @@ class Rounds(Stepper):
         self.place = self._place
         if self.islands is not None:
             self.run.own.append(self.islands)
+            self.islands.recall = self._recall
 
     @property
     def isles(self) -> Islands:
@@ -130,6 +131,14 @@ class Rounds(Stepper):
         for island, rows in self.isles.lost.items():
             self.run.journal.write("uncounted", trainer=self.trainer, step=self.done, island=island, rows=rows)
 
+    def _recall(self, island: int) -> list[Any]:
+        """What an island kept when the last checkpoint was taken."""
+        if (found := self.run.saving.look(self.run.say)) is None:
+            return []
+        saved = found[1]["trainers"][self.trainer]
+        kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
+        return [] if kept is None else [found[0], saved["steps"], first_rows(kept)]
+
     def turn(self, deal: Callable[..., Any], name: str) -> Step | None:
         """Makes a round; None where it was broken off, since all are to stop."""
         try:
@@ -151,8 +160,7 @@ class Rounds(Stepper):
         kept = saved.get("islands") or {}
         told = self.isles.load(kept, self.done)
         if newcomer and "each" in kept:
-            for text in self.merging_by.dropped(kept.get("late") or {}, self.done):
-                self.run.say(text)
+            name_dropped(self.run, self.trainer, kept.get("late") or {}, self.done)
         if newcomer and "optimizers" in saved:
             told = f"training goes on in {self.isles.count} islands, each with what the optimizer keeps"
         if told:

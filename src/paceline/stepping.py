@@ -19,6 +19,7 @@ from paceline.data.balance import Balance
 from paceline.data.loader import Place
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
 from paceline.islands import first_rows
+from paceline.lateness import name_dropped
 from paceline.observe.figures import links_of
 from paceline.plan import Plan
 from paceline.portions import Portion
@@ -348,6 +349,7 @@ class Stepper:
                 "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
                 "that of the others and of the merges is dropped"
             )
+            name_dropped(self.run, self.trainer, kept.get("late") or {}, self.done)
 
     def regrid(self, grid: Grid) -> None:
         """Global batches are cut otherwise than the script says, as they were before."""
