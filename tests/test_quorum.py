@@ -149,8 +149,7 @@ def right(
     weights = hand.train()
     assert apart(load_file(folder / "weights.safetensors"), weights) <= TOLERANCE
     figures = json.loads((folder / "told.json").read_text())
-    late = journal(folder / run, "late")
-    named = sum(where[2] for event in late for where in event["missed"].values())  # type: ignore[attr-defined]
+    named = sum(where[2] for event in hand.late.values() for where in event["missed"].values())
     named += sum(hand.lost.values())
     whole = sum(len(batch[0]) for step in hand.batches for batch in step)
     assert named == hand.missed

@@ -23,6 +23,7 @@ class Quorum:
     count: int
     least: int | None
     waits: bool = False  # for a decision, which there is where there are several teams and a coordinator
+    _last: dict[str, Any] = field(default_factory=dict)  # what was named last, and not written here
     _times: Counter[int] = field(default_factory=Counter)  # that an island was late
 
     def begin(self, teams: int) -> None:
@@ -65,11 +66,18 @@ class Quorum:
         if self.waits:
             self.run.team.operations.await_merge(lambda: self.run.notice is not None)
 
+    def write(self) -> None:
+        """For the journal, what was named last; again in a new generation: who wrote it may be lost."""
+        if self._last and self.run.main:
+            self.run.journal.write("late", trainer=self.trainer, **self._last)
+            self._last = {}
+
     def name(self, step: int, told: Mapping[str, Any]) -> None:
         """After a merge of so many steps: who was late, and which rows were not taken."""
-        if not told["late"] and not told["missed"]:
+        self._last = {"step": step, **told} if told["late"] or told["missed"] else {}
+        if not self._last:
             return
-        self.run.journal.write("late", trainer=self.trainer, step=step, **told)
+        self.write()
         missed = {int(island): where for island, where in told["missed"].items()}
         for island in sorted({*told["late"]} | {*missed}):
             self._times[island] += 1

@@ -125,6 +125,7 @@ class Rounds(Stepper):
         if self.housed == self.operations.number:
             return
         super().house(name)
+        self.merging_by.write()
         for told in self.isles.house():
             self.run.say(told)
             self.run.decide(self.trainer, *told.split(": ", 1))
