@@ -29,7 +29,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from warm import Process, environment
 
 from paceline import sample_index, stream_seed
+from paceline.observe.summary import Summary, facts
+from paceline.plan import Plan
 from paceline.step import deal
+from paceline.strategies.cost import Facts
+from paceline.strategies.nest import cost
 from paceline.team.chaos import read_log
 from paceline.team.coordinator import STOPPED
 from paceline.team.merges import LEAST, MOST, USUAL, Merges, Told
@@ -175,6 +179,8 @@ def test_who_is_late_counts_in_a_later_merge(tmp_path: Path) -> None:
     assert [event["late"] for event in late[:2]] == [[2], [2]]
     right(tmp_path, 3, 2)
     assert "the merge after step 2 is without island 2, which came too late for 4 rows of step 2" in said, said
+    happened = dict(facts(Summary(tmp_path / "run"))["What happened"])
+    assert re.fullmatch(r"island 2 for 2 merges, \d+ rows not trained on", happened["too late"])
 
 
 def told(turn: int, made: str = "", ready: str = "", number: int = 0, quorum: int = 2, void: bool = False) -> Told:
@@ -263,6 +269,18 @@ def test_where_nobody_is_late_nothing_differs(tmp_path: Path) -> None:
         found.append((folder / "weights.safetensors").read_bytes())
     assert [merge["islands"] for merge in journal(folder / "run", "merge")] == [[0, 1, 2, 3]] * 3
     assert found[0] == found[1]
+    said = trained(tmp_path, 2, "local=4 every=3 quorum=3", ("--max-restarts", "0"))
+    assert (tmp_path / "weights.safetensors").read_bytes() == found[0]
+    assert journal(tmp_path / "run", "merge") == []
+    assert "quorum=3 has no coordinator here, which decides who is late: merges wait for all islands\n" in said
+
+
+def test_what_a_late_island_began_at_is_in_the_cost() -> None:
+    facts = Facts([[3, 4]], [8])
+    some, more = (
+        cost(Plan.parse(text).validate(2), facts, 2) for text in ("local=4 every=3", "local=4 every=3 quorum=3")
+    )
+    assert more.parameters - some.parameters == 2 * 3 * 4 * 8
 
 
 def test_who_is_late_and_lost_loses_what_it_had_begun(tmp_path: Path) -> None:
@@ -321,6 +339,17 @@ def test_a_team_of_several_is_late_together(cut: str, tmp_path: Path) -> None:
     trained(tmp_path, 4, f"{cut} local=2 every=2 quorum=1", LATE="2:0:0:4")
     assert [merge["islands"] for merge in journal(tmp_path / "run", "merge")][:2] == [[0], [0]]
     right(tmp_path, 2, 2)
+
+
+@pytest.mark.slow
+def test_a_training_that_is_stopped_names_what_late_islands_had_begun(tmp_path: Path) -> None:
+    said = trained(tmp_path, 3, "local=3 every=2 quorum=2", LATE="2:0:0:4", STOP="4")
+    assert (
+        "island 2 was late when training was stopped: the 8 rows of the 2 steps that it had begun are not trained on"
+    ) in said
+    assert "nothing was left to do" in trained(tmp_path, 1, "local=3 every=2 quorum=2")
+    happened = dict(facts(Summary(tmp_path / "run"))["What happened"])
+    assert happened["too late"] == "island 2 for 2 merges, 16 rows not trained on"
 
 
 @pytest.mark.slow

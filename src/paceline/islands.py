@@ -347,6 +347,10 @@ class Islands:
         self.work, self.late = self._next[1:] if self._next[0] == steps else ({}, {})
         self.steps = steps
 
+    def drop(self) -> None:
+        """What late islands have begun comes to nothing: they begin the next round where all do."""
+        self.work, self.late = {}, {}
+
     def guard(self, steps: int, merged: Collection[int]) -> None:
         """Of an island that one replica alone computes another one of its host gets a copy of that, if there is one.
         Collective.

@@ -92,12 +92,12 @@ class Quorum:
             self.run.say(text)
 
 
-def name_dropped(run: Run, trainer: int, late: Mapping[str, Sequence[int]], done: int) -> None:
-    """What a checkpoint after so many steps does not hold: steps and rows that late islands had made."""
+def name_dropped(run: Run, trainer: int, late: Mapping[Any, Sequence[int]], done: int, when: str) -> None:
+    """Steps and rows that late islands had made, and that come to nothing after so many steps."""
     for island, (steps, rows) in late.items():
         run.journal.write("uncounted", trainer=trainer, step=done, island=int(island), rows=rows)
         run.say(
-            f"island {island} was late when the checkpoint was taken: the {plural(rows, 'row')} of the "
+            f"island {island} was late when {when}: the {plural(rows, 'row')} of the "
             f"{plural(steps, 'step')} that it had begun are not trained on, and it goes on from the merged weights"
         )
 

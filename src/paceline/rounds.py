@@ -57,7 +57,11 @@ def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
     each = " or ".join(map(str, parts))
     what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}"
     run.say(f"{what}, with {each} of the micro-batches of each global batch")
-    run.decide(about["trainer"], what, "the plan says local=: the result is that of so many, whoever computes them")
+    why = "the plan says local=: the result is that of so many, whoever computes them"
+    if plan.quorum:
+        what += f"; a merge waits for {plan.quorum} of them and a grace window"
+        why = "the plan says quorum=: the result also depends on who is late, of which the journal has all"
+    run.decide(about["trainer"], what, why)
     quorum = Quorum(run, about["trainer"], count, plan.quorum)
     return Rounds(**about, grid=grid, every=plan.every, islands=islands, quorum=quorum)
 
@@ -161,7 +165,7 @@ class Rounds(Stepper):
         kept = saved.get("islands") or {}
         told = self.isles.load(kept, self.done)
         if newcomer and "each" in kept:
-            name_dropped(self.run, self.trainer, kept.get("late") or {}, self.done)
+            name_dropped(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
         if newcomer and "optimizers" in saved:
             told = f"training goes on in {self.isles.count} islands, each with what the optimizer keeps"
         if told:
@@ -170,6 +174,12 @@ class Rounds(Stepper):
     def memory(self) -> dict[str, int]:
         found, (weights, kept) = super().memory(), self.isles.most
         return found | {"parameters": found["parameters"] + weights, "optimizer": max(found["optimizer"], kept)}
+
+    def measure(self) -> None:
+        """At the end of a loop; what is left of late islands where it was stopped does not count."""
+        super().measure()
+        name_dropped(self.run, self.trainer, self.isles.late, self.done, "training was stopped")
+        self.isles.drop()
 
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
         return self.isles.shares(batches)
@@ -243,7 +253,8 @@ class Rounds(Stepper):
                 if isles.speaks and ready != before:
                     quorum.tell(step.number, (), ready, last=False)
                 try:
-                    if self._step_of(island, replace(one, whose=f" of island {island}")):
+                    stops = self._step_of(island, replace(one, whose=f" of island {island}"))
+                    if stops and (ahead + 1 < self.every or island != due[-1]):
                         return False
                 except NonFiniteLossError as error:
                     self._trouble = error

@@ -349,7 +349,7 @@ class Stepper:
                 "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
                 "that of the others and of the merges is dropped"
             )
-            name_dropped(self.run, self.trainer, kept.get("late") or {}, self.done)
+            name_dropped(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
 
     def regrid(self, grid: Grid) -> None:
         """Global batches are cut otherwise than the script says, as they were before."""

@@ -7,7 +7,7 @@ loss is not finite. AFTER=WORKER:STEP: that worker is killed, once, when the mer
 which the one that is late waits, too. HOLD=WORKER:STEP: it waits there until
 it is told to stop. SLEEP=WORKER:MILLISECONDS: so long it takes for each call of its loss.
 JOIN=STEP: all wait there until a newcomer is about to be admitted. COMES=STEPS: so many steps, slowly until one is.
-ROWS=iter: the dataset is an iterable.
+STOP=STEP: there training is stopped. ROWS=iter: the dataset is an iterable.
 """
 
 from __future__ import annotations
@@ -136,6 +136,8 @@ def main() -> None:
         if report.loss < trainer.state["best"]:
             trainer.state["best"] = report.loss
             trainer.save()
+        if os.environ.get("STOP") == str(report.step):
+            trainer.stop()
         if os.environ.get("JOIN") == str(report.step):
             wait_for(lambda: journaled("generation", planned=True))
     trainer.export(FOLDER / "weights.safetensors")

@@ -157,7 +157,12 @@ class Explained:
                 some = f"each computes at most {plural(self.islands, 'island')}"
                 more = "those of one island sum their gradients in each step"
                 yield word, f"replicas, to which the islands are dealt: {more if value > self.plan.local else some}"
-            elif told is None and row.name not in ("zero", "every", "outer"):  # which are told with shard and local
+            elif told is None and row.name not in (
+                "zero",
+                "every",
+                "outer",
+                "quorum",
+            ):  # which are told with shard and local
                 yield word, row.metadata["caption"]
             elif told is not None and (value > 1 or row.name == "local"):
                 verbs = zip((word, "", ""), ("holds", "sends", "waits"), told, strict=True)

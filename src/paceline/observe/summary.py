@@ -62,8 +62,8 @@ class Summary:
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
         self.formed = [event for event in events if event["event"] == "formed"]
-        once = {(event.get("trainer"), event.get("step")): event for event in effective_steps(events, "late")}
-        self.late = [*once.values(), *effective_steps(events, "uncounted")]
+        late = effective_steps(events, "late") + effective_steps(events, "uncounted")  # each may be told twice
+        self.late = list({(e.get("trainer"), e.get("step"), e.get("island")): e for e in late}.values())
         self.compare: Event = next((event for event in reversed(events) if event["event"] == "compare"), {})
         self.collectives: Event = next((e["kinds"] for e in reversed(last) if e["event"] == "collectives"), {})
         self.checkpoints = effective_steps(events, "checkpoint")
