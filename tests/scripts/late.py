@@ -1,7 +1,7 @@
 """Trains in islands, of which one is late, and writes weights, figures and what each worker saw: late.py FOLDER PLAN
 
 LATE=WORKER:STEPS:FROM:UNTIL: in each round that begins from step FROM on and before UNTIL that worker, when it has made
-so many steps of it, waits in its loss until the coordinator has decided who is merged. END=WORKER:STEP:STEPS: that
+so many steps of it, waits in its loss until it has heard who is merged. END=WORKER:STEP:STEPS: that
 worker is killed, once, when it has made so many steps of the round that begins at step STEP. BAD=WORKER:STEP: there its
 loss is not finite. AFTER=WORKER:STEP: that worker is killed, once, when the merge of that round has been decided, for
 which the one that is late waits, too. HOLD=WORKER:STEP: it waits there until
@@ -81,7 +81,8 @@ def loss(output: torch.Tensor, batch: Any) -> Any:
     seen.setdefault(begun, set()).update(ROWS[float(x[0])] for x in batch[0])
     (FOLDER / f"seen-{WORKER}-{os.getpid()}.json").write_text(json.dumps({k: sorted(v) for k, v in seen.items()}))
     if (late := _given("LATE")) and MADE[begun] == late[0] and late[1] <= begun < late[2]:
-        wait_for(lambda: journaled("merge", step=begun))
+        team = Run.current().team.operations
+        wait_for(lambda: team.merge is not None or team.interrupted)
         wait_for(lambda: not AFTER or begun < AFTER[1] or (FOLDER / "killed").exists())
     if _given("HOLD") == [begun] and MADE[begun] == 1 and not (FOLDER / "held").exists():
         (FOLDER / "holds").touch()
