@@ -516,7 +516,8 @@ class Islands:
         names = {id(cut): name for name, cut in self.replica.job.own_cuts.items()}
         specs, everywhere = {}, self._pooled == self.steps
         for island, inner in self.kept.items():
-            inner.settle(self.replica)
+            if everywhere or island in self.mine:
+                inner.settle(self.replica)
             if self.group.rank % self.mesh.replica == 0 if everywhere else (island in self.mine and self.speaks):
                 tensors, skeleton = flatten_pieces(inner.named(self.replica), "")
                 specs[island] = [skeleton, {name: _told(tensor, names) for name, tensor in tensors.items()}]

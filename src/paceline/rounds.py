@@ -140,7 +140,7 @@ class Rounds(Stepper):
         """What an island kept when the last checkpoint was taken."""
         if (found := self.run.saving.look(self.run.say)) is None:
             return []
-        saved = found[1]["trainers"][self.trainer]
+        saved = dict(enumerate(found[1]["trainers"])).get(self.trainer, {})
         kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
         return [] if kept is None else [found[0], saved["steps"], first_rows(kept)]
 
