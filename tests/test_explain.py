@@ -189,6 +189,10 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("pipeline=2 tensor=2 data=2", ALL),
         ("recompute=blocks shard=6", SHARDS),
         ("data=3 local=4 every=64", ISLANDS),
+        (
+            "data=3 local=4 every=64 quorum=3",
+            ISLANDS.replace("every=64", "every=64 quorum=3").replace("the last island", "3 islands and a grace window"),
+        ),
     ],
 )
 def test_a_plan_in_words(plan: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,7 @@ ROWS = [
             "stepping",
             "portions",
             "islands",
+            "lateness",
             "rounds",
             "loops",
             "arguments",

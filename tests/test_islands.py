@@ -184,6 +184,18 @@ def test_whoever_is_lost_nothing_else_is(workers: int, worker: int, moment: str,
         right(tmp_path, *TWO)
 
 
+def test_an_island_that_nobody_has_is_taken_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """Which is that of the first loop's end, where the round that is done again began."""
+    weights = []
+    for faults in ("", "kill:0@4.backward,kill:2@4.forming"):
+        (folder := tmp_path / f"run-{len(weights)}").mkdir()
+        said = trained(folder, 3, "local=2 every=2", "adamw", LOOPS="4,4", PACELINE_CHAOS=faults)
+        weights.append(load_file(folder / "adamw.safetensors"))
+    assert {entry["fault"] for entry in read_log(folder / "run")} == {*faults.split(",")}
+    assert "island 1 was lost with what its optimizer keeps: it goes on with that of the checkpoint of step 4\n" in said
+    assert apart(*weights) <= TOLERANCE
+
+
 @pytest.mark.parametrize("worker", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_who_is_lost_in_the_midst_of_a_round_does_that_again(worker: int, tmp_path: Path) -> None:
     """The loss is called twice in the first step, where losses are looked at, and thrice in the next two."""

@@ -22,6 +22,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "every": NUMBERS,
     "outer": st.sampled_from(["sgd:1", "sgd:.5", "nesterov:0.7:0.9"]),
     "fragments": NUMBERS,
+    "quorum": NUMBERS,
     "server": NUMBERS,
     "staleness": st.one_of(st.integers(0, 999_999_999), st.just(math.inf)),
     "shard": NUMBERS,
@@ -187,6 +188,11 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
     [
         ("every=50", "every=50 needs local; add local=N, or leave every=50 out"),
         ("fragments=2", "fragments=2 needs local; add local=N, or leave fragments=2 out"),
+        ("quorum=1", "quorum=1 needs local; add local=N, or leave quorum=1 out"),
+        (
+            "local=2 every=50 quorum=2",
+            "quorum=2 of local=2 leaves nobody to be late; leave quorum out: a merge waits for all islands unless said",
+        ),
         ("outer=sgd:1", "outer=sgd:1 needs local; add local=N, or leave outer=sgd:1 out"),
         ("zero=3", "zero=3 needs shard; add shard=N, or leave zero=3 out"),
         ("offload=cpu", "offload=cpu needs shard; add shard=N, or leave offload=cpu out"),
@@ -225,7 +231,7 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
 
 
 BUILT = "use only what is: data=N, local=N, every=H, outer=sgd:RATE|nesterov:RATE:MOMENTUM, "
-BUILT += "shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
+BUILT += "quorum=Q, shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
 BUILT += "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy, "
 BUILT += "lr_scaling=linear|sqrt, precision=bf16|fp16, "
 BUILT += "recompute=blocks, compile, exact"
@@ -265,7 +271,7 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
         (
             "quick",
             "unknown plan word 'quick'; the known ones are data=N local=N every=H "
-            "outer=sgd:RATE|nesterov:RATE:MOMENTUM fragments=F "
+            "outer=sgd:RATE|nesterov:RATE:MOMENTUM fragments=F quorum=Q "
             "server=S staleness=K|inf shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N schedule=gpipe|1f1b "
             "virtual=V context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy "
             "lr_scaling=linear|sqrt precision=bf16|fp16 recompute=blocks compile exact auto",
@@ -320,10 +326,10 @@ def test_the_help_has_one_line_per_word() -> None:
     lines = describe().splitlines()
     assert [line.split("=")[0].split()[0] for line in lines] == [row.name for row in fields(Plan)]
     assert lines[0] == "data=N               N replicas, gradients all-reduced every step"
-    assert lines[7].endswith("parameters, gradients and optimizer state in N shards")
-    assert lines[9].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
-    assert lines[10] == "tensor=N             the model cut N times inside its layers"
-    assert lines[20] == "compile              torch.compile"
+    assert lines[8].endswith("parameters, gradients and optimizer state in N shards")
+    assert lines[10].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
+    assert lines[11] == "tensor=N             the model cut N times inside its layers"
+    assert lines[21] == "compile              torch.compile"
 
 
 def test_the_plan_needs_no_torch() -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from paceline.checkpoint.tree import flatten_pieces, pack, unflatten, unpack
 from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
 from paceline.mesh import Mesh
+from paceline.observe.figures import plural
 from paceline.pieces import Cut, Held, stacked
 from paceline.step import NOTHING, Agreed, add_metrics, deal
 from paceline.strategies.data import in_flats
@@ -57,30 +58,37 @@ def outer_optimizer(word: str, params: list[torch.nn.Parameter]) -> Optimizer:
 
 @dataclass
 class Inner:
-    """What the optimizers and schedules of an island keep, and the count that its gradients are divided by before it is
-    known. It is that of the live ones or, where it came from elsewhere, a tree by logical names.
+    """What the optimizers and schedules of an island keep, which stand `at` a step, and the count that its gradients
+    are divided by before it is known. It is that of the live ones or, where it came from elsewhere, a tree by logical
+    names.
     """
 
     states: list[dict[Any, dict[str, Any]]] = field(default_factory=list)
     groups: list[list[dict[str, Any]]] = field(default_factory=list)
     schedulers: list[dict[str, Any]] = field(default_factory=list)
     expected: float = 0.0
+    at: int = 0
     tree: Any = None
 
     @classmethod
-    def live(cls, replica: Replica, expected: float) -> Inner:
+    def live(cls, replica: Replica, expected: float, at: int) -> Inner:
         """Of the optimizers as they are, in their memory."""
         job = replica.job
         groups = [[{k: v for k, v in g.items() if k != "params"} for g in one.param_groups] for one in job.optimizers]
         states = [dict(one.state) for one in job.optimizers]
-        return cls(states, groups, [copy.deepcopy(one.state_dict()) for one in job.schedulers], expected)
+        return cls(states, groups, [copy.deepcopy(one.state_dict()) for one in job.schedulers], expected, at)
+
+    @classmethod
+    def of(cls, tree: Any, at: int) -> Inner:
+        """What came from elsewhere; `at` this step, unless it says."""
+        return cls(at=tree.get("at", at), tree=tree)
 
     def put(self, replica: Replica) -> None:
         """The optimizers go on with it."""
         job = replica.job
         if self.tree is not None:
             replica.updater.load(self.tree)
-            vars(self).update(vars(Inner.live(replica, self.tree["expected"])))
+            vars(self).update(vars(Inner.live(replica, self.tree["expected"], self.at)))
         for one, state, groups in zip(job.optimizers, self.states, self.groups, strict=True):
             one.state = defaultdict(dict, state)
             for group, values in zip(one.param_groups, groups, strict=True):
@@ -88,31 +96,50 @@ class Inner:
         for scheduler, values in zip(job.schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(copy.deepcopy(values))
 
+    def keep_up(self, replica: Replica, step: int) -> None:
+        """The schedules go on to a step, past those that the island was too late for. It must be live."""
+        for scheduler in replica.job.schedulers * max(0, step - self.at):
+            scheduler.step()
+        self.at = step
+
     def named(self, replica: Replica) -> Any:
         """As a tree by logical names."""
         if self.tree is not None:
             return self.tree
-        before = Inner.live(replica, 0.0)
+        before = Inner.live(replica, 0.0, 0)
         self.put(replica)
         state = replica.updater.state()
         before.put(replica)
-        return {"optimizers": state["optimizers"], "schedulers": state["schedulers"], "expected": self.expected}
+        named = {name: state[name] for name in ("optimizers", "schedulers")}
+        return {**named, "expected": self.expected, "at": self.at}
+
+    def settle(self, replica: Replica) -> None:
+        """It becomes that of the live ones, which go on with what they have."""
+        if self.tree is not None:
+            before = Inner.live(replica, 0.0, 0)
+            self.put(replica)
+            before.put(replica)
 
     def copied(self) -> Inner:
         """In memory of its own."""
         clone = partial(pytree.tree_map_only, torch.Tensor, torch.clone)
         states = [{param: clone(kept) for param, kept in state.items()} for state in self.states]
-        return Inner(states, clone(copy.copy(self.groups)), copy.deepcopy(self.schedulers), self.expected, self.tree)
+        groups, schedulers = clone(copy.copy(self.groups)), copy.deepcopy(self.schedulers)
+        return Inner(states, groups, schedulers, self.expected, self.at, self.tree)
 
 
 @dataclass
 class IslandProgress:
-    """How far an island has come in a round: `steps` done, its weights (None: they are the live ones, or those of the
-    round's start), what its optimizers keep, and what its steps add up to.
+    """How far an island has come in a round: it has taken its part of so many of its batches (`at`), its weights (None:
+    they are the live ones, or those of the round's start), what its optimizers keep, and what its `steps` add up to.
+    Those of one that was too late for a merge began in an earlier round, at weights of its own (`origin`).
     """
 
     inner: Inner
+    at: int = 0
     steps: int = 0
+    rows: int = 0
+    origin: list[torch.Tensor] | None = None
     weights: list[torch.Tensor] | None = None
     loss: float = 0.0
     count: float = 0.0
@@ -122,9 +149,14 @@ class IslandProgress:
     lr: float = 0.0
     torn: bool = False  # an update has begun, and is not everywhere yet
 
-    def add(self, agreed: Agreed, norm: float, lr: float) -> None:
+    def named(self, replica: Replica) -> Any:
+        """As a tree by logical names."""
+        return {**vars(self), "inner": self.inner.named(replica), "unused": sorted(self.unused or ())}
+
+    def add(self, agreed: Agreed, norm: float, lr: float, rows: int = 0) -> None:
         """A step of it, with rows or without."""
-        self.steps, self.lr = self.steps + 1, lr
+        self.at, self.steps, self.lr, self.rows = self.at + 1, self.steps + 1, lr, self.rows + rows
+        self.inner.at += 1
         if agreed.count <= 0:
             return
         self.norm, self.loss, self.count = norm, self.loss + agreed.loss, self.count + agreed.count
@@ -143,12 +175,19 @@ class Islands:
     def __init__(self, replica: Replica, group: Group, mesh: Mesh, count: int, word: str | None) -> None:
         self.replica, self.group, self.mesh, self.count = replica, group, mesh, count
         self.team, self.twins = replica.team, group.along("data", mesh=mesh)
+        # Of an island: the step of the last checkpoint, that of the trainer in it, what the island kept; or nothing.
+        self.recall: Callable[[int], list[Any]] = lambda island: []
         self.mine: list[int] = []
         self.work: dict[int, IslandProgress] = {}  # of the round under way
         self.steps = 0  # done
         # What islands keep, by the steps done: what a round makes of it is there before it is known whether it counts,
         # also on a worker that takes the common state over. Of others' islands, too.
         self._kept: dict[int, dict[int, Inner]] = {}
+        # By island that was too late for a merge: the steps, and rows in them, that it has made of a later one.
+        self.late: dict[int, list[int]] = {}
+        self.lost: dict[int, int] = {}  # rows of those that were lost with whoever had them, in this generation
+        self._next: tuple[int, Any, Any] = -1, {}, {}  # what `work` and `late` are after so many steps
+        self._pooled = -1  # the steps after which everybody had every island's state
         self._saved: Mapping[str, Any] = {}  # by island, from a checkpoint, and not taken yet
         self._specs: dict[int, Any] = {}
         self._live: int | None = None  # whose weights are in the model; None: those of all
@@ -180,7 +219,7 @@ class Islands:
         """
         group, mesh, kept = self.group, self.mesh.over(self.group.size), self.kept
         group.enter("the islands", check=False, kind="islands")
-        said = group.gather_json([[*kept], self.mine, [[i, one.steps] for i, one in self.work.items()]])
+        said = group.gather_json([[*kept], self.mine, self._under_way])
         has = [set.intersection(*({*said[rank][0]} for rank in replica)) for replica in mesh.replicas]
         ranks = mesh.teams(self.count)
         teams = [[mesh.replica_of(rank) for rank in team[:: mesh.replica]] for team in ranks]
@@ -196,27 +235,33 @@ class Islands:
             for island in range(self.count):
                 if told := self._bring(island, to[island], has):
                     yield told
+            yield from self._bring_late(to, [entry[2] for entry in said])
         steps = [{**dict(said[rank][2])} for rank in ranks_of(teams[here], mesh)]
-        alike = {i for i in self.mine if len({some.get(i) for some in steps}) == 1}
+        alike = {i for i in self.mine if i in self.late or len({some.get(i) for some in steps}) == 1}
         self.work = {island: one for island, one in self.work.items() if island in alike}
 
     def _begin(self) -> None:
-        """In the beginning all are alike, or as they were saved."""
+        """In the beginning all are alike, which everybody knows, or as they were saved."""
         each, self._saved = self._saved, {}
-        fresh = Inner.live(self.replica, 0.0)
-        for island in self.mine:
+        fresh = Inner.live(self.replica, 0.0, self.steps)
+        for island in self.mine if each else range(self.count):
             tree = each.get(str(island))
-            self.kept[island] = fresh.copied() if tree is None else Inner(tree=tree)
+            self.kept[island] = fresh.copied() if tree is None else Inner.of(tree, self.steps)
 
     def _bring(self, island: int, team: Sequence[int], has: list[set[int]]) -> str:
-        """To those replicas of its `team` who have it not, from one that has it, or has another one's."""
+        """To those replicas of its `team` who have it not, from one that has it, from the last checkpoint, or from one
+        that has another one's.
+        """
         group, mesh, told, which = self.group, self.mesh.over(self.group.size), "", island
         if not any(island in some for some in has):
+            told = f"island {island} was lost with what its optimizer keeps: it goes on with "
+            saved = pack(self.recall(island)) if group.rank == 0 else None
+            if saved := unpack(group.broadcast_bytes(saved, 0)):
+                step, at, tree = saved
+                self.kept.update({island: Inner.of(tree, at)} if island in self.mine else {})
+                return f"{told}that of the checkpoint of step {step}"
             which = min(i for some in has for i in some)
-            told = (
-                f"island {island} was lost with what its optimizer keeps: "
-                f"it goes on with a copy of what that of island {which} does"
-            )
+            told += f"a copy of what that of island {which} does"
         having = [number for number, some in enumerate(has) if which in some]
         for number in team:
             if number in having and which == island:
@@ -237,26 +282,76 @@ class Islands:
                 return
             self.group.send_bytes(pack(kept[island].named(self.replica)), target * size + place)
         elif self.group.rank == target * size + place:
-            kept[into] = Inner(tree=unpack(self.group.receive_bytes(source * size + place)))
+            kept[into] = Inner.of(unpack(self.group.receive_bytes(source * size + place)), self.steps)
+
+    def _bring_late(self, to: Mapping[int, Sequence[int]], said: Sequence[Any]) -> Iterator[str]:
+        """What islands that were late have made goes to those replicas of their teams that have it not, from one all of
+        whose workers have it. `said`: the steps of what each has under way.
+        """
+        size, place = self.mesh.replica, self.group.rank % self.mesh.replica
+        steps, self.lost = [dict(some) for some in said], {}
+        for island, (made, rows) in [*self.late.items()]:
+            each = [{some.get(island, 0) for some in steps[n : n + size]} for n in range(0, len(steps), size)]
+            has = [min(some) if len(some) == 1 else 0 for some in each]
+            source = has.index(max(has))
+            if max(has) < made:
+                del self.late[island]
+                self.work.pop(island, None)
+                self.lost[island] = rows
+                yield (
+                    f"what island {island} had made since it was late is lost, {plural(rows, 'row')} of "
+                    f"{plural(made, 'step')}: it goes on from the merged weights"
+                )
+                continue
+            for number in (n for n in to[island] if has[n] != has[source]):
+                if self.group.rank == source * size + place:
+                    self.group.send_bytes(pack(self.work[island].named(self.replica)), number * size + place)
+                elif self.group.rank == number * size + place:
+                    tree = unpack(self.group.receive_bytes(source * size + place))
+                    tree |= {"inner": Inner.of(tree["inner"], self.steps), "unused": {*tree["unused"]}}
+                    self.work[island] = IslandProgress(**tree)
 
     def pool(self, team: Transactions) -> Generator[Any, Any, None]:
         """An attempt of the team's: everybody has every island's state, before some of them leave. Collective."""
         replicas = len(self.mesh.over(self.group.size).replicas)
         self.group.enter("the state of all islands", check=False, kind="islands")
         said = self.group.gather_json([*self.kept])
+        everywhere = dict.fromkeys(self.late, range(replicas))
+        for _ in self._bring_late(everywhere, self.group.gather_json(self._under_way)):
+            pass  # all is there: it is between two rounds
         for island in range(self.count) if all(said) else ():
             has = [island in said[number * self.mesh.replica] for number in range(replicas)]
             for number in range(replicas) if any(has) else ():
                 if not has[number]:
                     self._send(self.kept, island, has.index(True), number)
         yield lambda: None
+        self._pooled = self.steps
         yield None
 
-    def pend(self, steps: int) -> None:
-        """What the round has made of what optimizers keep is that of so many steps, if it counts."""
-        self._kept[steps] = {island: self.work[island].inner for island in self.mine}
+    @property
+    def _under_way(self) -> list[list[int]]:
+        return [[island, one.steps] for island, one in self.work.items()]
 
-    def guard(self, steps: int) -> None:
+    def pend(self, steps: int, merged: Collection[int], late: dict[int, list[int]]) -> None:
+        """What the round has made of what optimizers keep is that of so many steps, if it counts: of those islands that
+        are `merged`. What others have begun goes on, and if it is lost, from what they kept before.
+        """
+        made = {island: self.work[island].inner for island in self.mine if island in merged}
+        self._kept[steps] = {i: inner for i, inner in self.kept.items() if i not in merged} | made
+        left = {island: one for island, one in self.work.items() if island in late and island in self.mine}
+        left = {island: replace(one, at=0, origin=one.origin or self._start) for island, one in left.items()}
+        self._next = steps, left, late
+
+    def _counts(self, steps: int) -> None:
+        """The round counts, also where another one's state is taken over."""
+        self.work, self.late = self._next[1:] if self._next[0] == steps else ({}, {})
+        self.steps = steps
+
+    def drop(self) -> None:
+        """What late islands have begun comes to nothing: they begin the next round where all do."""
+        self.work, self.late = {}, {}
+
+    def guard(self, steps: int, merged: Collection[int]) -> None:
         """Of an island that one replica alone computes another one of its host gets a copy of that, if there is one.
         Collective.
         """
@@ -269,7 +364,7 @@ class Islands:
         for number in range(replicas):
             near = [other % replicas for other in range(number + 1, number + replicas)]
             near = [other for other in near if hosts[other * size] == hosts[number * size]]
-            for island in mine[number * size]:
+            for island in (island for island in mine[number * size] if island in merged):
                 alone = sum(island in mine[other * size] for other in range(replicas)) == 1
                 if alone and near:
                     self._send(made, island, number, near[0])
@@ -304,7 +399,8 @@ class Islands:
         for island in self.mine:
             if island not in self.work:
                 kept[island].put(self.replica)
-                self.work[island] = IslandProgress(Inner.live(self.replica, kept[island].expected).copied())
+                inner = Inner.live(self.replica, kept[island].expected, kept[island].at)
+                self.work[island] = IslandProgress(inner.copied())
 
     def enter(self, island: int) -> IslandProgress:
         """The model and its optimizers are this island's."""
@@ -312,6 +408,7 @@ class Islands:
         if self._live != island:
             self.rest()
             one.inner.put(self.replica)
+            one.inner.keep_up(self.replica, self.steps + one.at)
             if one.weights is not None:
                 self._fill(one.weights)
             self._live = island
@@ -328,7 +425,7 @@ class Islands:
             del self.work[island]
             self._fill(self._start)
             return
-        one.inner = Inner.live(self.replica, one.inner.expected)
+        one.inner = Inner.live(self.replica, one.inner.expected, one.inner.at)
         with torch.no_grad():
             if one.weights is None:
                 one.weights = [tensor.clone() for tensor in self._tensors()]
@@ -346,24 +443,27 @@ class Islands:
         if self.replica.layout.gathers:
             self.replica.complete()
 
-    def skip(self, one: IslandProgress) -> None:
-        """A step without rows: the schedule goes on, the optimizer rests."""
+    def skip(self, one: IslandProgress, rows: int = 0) -> None:
+        """A step without rows that count: the schedule goes on, the optimizer rests."""
         lr = float(self.replica.job.optimizers[0].param_groups[0]["lr"])
         for scheduler in self.replica.job.schedulers:
             scheduler.step()
-        one.add(NOTHING, 0.0, lr)
+        one.add(NOTHING, 0.0, lr, rows)
 
-    def merge(self, name: str) -> None:
-        """How far all islands have come from the round's start, each weighted by its count, is added up. Collective."""
+    def merge(self, name: str, merged: Collection[int]) -> None:
+        """How far the islands that are `merged` have come from where they began, which is the round's start unless they
+        were late, each weighted by its count, is added up. Collective.
+        """
         self._moving = [*self.rows, *(b for b in self.replica.job.model.buffers() if b.is_floating_point())]
         moving = [local(tensor) for tensor in self._moving]
         whole = self._integers()
         start = [tensor.clone() for tensor in moving]
         self._sums = [torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in moving]
         self._largest = [tensor.clone() for tensor in whole]
-        for island in self.mine:
+        for island in (island for island in self.mine if island in merged):
+            began = start if (origin := self.work[island].origin) is None else self._moving_of(origin, moving)
             one = self.enter(island)
-            for total, before, tensor in zip(self._sums, start, moving, strict=True):
+            for total, before, tensor in zip(self._sums, began, moving, strict=True):
                 if self.team.rank < self.mesh.replica:  # the first replica speaks for its team
                     total.add_(before.to(total.dtype) - tensor.to(total.dtype), alpha=one.count)
             for most, tensor in zip(self._largest, whole, strict=True):
@@ -375,9 +475,17 @@ class Islands:
         for tensor in self._largest:
             tensor.copy_(self.twins.largest(tensor.to(torch.int64)))
 
+    def _moving_of(self, values: Sequence[torch.Tensor], moving: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is added up, where the model has these values."""
+        self.rest()
+        self._fill(values)
+        self._gathers()
+        return [tensor.clone() for tensor in moving]
+
     def weigh(self) -> None:
         """Takes the measure of what is here when islands have been merged, and nothing counts yet."""
         ends = [tensor for one in self.work.values() for tensor in one.weights or ()]
+        ends += [tensor for one in self.work.values() for tensor in one.origin or ()]
         inner = [one for kept in self._kept.values() for one in kept.values()]
         inner += [one.inner for one in self.work.values()]
         trees = [[one.states, one.tree] for one in inner], [dict(one.state) for one in self.replica.job.optimizers]
@@ -397,8 +505,8 @@ class Islands:
                 tensor.copy_(tensor - total / count)
             for tensor, most in zip(self._integers(), self._largest, strict=True):
                 tensor.copy_(most)
-        self.work.clear()
-        self.steps, self._start, self._sums = steps, [], []
+        self._counts(steps)
+        self._start, self._sums = [], []
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -406,21 +514,24 @@ class Islands:
         """All are about to write a checkpoint. Collective."""
         self.group.enter("what islands keep", check=False, kind="islands")
         names = {id(cut): name for name, cut in self.replica.job.own_cuts.items()}
-        specs = {}
+        specs, everywhere = {}, self._pooled == self.steps
         for island, inner in self.kept.items():
-            if island in self.mine and self.speaks:
+            if everywhere or island in self.mine:
+                inner.settle(self.replica)
+            if self.group.rank % self.mesh.replica == 0 if everywhere else (island in self.mine and self.speaks):
                 tensors, skeleton = flatten_pieces(inner.named(self.replica), "")
                 specs[island] = [skeleton, {name: _told(tensor, names) for name, tensor in tensors.items()}]
         said = self.group.gather_json(specs)
-        self._specs = {int(i): (rank, *spec) for rank, some in enumerate(said) for i, spec in some.items()}
+        self._specs = {int(i): (rank, *spec) for rank, some in [*enumerate(said)][::-1] for i, spec in some.items()}
         yield from ()
 
     def state(self, done: int | None) -> dict[str, Any]:
         """For a checkpoint after so many transactions, where all have met; else what all have alike."""
         job = self.replica.job
         outer = optimizer_state(self.outer, self._names, self._cuts, job.place)
+        late = {str(island): told for island, told in self.late.items()}
         if done is None:
-            return {"outer": outer}
+            return {"outer": outer, "late": late}
         rank, size, kept = self.group.rank, self.mesh.replica, self.kept
         each = {}
         for island, (first, skeleton, told) in self._specs.items():
@@ -436,15 +547,16 @@ class Islands:
                 here = torch.zeros(like, dtype=getattr(torch, dtype)) if mine is None else mine.detach().view(like)
                 made[name] = Held(here, stack, rank)
             each[str(island)] = unflatten(skeleton, made)
-        return {"rule": "first", "count": self.count, "outer": outer, "each": each}
+        return {"rule": "first", "count": self.count, "outer": outer, "each": each, "late": late}
 
     def load(self, saved: Mapping[str, Any], steps: int) -> str:
         """What `state` was after so many steps, of whole tensors, or none where it is of another plan: what is to be
-        told.
+        told as changed mathematics.
         """
         if steps != self.steps:
-            self.work.clear()
-        self.steps = steps
+            self._counts(steps)
+        if "each" not in saved:  # it is that of a team which goes on
+            self.late = {int(island): told for island, told in (saved.get("late") or {}).items()}
         if "outer" in saved:
             job = self.replica.job
             load_optimizer(self.outer, saved["outer"], self._names, self._cuts, job.place)

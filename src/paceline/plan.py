@@ -21,7 +21,7 @@ from paceline.mesh import AXES, Mesh
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
 # A word's value is a literal or one of these: its pattern, and what the user is told it stands for.
 _NUMBERS = {
-    **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFSV"},
+    **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFQSV"},
     "K": ("[0-9]{1,9}", "K a whole number from 0 to 999999999"),
     "topk:R": (r"topk:0?\.[0-9]*[1-9][0-9]*", "topk:R with a fraction R of the gradient, as 0.01"),
     "sgd:RATE": (rf"sgd:{_NUMBER}", "RATE a number, as 0.7"),
@@ -66,6 +66,9 @@ class Plan:
         built=True,
     )
     fragments: int | None = _word("F", "the islands synchronise one of F parts of the model at a time", of="local")
+    quorum: int | None = _word(
+        "Q", "a merge waits for Q islands and a grace window; later ones are in a later merge", of="local", built=True
+    )
     server: int | None = _word("S", "S parameter servers")
     staleness: float | None = _word(
         "K|inf", "steps a worker may run ahead: 0 synchronous, inf asynchronous", of="server"
@@ -209,6 +212,9 @@ class Plan:
         if self.local and self.server:
             what = f"local={self.local} and server={self.server} both synchronise the replicas"
             raise PlanError(what, "keep one of them")
+        if self.local and (self.quorum or 0) >= self.local:
+            what = f"quorum={self.quorum} of local={self.local} leaves nobody to be late"
+            raise PlanError(what, "leave quorum out: a merge waits for all islands unless said")
         for row, value, word in self.said():
             if self.exact and row.name in ("codec", "staleness") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")

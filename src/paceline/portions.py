@@ -18,7 +18,7 @@ from paceline.strategies.chunks import MicroBatch, cut, digest_of, rows_of
 @dataclass
 class Portion:
     """One worker's part of a global batch: its micro-batches, and the size of the whole. `full`: that is what a global
-    batch has; `fine`: micro-batches were divided among workers.
+    batch has; `fine`: micro-batches were divided among workers; `last`: the loop has no global batch after it.
     """
 
     micro_batches: list[MicroBatch]
@@ -28,6 +28,7 @@ class Portion:
     cure: str = "bring one row more, or choose a micro= that leaves no single row, which changes the mathematics"
     full: bool = False
     fine: bool = False
+    last: bool = False
 
     @property
     def share(self) -> list[MicroBatch]:

@@ -18,8 +18,9 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.data.loader import Place
-from paceline.errors import UsageError
-from paceline.islands import OUTER, IslandProgress, Islands
+from paceline.errors import NonFiniteLossError, UsageError
+from paceline.islands import OUTER, IslandProgress, Islands, first_rows
+from paceline.lateness import Quorum, missed, name_dropped, part
 from paceline.mesh import Mesh
 from paceline.portions import Portion
 from paceline.pulse import PULSE
@@ -56,8 +57,13 @@ def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
     each = " or ".join(map(str, parts))
     what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}"
     run.say(f"{what}, with {each} of the micro-batches of each global batch")
-    run.decide(about["trainer"], what, "the plan says local=: the result is that of so many, whoever computes them")
-    return Rounds(**about, grid=grid, every=plan.every, islands=islands)
+    why = "the plan says local=: the result is that of so many, whoever computes them"
+    if plan.quorum:
+        what += f"; a merge waits for {plan.quorum} of them and a grace window"
+        why = "the plan says quorum=: the result also depends on who is late, of which the journal has all"
+    run.decide(about["trainer"], what, why)
+    quorum = Quorum(run, about["trainer"], count, plan.quorum)
+    return Rounds(**about, grid=grid, every=plan.every, islands=islands, quorum=quorum)
 
 
 class _BrokenOffError(Exception):
@@ -74,18 +80,32 @@ class Rounds(Stepper):
 
     every: int = 1
     islands: Islands | None = None
+    quorum: Quorum | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._ahead = 0  # of the round, the step that is under way
+        self._sizes: list[int] = []  # rows of its global batches
+        self._late: dict[str, Any] = {}  # who was late in it, and for what
+        self._trouble: NonFiniteLossError | None = None  # that an island here has come to
         self.place = self._place
         if self.islands is not None:
             self.run.own.append(self.islands)
+            self.islands.recall = self._recall
 
     @property
     def isles(self) -> Islands:
         assert self.islands is not None
         return self.islands
+
+    @property
+    def merging_by(self) -> Quorum:
+        assert self.quorum is not None
+        return self.quorum
+
+    @property
+    def stops(self) -> bool:
+        return self.merging_by.stops
 
     def _place(self) -> Place:
         """How the next global batch of the round is dealt: to the islands of this worker's team who have not had it."""
@@ -103,20 +123,33 @@ class Rounds(Stepper):
         )
 
     def _due(self) -> list[int]:
-        return [i for i in self.isles.mine if i not in self.isles.work or self.isles.work[i].steps <= self._ahead]
+        return [i for i in self.isles.mine if i not in self.isles.work or self.isles.work[i].at <= self._ahead]
 
     def house(self, name: str) -> None:
         if self.housed == self.operations.number:
             return
         super().house(name)
+        self.merging_by.write()
         for told in self.isles.house():
             self.run.say(told)
             self.run.decide(self.trainer, *told.split(": ", 1))
+        for island, rows in self.isles.lost.items():
+            self.run.journal.write("uncounted", trainer=self.trainer, step=self.done, island=island, rows=rows)
+
+    def _recall(self, island: int) -> list[Any]:
+        """What an island kept when the last checkpoint was taken."""
+        if (found := self.run.saving.look(self.run.say)) is None:
+            return []
+        saved = dict(enumerate(found[1]["trainers"])).get(self.trainer, {})
+        kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
+        return [] if kept is None else [found[0], saved["steps"], first_rows(kept)]
 
     def turn(self, deal: Callable[..., Any], name: str) -> Step | None:
         """Makes a round; None where it was broken off, since all are to stop."""
         try:
-            return self.step(deal, name)
+            step = self.step(deal, name)
+            self.merging_by.name(self.done, self._late)
+            return step
         except _BrokenOffError as end:
             self.run.agreed(end.agreed)
             return None
@@ -129,7 +162,10 @@ class Rounds(Stepper):
     def load(self, saved: dict[str, Any], newcomer: bool) -> None:
         self.replica.load(saved)
         self.done, self.expected = saved["steps"], saved["expected"]
-        told = self.isles.load(saved.get("islands") or {}, self.done)
+        kept = saved.get("islands") or {}
+        told = self.isles.load(kept, self.done)
+        if newcomer and "each" in kept:
+            name_dropped(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
         if newcomer and "optimizers" in saved:
             told = f"training goes on in {self.isles.count} islands, each with what the optimizer keeps"
         if told:
@@ -138,6 +174,12 @@ class Rounds(Stepper):
     def memory(self) -> dict[str, int]:
         found, (weights, kept) = super().memory(), self.isles.most
         return found | {"parameters": found["parameters"] + weights, "optimizer": max(found["optimizer"], kept)}
+
+    def measure(self) -> None:
+        """At the end of a loop; what is left of late islands where it was stopped does not count."""
+        super().measure()
+        name_dropped(self.run, self.trainer, self.isles.late, self.done, "training was stopped")
+        self.isles.drop()
 
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
         return self.isles.shares(batches)
@@ -152,14 +194,16 @@ class Rounds(Stepper):
             undo.callback(isles.rest)
             undo.callback(self.replica.abort)
             with self.streams.lent():
-                broken = self._run(step, deal)
+                made = self._run(step, deal)
             isles.rest()
-            computed, after = time.perf_counter(), step.number + step.steps
-            if not broken:
-                isles.pend(after)
-            self._meet(step, name, computed - began, broken)
-            isles.merge(name)
-            isles.guard(after)
+            computed = time.perf_counter()
+            if made:
+                self.merging_by.wait()
+            merged, late = self._meet(step, name, computed - began, made)
+            after = step.number + step.steps
+            isles.pend(after, merged, late)
+            isles.merge(name, merged)
+            isles.guard(after, merged)
             isles.weigh()
             for member in self.run.members:
                 member.state.step_computed()
@@ -173,48 +217,61 @@ class Rounds(Stepper):
         ended = time.perf_counter()
         self.updated = ended - reduced
         step.spent |= {"reduce": reduced - computed, "update": self.updated}
-        yield [dict(vars(step.agreed)), step.norm, step.lr, [step.whole.rows, step.whole.epoch], step.steps]
+        yield [dict(vars(step.agreed)), step.norm, step.lr, [step.whole.rows, step.whole.epoch], step.steps, self._late]
         self.operations.reached("applied")
         self.replica.complete()
         step.spent["update"] += time.perf_counter() - ended
 
     def _taken(self, step: Step, _: Any, result: Any) -> None:
         super()._taken(step, _, result[:4])
-        step.steps = result[4]
+        step.steps, self._late = result[4:]
 
     # -- what islands do by themselves ------------------------------------------------------------------------------
 
     def _run(self, step: Step, deal: Callable[..., Any]) -> bool:
-        """All steps of the islands that are here; whether it was broken off."""
+        """All steps of the islands that are here; whether they have made the round, and nothing has broken it off."""
         step.whole, step.steps, step.spent = Portion([], 0, 0), 0, {"data": 0.0}
+        isles, quorum, most, last = self.isles, self.merging_by, self.run.team.world.max_steps, False
+        self._sizes, self._trouble, ready = [], None, list[int]()
+        quorum.begin(len(isles.mesh.over(self.run.team.size).teams(isles.count)))
         for ahead in range(self.every):
             self._ahead = ahead
-            if self.run.notice is not None:
-                return True
             due, began = self._due(), time.perf_counter()
             portion = deal(ahead)
             if portion is None:
+                last = True
                 break
             self._load(one := Step(self.done + ahead, 0.0), partial(_same, portion))
             step.spent["data"] += time.perf_counter() - began
-            step.whole = replace(portion, micro_batches=[], rows=step.whole.rows + portion.rows)
-            step.steps += 1
+            step.whole = replace(portion, micro_batches=[])
+            step.steps, last = step.steps + 1, portion.last
+            self._sizes.append(portion.rows)
             for island in due:
                 if self.operations.interrupted:
                     raise ReformedError("another generation forms", "wait")
-                self._step_of(island, replace(one))
-        return False
+                before, ready = ready, [i for i in isles.mine if isles.work[i].steps >= self.every]
+                if isles.speaks and ready != before:
+                    quorum.tell(step.number, (), ready, last=False)
+                try:
+                    stops = self._step_of(island, replace(one, whose=f" of island {island}"))
+                    if stops and (ahead + 1 < self.every or island != due[-1]):
+                        return False
+                except NonFiniteLossError as error:
+                    self._trouble = error
+                    quorum.void(step.number)
+                    return False
+        if isles.speaks:
+            quorum.tell(step.number, isles.mine, (), last or (most is not None and self.run.step + step.steps >= most))
+        return True
 
-    def _step_of(self, island: int, step: Step) -> None:
-        """One step of an island, of all replicas that have it."""
+    def _step_of(self, island: int, step: Step) -> bool:
+        """One step of an island, of all replicas that have it; whether it is to be their last one of this round."""
         assert self.grid is not None
         whole, progress = step.whole, self.isles.enter(island)
-        cuts = self.grid.cut(whole.rows)
-        run = deal(len(cuts), [1.0] * self.isles.count)[island]
-        rows = sum(len(cuts[number]) for number in run)
+        run, rows = part(self.grid, whole.rows, island, self.isles.count)
         if not rows:
             self.isles.skip(progress)
-            return
+            return False
         step.whole = replace(whole, micro_batches=[m for m in whole.micro_batches if m.index in run], rows=rows)
         step.lr = float(self.job.optimizers[0].param_groups[0]["lr"])
         self.expected = progress.inner.expected
@@ -225,8 +282,8 @@ class Rounds(Stepper):
         self._refuse(step)
         if step.agreed.count <= 0:
             self.replica.abort(again=True)
-            self.isles.skip(progress)
-            return
+            self.isles.skip(progress, rows)
+            return step.agreed.stop > 0
         norm = self._norm(step)
         assert step.sums is not None
         self.run.saving.copied()
@@ -235,18 +292,24 @@ class Rounds(Stepper):
         self.replica.complete()
         progress.torn = False
         progress.inner.expected = step.agreed.count
-        progress.add(step.agreed, norm, step.lr)
+        progress.add(step.agreed, norm, step.lr, rows)
         self._merge(step, step.sums, seconds)
         PULSE.beat()
+        return step.agreed.stop > 0
 
     # -- what all agree on ------------------------------------------------------------------------------------------
 
-    def _meet(self, step: Step, name: str, seconds: float, broken: bool) -> None:
-        """What each team tells of its islands, and each worker of itself; small, and in whole."""
-        isles, group, run = self.isles, self.run.team.group, self.run
-        speaks = isles.speaks and not broken
+    def _meet(self, step: Step, name: str, seconds: float, made: bool) -> tuple[list[int], dict[int, list[int]]]:
+        """What each team tells of its islands, and each worker of itself; small, and in whole. Which islands are
+        merged; steps and rows of those that are not.
+        """
+        isles, group, run, decided = self.isles, self.run.team.group, self.run, self.merging_by.decided
         mine = {
-            "islands": [[i, *_told(isles.work[i])] for i in isles.mine] if speaks else [],
+            "islands": [[i, *_told(isles.work[i])] for i in isles.mine if i in isles.work] if isles.speaks else [],
+            "sizes": self._sizes,
+            "epoch": step.whole.epoch,
+            "merged": decided,
+            "trouble": self._trouble and [self._trouble.what, self._trouble.cure],
             "news": self._untold(),
             "stop": run.notice is not None,
             "save": run.wants_save(step.steps),
@@ -254,29 +317,35 @@ class Rounds(Stepper):
             "look": group.rank == 0 and group.size > 1 and self.weights.wish,
             "seconds": seconds,
             "digest": step.digest or 0.0,
-            "broken": broken,
+            "broken": decided is None and run.notice is not None and (not made or self.merging_by.waits),
             **run.saving.fields,
         }
         group.enter(name, check=False, kind="merges")
         said = group.gather_json(mine)
         sums = {key: sum(bool(one[key]) if key == "news" else one[key] for one in said) for key in _SUMMED}
-        islands = sorted((one for some in said for one in some["islands"]), key=lambda one: int(one[0]))
+        if trouble := next(filter(None, (one["trouble"] for one in said)), None):
+            raise NonFiniteLossError(*trouble)
+        if sums.pop("broken"):
+            raise _BrokenOffError(self._agreed(said, sums))
+        told = {int(one[0]): one[1:] for some in said for one in some["islands"]}
+        merged = next((one["merged"] for one in said if one["merged"] is not None), sorted(told))
+        late = {island: told[island][1:3] for island in sorted({*told}.difference(merged)) if told[island][1]}
+        self._count_rows(step, max(said, key=lambda one: len(one["sizes"])), told, merged)
+        islands = [told[island][3:] for island in merged]
         metrics: dict[str, tuple[float, float]] = {}
         unused: set[int] | None = None
-        for _, _, _, found, left, _, _ in islands:
+        for _, _, found, left, *_ in islands:
             add_metrics(metrics, found)
             if left is not None:
                 unused = {*left} if unused is None else unused & {*left}
-        if sums.pop("broken"):
-            raise _BrokenOffError(self._agreed(said, sums))
         step.agreed = replace(
             self._agreed(said, sums),
-            loss=math.fsum(one[1] for one in islands),
-            count=math.fsum(one[2] for one in islands),
+            loss=math.fsum(one[0] for one in islands),
+            count=math.fsum(one[1] for one in islands),
             metrics=metrics,
             unused=tuple(sorted(unused or ())),
         )
-        step.norm, step.lr = islands[0][5:]
+        step.norm, step.lr = islands[0][4:]
         for one in said:
             step.news = {kind: (what, why) for kind, (what, why) in one["news"].items()} | step.news
         if step.digest is not None:
@@ -285,6 +354,21 @@ class Rounds(Stepper):
         if step.agreed.count <= 0:
             what = f"the losses of steps {step.number + 1} to {step.number + step.steps} count no row or token"
             raise UsageError(what, "return a positive count for at least one row of each round")
+        return merged, late
+
+    def _count_rows(self, step: Step, whole: dict[str, Any], told: dict[int, list[Any]], merged: list[int]) -> None:
+        """The rows that this merge counts, and those of the round that nobody has taken. `whole`: what a team says that
+        has seen all of it.
+        """
+        assert self.grid is not None
+        sizes, count = whole["sizes"], self.isles.count
+        at = {island: told[island][0] if island in told else 0 for island in range(count)}
+        gone = {str(island): where for island, where in missed(self.grid, sizes, step.number, at, count)}
+        late = sorted({*at}.difference(merged))
+        took = {str(island): taken for island, taken in at.items()} if late or gone else {}
+        self._late = {"merged": merged, "late": late, "took": took, "missed": gone}
+        step.steps = len(sizes)
+        step.whole = replace(step.whole, rows=sum(told[island][2] for island in merged), epoch=whole["epoch"])
 
     @staticmethod
     def _agreed(said: list[Any], sums: dict[str, int]) -> Agreed:
@@ -308,4 +392,4 @@ def _same(portion: Portion) -> Portion:
 def _told(one: IslandProgress) -> list[Any]:
     """Of an island's steps, for everybody."""
     unused = None if one.unused is None else sorted(one.unused)
-    return [one.loss, one.count, one.metrics, unused, one.norm, one.lr]
+    return [one.at, one.steps, one.rows, one.loss, one.count, one.metrics, unused, one.norm, one.lr]

@@ -38,7 +38,7 @@ from paceline.checkpoint.files import (
 )
 from paceline.checkpoint.saver import Background, Part
 from paceline.checkpoint.storage import Folder, Storage
-from paceline.checkpoint.tree import flatten_pieces, pack, unpack
+from paceline.checkpoint.tree import flatten_pieces, pack, unflatten, unpack
 from paceline.errors import CheckpointError
 from paceline.pieces import Held
 from paceline.pulse import PULSE
@@ -402,6 +402,16 @@ class Saving:
         return next((trouble for _, trouble in said if trouble is not None), None)
 
     # -- a run that goes on -----------------------------------------------------------------------------------------
+
+    @PULSE.waiting()
+    def look(self, say: Callable[[str], None]) -> tuple[int, Any] | None:
+        """Step and tree of the newest good checkpoint, as this worker sees it."""
+        try:
+            found = find_checkpoint(self.storage, say) if self.storage is not None else None
+            return None if found is None else (found.step, unflatten(found.manifest["tree"], found.tensors()))
+        except CheckpointError as error:
+            say(str(error))
+            return None
 
     @PULSE.waiting()
     def find(self, say: Callable[[str], None]) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]] | None:

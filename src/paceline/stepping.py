@@ -19,6 +19,7 @@ from paceline.data.balance import Balance
 from paceline.data.loader import Place
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
 from paceline.islands import first_rows
+from paceline.lateness import name_dropped
 from paceline.observe.figures import links_of
 from paceline.plan import Plan
 from paceline.portions import Portion
@@ -31,7 +32,7 @@ from paceline.strategies.forecast import blocks_told, forecast
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, share_of_sums
-from paceline.strategies.noise import EVERY, Noise
+from paceline.strategies.noise import Noise, looked_at
 from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
@@ -81,6 +82,7 @@ class Step:
     indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
     options: Options = field(default_factory=lambda: Options(0, 1.0, 0))
     steps: int = 1  # in a turn
+    whose: str = ""  # of an island, which has a step of its own
     sums: Sums | None = None
     agreed: Agreed = NOTHING
     norm: float = 0.0
@@ -206,7 +208,8 @@ class Stepper:
 
     def options(self, step: Step) -> Options:
         """How its micro-batches, which are there, may be computed."""
-        spread, merge = self._spread(step), self.merging.size
+        mesh, merge = self.replica.mesh.over(self.group.size), self.merging.size
+        spread = looked_at(step.number, self.plan, mesh, self.job)
         return Options(
             step=step.number,
             expected=(self.expected or float(step.whole.rows)) / step.scale,
@@ -223,13 +226,6 @@ class Stepper:
             reached=self.operations.reached,
             turn=self.operations.done,
         )
-
-    def _spread(self, step: Step) -> str:
-        """What of gradients is looked at for their noise, in some steps, if a worker has whole ones of its own rows."""
-        mesh, plan = self.replica.mesh, self.plan
-        whole = mesh.unit == plan.together == 1 and not (plan.exact or plan.local or self.job.over)
-        looks = whole and step.number % EVERY == EVERY - 1
-        return ("all" if mesh.over(self.group.size).units > 1 else "first") if looks else ""
 
     def _load(self, step: Step, deal: Callable[[], Portion]) -> None:
         """This worker's micro-batches, on its device."""
@@ -293,9 +289,9 @@ class Stepper:
         norm = step.norm or self.replica.norm(step.agreed, step.options)
         if not math.isfinite(norm):
             loss, cure = step.agreed.loss / step.agreed.count, "look for a square root, a division or a logarithm at 0"
-            where = self.replica.own.blame()
-            what = f"the gradient of step {step.number + 1} is not finite{where}, though its loss is ({loss:.6g})"
-            raise NonFiniteLossError(what, f"the step was not applied; {cure}")
+            where, which = self.replica.own.blame(), f"step {step.number + 1}{step.whose}"
+            what = f"the gradient of {which} is not finite{where}, though its loss is ({loss:.6g})"
+            raise NonFiniteLossError(what, f"the {'round' if step.whose else 'step'} was not applied; {cure}")
         return norm
 
     def _again(self) -> None:
@@ -353,10 +349,13 @@ class Stepper:
             inner = first_rows(kept["each"]["0"])
             self.replica.updater.load(inner)
             self.expected = inner["expected"]
+            for scheduler in self.job.schedulers * (self.done - inner.get("at", self.done)):
+                scheduler.step()  # the island was late
             self.run.say(
                 "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
                 "that of the others and of the merges is dropped"
             )
+            name_dropped(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
 
     def regrid(self, grid: Grid, before: int) -> None:
         """Global batches are cut as they were, whatever the script says, if they have as many rows as `before`."""
@@ -390,10 +389,8 @@ class Stepper:
             self.micro_batches = max(self.micro_batches, step.whole.count)
             if step.options.merge == self.merging.size:
                 self._merge(step, step.sums, step.spent["compute"])
-            if step.agreed.spread:
-                self.noise.learn(step.agreed, step.norm, step.whole.rows)
-                for news in self.noise.news():
-                    self.run.journal.write("noise", trainer=self.trainer, step=self.done, **news)
+            for news in self.noise.learn(step.agreed, step.norm, step.whole.rows):
+                self.run.journal.write("noise", trainer=self.trainer, step=self.done, **news)
         self._tell(step.news)
         # Only in the generation that it was computed in: its members know the same, and those of the next one tell
         # each other.
@@ -525,6 +522,11 @@ class Stepper:
 
     # -- the vector ---------------------------------------------------------------------------------------------
 
+    @property
+    def stops(self) -> bool:
+        """Whether this worker wishes that all make no further step."""
+        return self.run.notice is not None
+
     def _agree(self, step: Step, sums: Sums, seconds: float) -> Agreed:
         """Sums of all workers; on the first step they first agree on the names of the metrics."""
         group, run, whole = self.group, self.run, step.whole
@@ -548,7 +550,7 @@ class Stepper:
             "whole": sums.whole or step.indivisible,
             "failed": sums.failed,
             "news": bool(self._untold()),
-            "stop": run.notice is not None,
+            "stop": self.stops,
             "save": run.wants_save(),
             "enter": self.operations.newcomers,
             "look": group.rank == 0 and group.size > 1 and self.weights.wish,
@@ -588,8 +590,9 @@ class Stepper:
             where, names = group.gather_json([] if sums is None else sums.bad), group.names
             bad = [f"worker {names[rank]}: {rows}" for rank, some in enumerate(where) for rows in some]
             named = "; ".join(bad[:2]) + (f" and {len(bad) - 2} more" if len(bad) > 2 else "")
-            cure = "the step was not applied; look at these rows, lower the learning rate or set clip_norm="
-            raise NonFiniteLossError(f"the loss of step {step.number + 1} is not finite ({named})", cure)
+            cure = "was not applied; look at these rows, lower the learning rate or set clip_norm="
+            what = f"the loss of step {step.number + 1}{step.whose} is not finite ({named})"
+            raise NonFiniteLossError(what, f"the {'round' if step.whose else 'step'} {cure}")
         if agreed.count <= 0 and not self.plan.local:
             raise UsageError(
                 f"the loss of step {step.number + 1} counts {agreed.count:g} rows or tokens in the whole global batch",

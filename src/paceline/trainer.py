@@ -345,13 +345,14 @@ class Trainer:
 
     def _deal(self, alike: Fingerprint, feed: Feed, phase: Phase, cure: str, ahead: int = 0) -> Portion | None:
         """This worker's part of the loop's next global batch, or of one further ahead, if there is one."""
-        if ahead and not feed.has(phase.done + ahead):
+        if not feed.has(phase.done + ahead) and ahead:
             return None
         if told := alike.compare(self._group, self._run.team.operations.number):
             self._run.say(told, once=True)
         epoch, rows, micro_batches = feed.at(phase.done + ahead)
         full = rows == feed.grid.global_batch
-        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine)
+        last = self.plan.quorum is not None and not feed.has(phase.done + ahead + 1)
+        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last)
 
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""

@@ -1,7 +1,8 @@
 """Trains each case in islands and writes weights and figures: islands.py FOLDER PLAN [CASE ...]
 
 With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often. With SLOW=CALLS the first worker
-makes the file `reached` when its loss is called so often, and is slow from then on.
+makes the file `reached` when its loss is called so often, and is slow from then on. LOOPS=STEPS,STEPS: in
+so many loops.
 """
 
 from __future__ import annotations
@@ -110,7 +111,11 @@ def main() -> None:
             seed=SEED,
             plan=f"micro={MICRO} {plan}",
         )
-        for report in trainer.steps(DATA, count=STEPS):
+        *before, count = map(int, os.environ.get("LOOPS", str(STEPS)).split(","))
+        for steps in before:
+            for _ in trainer.steps(DATA, count=steps):
+                pass
+        for report in trainer.steps(DATA, count=count):
             if report.every(2 * STEPS) or report.every(1) is False:
                 raise AssertionError(report)
             kept = ("step", "epoch", "loss", "metrics", "samples", "lr", "grad_norm", "turn")

@@ -67,6 +67,7 @@ class Agent:
         self._at_once = self._over = self._leaving = self._away = False
         self._lines = 0  # the version of the orders with the last line that was shown
         self._coming: dict[str, Any] = {}  # who is sent the state, as the workers were told
+        self._merge: dict[str, Any] | None = None  # of islands, as the workers were told
         self._number = (0, 0)  # epoch and number of the generation that the workers were told
         self._failing: dict[int, str] = {}  # whose failure ends the run, and how they failed
         self._since: dict[int, float] = {}  # when that was known
@@ -235,6 +236,9 @@ class Agent:
         if orders["coming"] != self._coming or (orders["coming"] and told):
             self._coming = orders["coming"]
             told.append({"coming": self._coming})
+        if orders["merge"] != self._merge:
+            self._merge = orders["merge"]
+            told.append({"merge": self._merge})
         for worker in self._workers.all if told else []:
             if worker.alive:
                 for order in told:

@@ -112,6 +112,7 @@ class Worker:
             "formed": events.get("formed", {}).get("number", -1),
             "alone": events.get("alone", {}).get("number", -1),
             "leaves": "leaves" in events,
+            "round": events.get("round", {}).get("told"),
             "ended": "ended" in events,
             "failed": (told.get("kind", ""), told.get("step") or 0, told.get("text", "")) if told else None,
             "final": told is not None and told.get("kind") in FINAL,

@@ -27,7 +27,7 @@ _WORDS = {
     "local": (
         "what the optimizer of each of its islands keeps, and the weights of the round's start",
         "how far its islands have come, once in {every} steps",
-        "at the end of a round, for the last island",
+        "at the end of a round, for {last}",
     ),
     "zero=1": (
         "all parameters and gradients, and 1/{n} of the optimizer's state",
@@ -148,7 +148,8 @@ class Explained:
     def _words(self) -> Iterator[tuple[str, str]]:
         """What each word of the plan means for a worker."""
         _, p, v = self.kind
-        said = {"v": v, "stages": v * p, "bubble": self.bubble, "every": self.plan.every}
+        said: dict[str, Any] = {"v": v, "stages": v * p, "bubble": self.bubble, "every": self.plan.every}
+        said["last"] = f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the last island"
         said["kept"] = max(map(kept, table(*self.kind, self.each)))
         for row, value, word in self.plan.said():
             told = _WORDS.get(f"zero={self.plan.zero}" if row.name == "shard" else row.name)
@@ -156,7 +157,12 @@ class Explained:
                 some = f"each computes at most {plural(self.islands, 'island')}"
                 more = "those of one island sum their gradients in each step"
                 yield word, f"replicas, to which the islands are dealt: {more if value > self.plan.local else some}"
-            elif told is None and row.name not in ("zero", "every", "outer"):  # which are told with shard and local
+            elif told is None and row.name not in (
+                "zero",
+                "every",
+                "outer",
+                "quorum",
+            ):  # which are told with shard and local
                 yield word, row.metadata["caption"]
             elif told is not None and (value > 1 or row.name == "local"):
                 verbs = zip((word, "", ""), ("holds", "sends", "waits"), told, strict=True)

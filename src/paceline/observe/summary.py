@@ -62,6 +62,8 @@ class Summary:
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
         self.formed = [event for event in events if event["event"] == "formed"]
+        late = effective_steps(events, "late") + effective_steps(events, "uncounted")  # each may be told twice
+        self.late = list({(e.get("trainer"), e.get("step"), e.get("island")): e for e in late}.values())
         self.compare: Event = next((event for event in reversed(events) if event["event"] == "compare"), {})
         self.collectives: Event = next((e["kinds"] for e in reversed(last) if e["event"] == "collectives"), {})
         self.checkpoints = effective_steps(events, "checkpoint")
@@ -267,6 +269,17 @@ def _lost(event: Event) -> str:
     return "; ".join([who, *causes])
 
 
+def _late(events: list[Event]) -> str:
+    """Which islands were too late for merges, and how many rows are not trained on for that."""
+    told = []
+    for island in sorted({str(i) for e in events for i in (*(e.get("late") or ()), *(e.get("missed") or ()))}):
+        times = sum(int(island) in (event.get("late") or ()) for event in events)
+        rows = sum((event.get("missed") or {}).get(island, [0, 0, 0])[2] for event in events)
+        rows += sum(event["rows"] for event in events if str(event.get("island")) == island)
+        told.append(f"island {island} for {plural(times, 'merge')}, {plural(rows, 'row')} not trained on")
+    return "; ".join(told)
+
+
 def _cause(event: Event, link: str) -> str:
     """Of a failure; it may be that of no worker."""
     worker = f"worker {event['worker']}{link}" if event.get("worker") is not None else ""
@@ -354,6 +367,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
             ("checkpoints", saved),
             *(("lost", _lost(event)) for event in s.lost),
+            ("too late", _late(s.late)),
             ("teams", _teams(s.formed)),
             *(("failure", _cause(event, f" on {event.get('host')}: ")) for event in s.failures),
             ("ended", s.ending),

@@ -47,12 +47,16 @@ class Cost:
     sent: dict[str, int] = field(default_factory=dict)
     in_flight: int = 1
 
-    def in_islands(self, mine: int, copies: bool, here: int, rows: int, every: int) -> Cost:
+    def in_islands(self, mine: int, copies: bool, here: int, rows: int, every: int, late: bool) -> Cost:
         """Of a worker with so many islands, when a round is merged. Beside what is in use there are the round's start
         and what each island has come to, which are what of the model is `here`, and how far, of the `rows` that are its
-        own; and what each optimizer keeps now and kept before, maybe with `copies` of another team's.
+        own; and what each optimizer keeps now and kept before, maybe with `copies` of another team's. One that may be
+        `late` also keeps the weights that it began at.
         """
-        parameters, optimizer = self.parameters + (1 + mine) * here + rows, (4 if copies else 2) * mine * self.optimizer
+        parameters, optimizer = (
+            self.parameters + (1 + mine + mine * late) * here + rows,
+            (4 if copies else 2) * mine * self.optimizer,
+        )
         sent = {kind: size + (rows // every if kind == "weights" else 0) for kind, size in self.sent.items()}
         return replace(self, parameters=parameters, optimizer=optimizer, sent=sent)
 

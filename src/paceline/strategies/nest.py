@@ -46,7 +46,7 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
         own = facts.bytes(mesh.shard)
         here = facts.beside + (own if mesh.shard > 1 and plan.zero != 1 else facts.bytes())
         copies, every = 1 < replicas < 2 * teams, plan.every or 1
-        found = found.in_islands(-(-plan.local // teams), copies, here, own, every)
+        found = found.in_islands(-(-plan.local // teams), copies, here, own, every, bool(plan.quorum))
         if replicas > 1:
             found.sent["merges"] = own // every
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
+from paceline.mesh import Mesh
+from paceline.plan import Plan
 from paceline.step import Agreed
+from paceline.strategies.job import Job
 
 EVERY = 10  # steps between two looks
 KEEP = 0.95  # of what was seen before, with each look
@@ -27,6 +30,12 @@ def squares(gradients: Iterable[torch.Tensor]) -> float:
     """Of all their elements, added up."""
     norms = torch._foreach_norm(list(gradients))
     return float(torch.stack(norms).cpu().double().square().sum()) if norms else 0.0
+
+
+def looked_at(step: int, plan: Plan, mesh: Mesh, job: Job) -> str:
+    """Whose squares are looked at in a step, as Options have it: where a worker has whole gradients of its own rows."""
+    whole = mesh.unit == plan.together == 1 and not (plan.exact or plan.local or job.over)
+    return ("all" if mesh.units > 1 else "first") if whole and step % EVERY == EVERY - 1 else ""
 
 
 @dataclass
@@ -42,8 +51,8 @@ class Noise:
     rows: float = 0.0  # in so many rows
     _told: float = 0.0
 
-    def learn(self, agreed: Agreed, norm: float, rows: int) -> None:
-        """Of a step whose mean gradient over so many `rows` has the `norm`."""
+    def learn(self, agreed: Agreed, norm: float, rows: int) -> Iterator[dict[str, Any]]:
+        """Of a step whose mean gradient over so many `rows` has the `norm`. For the journal, if there is news."""
         free = agreed.spread_count - agreed.spread_squares / agreed.count if agreed.count > 0 else 0.0
         if free <= 1e-9 * agreed.count:  # nobody looked, or all rows were one worker's
             return
@@ -53,6 +62,10 @@ class Noise:
         self.noise += (noise - self.noise) * weight
         self.signal += (norm**2 - noise / agreed.count - self.signal) * weight
         self.counts, self.rows = self.counts + agreed.count, self.rows + rows
+        scale = self.scale
+        if scale and not self._told / CHANGED < scale < self._told * CHANGED:
+            self._told = scale
+            yield {"scale": scale if math.isfinite(scale) else None, "looks": self.looks}
 
     @property
     def scale(self) -> float:
@@ -60,10 +73,3 @@ class Noise:
         if self.looks < LEAST or self.noise <= 0:
             return 0.0
         return self.noise / self.signal * self.rows / self.counts if self.signal > 0 else math.inf
-
-    def news(self) -> Iterator[dict[str, Any]]:
-        """For the journal, when there is something new."""
-        scale = self.scale
-        if scale and not self._told / CHANGED < scale < self._told * CHANGED:
-            self._told = scale
-            yield {"scale": scale if math.isfinite(scale) else None, "looks": self.looks}

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.pulse import PULSE
 from paceline.world import World
@@ -50,6 +51,7 @@ class Orders:
     def __init__(self, fd: int | None, heard: Callable[[Generation], None], comes: Callable[[Coming], None]) -> None:
         self.newest: Generation | None = None
         self.coming: Coming = {}
+        self.merge: dict[str, Any] = {}  # which islands are in the one that was decided last
         self.wait_here = False  # whether to make no further step for the time being
         self._heard, self._comes = heard, comes
         self._news = threading.Condition()
@@ -66,6 +68,11 @@ class Orders:
                 if "coming" in said:
                     self.coming = {int(number): tuple(at) for number, at in said["coming"].items()}
                     self._comes(self.coming)
+                    continue
+                if "merge" in said:
+                    with self._news:
+                        self.merge = said["merge"] or {}
+                        self._news.notify_all()
                     continue
                 if "wait" in said:
                     self.wait_here = bool(said["wait"])
@@ -84,6 +91,12 @@ class Orders:
         if it has been followed by one that does: nobody enters the generation `than` any more.
         """
         return self.newest is not None and (self.newest.at_once if at_once else self.newest.number) > than
+
+    def hear(self, until: Callable[[], bool]) -> None:
+        """Waits until something is so, which is looked at with every order, and now and then."""
+        with self._news, PULSE.waiting():
+            while not until():
+                self._news.wait(0.1)
 
     def wait(self, than: int, at_once: bool = False, expected: Callable[[], None] | None = None) -> Generation:
         """The newest generation after number `than`, once there is one: as long as the agent lives, which may itself

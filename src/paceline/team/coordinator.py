@@ -14,8 +14,9 @@ from typing import Any
 
 from paceline.observe.figures import plural, ranks
 from paceline.team.commands import Coming
+from paceline.team.merges import Merges
 from paceline.team.roster import Announcement, Roster
-from paceline.team.seats import UNKNOWN, Said, Seat
+from paceline.team.seats import UNKNOWN, Said, Seat, state_of
 from paceline.team.stops import OVER, Stops
 
 BEAT = 0.25  # seconds between two reports of an agent
@@ -53,6 +54,7 @@ class Coordinator:
     coming: Coming = field(default_factory=dict)  # newcomers that are sent the state
     step: int = 0  # of the training
     recovering: float = math.inf  # after a restart: until when agents have to come back
+    merges: Merges = field(default_factory=Merges)  # of islands
 
     def __post_init__(self) -> None:
         self._asked = self._judged = self._again = math.inf  # when to act on notices, on exceptions, on who is alone
@@ -120,6 +122,7 @@ class Coordinator:
             self._look_at_stops(now, [number for number, _, _ in changed])
             self._let_in()
             self._announce(self.roster.plan())
+            self._look_at_rounds(now)
             if self.roster.leaving:  # now or before: who was to stay may be gone
                 self._asked = min(self._asked, now + (0.0 if self._all_go else TOGETHER))
             self.version += self.over
@@ -169,7 +172,8 @@ class Coordinator:
     def due(self) -> float:
         """When `tick` is to be called next."""
         starts = (at for at, _ in self._starts.values())
-        return min(self._asked, self._judged, self._again, self._stops.due, self.recovering, *starts)
+        soon = (self._asked, self._judged, self._again, self._stops.due, self.merges.due, self.recovering)
+        return min(*soon, *starts)
 
     def tick(self, now: float) -> None:
         """What was put off, if it is time."""
@@ -188,6 +192,8 @@ class Coordinator:
             self._let_go()
         if now >= self._again:
             self._form_again()
+        if now >= self.merges.due:
+            self._look_at_rounds(now)
 
     # ---- what agents are to know
 
@@ -233,18 +239,19 @@ class Coordinator:
             "moved": self.moved,
             "stop": self.stop,
             "coming": self.coming,
+            "merge": self.merges.last,
             "lines": self.lines,
         }
 
     def status(self) -> dict[str, Any]:
         """What anybody may know."""
-        roster, members = self.roster, set(self.roster.members)
+        roster = self.roster
         return {
             "epoch": self.epoch,
             "generation": roster.number,
             "members": list(roster.members),
             "step": self.step,
-            "workers": {number: self._state(number, seat, members) for number, seat in sorted(self.seats.items())},
+            "workers": {number: state_of(number, seat, roster) for number, seat in sorted(self.seats.items())},
             "min_workers": self.min_workers,
             "paused": self._paused,
             "stopping": self.stop,
@@ -257,20 +264,6 @@ class Coordinator:
     @property
     def _paused(self) -> bool:
         return self._too_few((self.order or self.roster).members)
-
-    def _state(self, number: int, seat: Seat, members: Collection[int]) -> dict[str, Any]:
-        said = seat.said
-        if seat.out or said.declined:
-            state = "out"
-        elif said.status is not None:
-            state = f"ended with {said.status}"
-        elif number in self.roster.leaving:
-            state = "leaving"
-        elif number in members:
-            state = "member" if number in self.roster.entered else "forming"
-        else:
-            state = "waiting" if said.waiting else "starting"
-        return {"agent": seat.agent, "life": seat.life, "state": state}
 
     def _say(self, text: str, always: bool = False) -> None:
         self.version += 1
@@ -330,6 +323,13 @@ class Coordinator:
     def _vanished(self, said: Said) -> bool:
         """Whether it ended without a word, in the midst of training."""
         return self.roster.begun and not said.ended
+
+    def _look_at_rounds(self, now: float) -> None:
+        """Who is in a merge is in the journal before anybody hears of it."""
+        told = (seat.said.round for seat in self.seats.values() if seat.alive)
+        if decided := self.merges.look(told, self.roster.at_once, now):
+            self.record("merge", **decided)
+            self.version += 1
 
     def _look_at_stops(self, now: float, told: Iterable[int] = ()) -> None:
         """Whoever is stopped is lost where others can go on. Else whoever stopped it may let it go on: not for long, if
@@ -583,6 +583,7 @@ class Coordinator:
             self._announce(roster.renew())  # the last one was journaled, and did not come to everybody
         self._let_in()
         self._announce(roster.plan())
+        self._look_at_rounds(now)
         self.version += 1
 
     def _wait_for(self, missing: list[int], here: Collection[int], now: float) -> None:

@@ -136,6 +136,19 @@ class Operations:
         """Whether a generation is to be entered at once: every collective fails until it is."""
         return self._orders.newer(self.number, at_once=True)
 
+    @property
+    def merge(self) -> list[int] | None:
+        """The islands that are in the merge of the present turn, once that is decided; none where it is void."""
+        told = self._orders.merge
+        present = (told.get("turn"), told.get("number")) == (self.done, self.number)
+        return list(told["islands"]) if present else None
+
+    def await_merge(self, ends: Callable[[], bool]) -> None:
+        """Waits until that is decided, or it `ends` otherwise. PeerLostError: another generation forms."""
+        self._orders.hear(lambda: self.interrupted or self.merge is not None or ends())
+        if self.interrupted:
+            raise ReformedError("another generation forms", "wait")
+
     def reached(self, moment: str) -> None:
         """A moment at which a rehearsal may let something happen."""
         PULSE.beat()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.team.commands import At
+from paceline.team.merges import Told
+from paceline.team.roster import Roster
 
 WIDEST = 300  # characters of a line that is told of a loss
 UNKNOWN = -1  # the life of a worker that was started before the coordinator was
@@ -21,7 +23,7 @@ class Said:
     `final` one that another worker would raise as well; it has been `stopped` for `since` seconds; it was
     ended because it `hung` at that line, or what people are to know of how it `stands` still; `status` is its exit
     code and `why` how it ended, in words, `cause` what else is known of that, and `tail` the last lines of its log;
-    `declined`: it cannot be started again.
+    `declined`: it cannot be started again; `round` is what its team last said of a round of islands.
     """
 
     life: int = 0
@@ -47,6 +49,7 @@ class Said:
     cause: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
     declined: bool = False
+    round: Told | None = None
 
     @property
     def loss(self) -> str:
@@ -90,5 +93,24 @@ def read_said(given: Mapping[str, Any]) -> Said:
     host, port = said.store
     failed = None if said.failed is None else (str(said.failed[0]), int(said.failed[1]), str(said.failed[2]))
     at = None if said.at is None else (str(said.at[0]), int(said.at[1]), str(said.at[2]))
-    lines = {name: tuple(str(line)[:WIDEST] for line in getattr(said, name)) for name in ("cause", "tail")}
+    lines: dict[str, Any] = {
+        name: tuple(str(line)[:WIDEST] for line in getattr(said, name)) for name in ("cause", "tail")
+    }
+    lines |= {"round": Told.read(given.get("round"))}
     return Said(**{**given, "store": (str(host), int(port)), "failed": failed, "at": at, **lines})
+
+
+def state_of(number: int, seat: Seat, roster: Roster) -> dict[str, Any]:
+    """What anybody may know of a worker."""
+    said = seat.said
+    if seat.out or said.declined:
+        state = "out"
+    elif said.status is not None:
+        state = f"ended with {said.status}"
+    elif number in roster.leaving:
+        state = "leaving"
+    elif number in roster.members:
+        state = "member" if number in roster.entered else "forming"
+    else:
+        state = "waiting" if said.waiting else "starting"
+    return {"agent": seat.agent, "life": seat.life, "state": state}

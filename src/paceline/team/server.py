@@ -389,6 +389,13 @@ def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> R
     return Roster(tuple(members), number, at_once, before=tuple(before[0][1]) if before else ())
 
 
+def last_merge(folder: Path, since: int) -> dict[str, Any] | None:
+    """What the coordinator before decided last on islands: it stands."""
+    lines = (event_of(line) for line in lines_from_end(folder / NAME, since) if b'"merge"' in line)
+    found = next((event for event in lines if event.get("event") == "merge"), None)
+    return found and {name: value for name, value in found.items() if name not in ("at", "event")}
+
+
 def main(listener: int, given: Mapping[str, Any]) -> None:
     """A coordinator on an inherited listening socket. `given` is what its agent says of the run."""
     folder = Path(given["folder"])
@@ -398,6 +405,7 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     coordinator = Coordinator(run["max_restarts"], run["min_workers"], journal.write, roster, given["epoch"])
     coordinator.version = time.time_ns() // 1_000_000  # beyond all of a coordinator before this one
     if given["again"]:
+        coordinator.merges.last = last_merge(folder, given["since"])
         coordinator.recovering = time.monotonic() + RETURN
     service = Service(coordinator, make_token(folder), given, journal.write)
     asyncio.run(serve(socket.socket(fileno=listener), service))
