@@ -28,7 +28,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # between hosts could go as codes, and a run could be launched on other hosts; 32,000 until links between hosts were
 # measured, a codec was chosen for each bucket by what it costs, and a training could be that of several islands.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 33_600, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 34_300, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [
@@ -43,6 +43,7 @@ ROWS = [
             "stepping",
             "portions",
             "islands",
+            "fragments",
             "rounds",
             "loops",
             "arguments",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,11 +25,13 @@ from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
 from paceline.mesh import Mesh
 from paceline.pieces import Cut, Held, stacked
+from paceline.plan import Plan
 from paceline.step import NOTHING, Agreed, add_metrics, deal
 from paceline.strategies.data import in_flats
+from paceline.strategies.job import Job
 from paceline.strategies.own import Transactions, wide
 from paceline.strategies.replica import Replica
-from paceline.strategies.state import held, load_optimizer, local, optimizer_state
+from paceline.strategies.state import held, in_pieces, load_optimizer, local, optimizer_state
 
 OUTER = "nesterov:0.7:0.9"  # DiLoCo's
 
@@ -57,30 +59,33 @@ def outer_optimizer(word: str, params: list[torch.nn.Parameter]) -> Optimizer:
 
 @dataclass
 class Inner:
-    """What the optimizers and schedules of an island keep, and the count that its gradients are divided by before it is
-    known. It is that of the live ones or, where it came from elsewhere, a tree by logical names.
+    """What the optimizers and schedules of an island keep, the count that its gradients are divided by before it is
+    known, and what fragments keep `beside`: rows by the names of parameters, and numbers. It is that of the live ones
+    or, where it came from elsewhere, a tree by logical names.
     """
 
     states: list[dict[Any, dict[str, Any]]] = field(default_factory=list)
     groups: list[list[dict[str, Any]]] = field(default_factory=list)
     schedulers: list[dict[str, Any]] = field(default_factory=list)
     expected: float = 0.0
+    beside: dict[str, Any] = field(default_factory=dict)
     tree: Any = None
 
     @classmethod
-    def live(cls, replica: Replica, expected: float) -> Inner:
+    def live(cls, replica: Replica, expected: float, beside: dict[str, Any] | None = None) -> Inner:
         """Of the optimizers as they are, in their memory."""
         job = replica.job
         groups = [[{k: v for k, v in g.items() if k != "params"} for g in one.param_groups] for one in job.optimizers]
         states = [dict(one.state) for one in job.optimizers]
-        return cls(states, groups, [copy.deepcopy(one.state_dict()) for one in job.schedulers], expected)
+        return cls(states, groups, [copy.deepcopy(one.state_dict()) for one in job.schedulers], expected, beside or {})
 
     def put(self, replica: Replica) -> None:
         """The optimizers go on with it."""
         job = replica.job
         if self.tree is not None:
             replica.updater.load(self.tree)
-            vars(self).update(vars(Inner.live(replica, self.tree["expected"])))
+            beside = {key: _own(kept, job) for key, kept in self.tree.get("fragments", {}).items()}
+            vars(self).update(vars(Inner.live(replica, self.tree["expected"], beside)))
         for one, state, groups in zip(job.optimizers, self.states, self.groups, strict=True):
             one.state = defaultdict(dict, state)
             for group, values in zip(one.param_groups, groups, strict=True):
@@ -96,13 +101,25 @@ class Inner:
         self.put(replica)
         state = replica.updater.state()
         before.put(replica)
-        return {"optimizers": state["optimizers"], "schedulers": state["schedulers"], "expected": self.expected}
+        job, tree = replica.job, {"optimizers": state["optimizers"], "schedulers": state["schedulers"]}
+        beside = {
+            key: in_pieces(kept, job.own_cuts, job.place) if isinstance(kept, dict) else kept
+            for key, kept in self.beside.items()
+        }
+        return {**tree, "expected": self.expected, **({"fragments": beside} if beside else {})}
 
     def copied(self) -> Inner:
         """In memory of its own."""
         clone = partial(pytree.tree_map_only, torch.Tensor, torch.clone)
         states = [{param: clone(kept) for param, kept in state.items()} for state in self.states]
-        return Inner(states, clone(copy.copy(self.groups)), copy.deepcopy(self.schedulers), self.expected, self.tree)
+        groups, schedulers = clone(copy.copy(self.groups)), copy.deepcopy(self.schedulers)
+        return Inner(states, groups, schedulers, self.expected, clone(self.beside), self.tree)
+
+    def forget(self, key: str) -> None:
+        """Of what it keeps beside."""
+        self.beside.pop(key, None)
+        if self.tree is not None:
+            self.tree.get("fragments", {}).pop(key, None)
 
 
 @dataclass
@@ -133,17 +150,19 @@ class IslandProgress:
 
 
 class Islands:
-    """`count` islands of a replica's job, of which some are `mine`: those of this worker's team. All workers are of
-    `group`; `word` says how islands are merged.
+    """The islands of a plan for a replica's job, of which some are `mine`: those of this worker's team. All workers are
+    of `group`; `manner` tells people how islands are merged.
     """
 
     codec: Codec | None = None
     differs = True  # as state of one's own
+    manner = ""
 
-    def __init__(self, replica: Replica, group: Group, mesh: Mesh, count: int, word: str | None) -> None:
-        self.replica, self.group, self.mesh, self.count = replica, group, mesh, count
+    def __init__(self, replica: Replica, group: Group, mesh: Mesh, plan: Plan) -> None:
+        self.replica, self.group, self.mesh, self.count = replica, group, mesh, plan.local or 1
         self.team, self.twins = replica.team, group.along("data", mesh=mesh)
         self.mine: list[int] = []
+        self.teams: list[tuple[list[int], list[int]]] = []  # the replicas and the islands of each
         self.work: dict[int, IslandProgress] = {}  # of the round under way
         self.steps = 0  # done
         # What islands keep, by the steps done: what a round makes of it is there before it is known whether it counts,
@@ -158,8 +177,10 @@ class Islands:
         self._sums: list[torch.Tensor] = []
         job = replica.job
         self.rows = replica.updater.rows
+        self._at_end: Sequence[torch.nn.Parameter] = self.rows  # what is merged when the round ends
         self._cuts = dict(job.own_cuts)
-        self.outer = outer_optimizer(word or OUTER, self.rows)
+        self.word = plan.outer or OUTER
+        self.outer = outer_optimizer(self.word, self.rows)
         self._names = {id(row): name for name, row in zip(job.own, self.rows, strict=True)}
 
     @property
@@ -171,6 +192,11 @@ class Islands:
     def speaks(self) -> bool:
         """Whether this worker tells what its team has done."""
         return self.team.rank == 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker's replica is the first of its team, which adds for it."""
+        return self.team.rank < self.mesh.replica
 
     # -- who has which ----------------------------------------------------------------------------------------------
 
@@ -188,7 +214,7 @@ class Islands:
         copies = [{i for n in team for i in has[n]}.difference(*had) for team in teams]
         found = dealt(self.count, [mine | more for mine, more in zip(had, copies, strict=True)])
         here = next(number for number, team in enumerate(ranks) if group.rank in team)
-        self.mine = found[here]
+        self.mine, self.teams = found[here], [*zip(teams, found, strict=True)]
         if not any(has):
             self._begin()
         else:
@@ -225,6 +251,8 @@ class Islands:
             near = [other for other in having if hosts[other * mesh.replica] == hosts[number * mesh.replica]]
             source = (near or having)[0]
             self._send(self.kept, which, source, number, into=island)
+        if told and island in self.kept:  # what the other one has not sent yet it sends itself
+            self.kept[island].forget("left")
         return told
 
     def _send(self, kept: dict[int, Inner], island: int, source: int, target: int, into: int | None = None) -> None:
@@ -254,7 +282,13 @@ class Islands:
 
     def pend(self, steps: int) -> None:
         """What the round has made of what optimizers keep is that of so many steps, if it counts."""
+        for island in self.mine:
+            self.work[island].inner.beside = self._beside(island)
         self._kept[steps] = {island: self.work[island].inner for island in self.mine}
+
+    def _beside(self, island: int) -> dict[str, Any]:
+        """What an island keeps from a round for the next one, besides what its optimizers do."""
+        return {}
 
     def guard(self, steps: int) -> None:
         """Of an island that one replica alone computes another one of its host gets a copy of that, if there is one.
@@ -304,7 +338,8 @@ class Islands:
         for island in self.mine:
             if island not in self.work:
                 kept[island].put(self.replica)
-                self.work[island] = IslandProgress(Inner.live(self.replica, kept[island].expected).copied())
+                one = Inner.live(self.replica, kept[island].expected, kept[island].beside)
+                self.work[island] = IslandProgress(one.copied())
 
     def enter(self, island: int) -> IslandProgress:
         """The model and its optimizers are this island's."""
@@ -328,7 +363,7 @@ class Islands:
             del self.work[island]
             self._fill(self._start)
             return
-        one.inner = Inner.live(self.replica, one.inner.expected)
+        one.inner = Inner.live(self.replica, one.inner.expected, one.inner.beside)
         with torch.no_grad():
             if one.weights is None:
                 one.weights = [tensor.clone() for tensor in self._tensors()]
@@ -353,9 +388,21 @@ class Islands:
             scheduler.step()
         one.add(NOTHING, 0.0, lr)
 
+    def passed(self, step: int) -> bool:
+        """All islands here have made so many steps of the round; whether somebody breaks it off."""
+        return False
+
+    def ended(self) -> bool:
+        """They have made all of them; whether somebody breaks it off."""
+        return False
+
+    def break_off(self) -> bool:
+        """This worker does, and True."""
+        return True
+
     def merge(self, name: str) -> None:
         """How far all islands have come from the round's start, each weighted by its count, is added up. Collective."""
-        self._moving = [*self.rows, *(b for b in self.replica.job.model.buffers() if b.is_floating_point())]
+        self._moving = [*self._at_end, *(b for b in self.replica.job.model.buffers() if b.is_floating_point())]
         moving = [local(tensor) for tensor in self._moving]
         whole = self._integers()
         start = [tensor.clone() for tensor in moving]
@@ -364,10 +411,12 @@ class Islands:
         for island in self.mine:
             one = self.enter(island)
             for total, before, tensor in zip(self._sums, start, moving, strict=True):
-                if self.team.rank < self.mesh.replica:  # the first replica speaks for its team
+                if self.first:
                     total.add_(before.to(total.dtype) - tensor.to(total.dtype), alpha=one.count)
             for most, tensor in zip(self._largest, whole, strict=True):
                 torch.maximum(most, tensor, out=most)
+            if self.first:
+                self._add_left(island, self._names_of(range(len(self._at_end))), self._sums)
         self.rest()
         self._gathers()
         self.twins.enter(name, check=False, kind="merges")
@@ -375,25 +424,40 @@ class Islands:
         for tensor in self._largest:
             tensor.copy_(self.twins.largest(tensor.to(torch.int64)))
 
+    def _names_of(self, numbers: Iterable[int]) -> list[str]:
+        return [self._names[id(self.rows[number])] for number in numbers]
+
+    def _add_left(self, island: int, names: Sequence[str], totals: Sequence[torch.Tensor]) -> None:
+        """What codes had not sent of some parameters is added, uncoded."""
+        left = self.kept[island].beside.get("left", {})
+        for name, total in zip(names, totals, strict=False):
+            if name in left:
+                total.add_(left[name].view_as(total))
+
     def weigh(self) -> None:
         """Takes the measure of what is here when islands have been merged, and nothing counts yet."""
         ends = [tensor for one in self.work.values() for tensor in one.weights or ()]
         inner = [one for kept in self._kept.values() for one in kept.values()]
         inner += [one.inner for one in self.work.values()]
-        trees = [[one.states, one.tree] for one in inner], [dict(one.state) for one in self.replica.job.optimizers]
+        optimizers = [*self.replica.job.optimizers, self.outer]
+        trees = [[one.states, one.tree, one.beside] for one in inner], [dict(one.state) for one in optimizers]
         kept = [tensor for tensor in pytree.tree_leaves(trees) if isinstance(tensor, torch.Tensor)]
-        self.most = held([*self._start, *ends, *self._sums]), held(kept)
+        self.most = held([*self._start, *ends, *self._sums, *self._merges()]), held(kept)
+
+    def _merges(self) -> list[torch.Tensor]:
+        """What merges have made within the round."""
+        return []
 
     def apply(self, count: float, steps: int) -> None:
         """The round counts, with which there are so many steps: the outer optimizer moves the weights."""
-        buffers = self._sums[len(self.rows) :]
+        buffers = self._sums[len(self._at_end) :]
         with torch.no_grad():
-            for row, total in zip(self.rows, self._sums, strict=False):
+            for row, total in zip(self._at_end, self._sums, strict=False):
                 row.grad = (total / count).to(row.dtype).view_as(row)
             self.outer.step()
             for row in self.rows:
                 row.grad = None
-            for tensor, total in zip(self._moving[len(self.rows) :], buffers, strict=True):
+            for tensor, total in zip(self._moving[len(self._at_end) :], buffers, strict=True):
                 tensor.copy_(tensor - total / count)
             for tensor, most in zip(self._integers(), self._largest, strict=True):
                 tensor.copy_(most)
@@ -450,7 +514,7 @@ class Islands:
             load_optimizer(self.outer, saved["outer"], self._names, self._cuts, job.place)
         each = {island: first_rows(tree) for island, tree in (saved.get("each") or {}).items()}
         before = saved.get("count", self.count)
-        self._saved = each if before == self.count else dict.fromkeys(map(str, range(self.count)), each.get("0"))
+        self._saved = each if before == self.count else dealt_anew(each, self.count)
         if before != self.count:
             return (
                 f"{before} islands are {self.count} from here: each goes on with what the optimizer of island 0 keeps"
@@ -462,6 +526,27 @@ def _told(tensor: torch.Tensor | Held, names: Mapping[int, str]) -> list[Any]:
     """Of a tensor that an island keeps: its dtype and whole shape, and which parameter's it is cut as."""
     here, name = (tensor.tensor, names[id(tensor.cut)]) if isinstance(tensor, Held) else (tensor, None)
     return [str(here.dtype).removeprefix("torch."), [*tensor.shape], name]
+
+
+def _own(kept: Any, job: Job) -> Any:
+    """Of what an island keeps beside by the names of parameters, whole or in pieces, the own pieces."""
+    if not isinstance(kept, Mapping):
+        return kept
+    cuts = {name: cut for name, cut in job.own_cuts.items() if name in kept and tuple(kept[name].shape) == cut.shape}
+    return {name: cuts[name].at(job.place).of(t).clone() if name in cuts else t for name, t in kept.items()}
+
+
+def dealt_anew(each: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """For so many islands what others kept: each gets what the optimizer of the first kept; their weights are the
+    merged ones; and what codes had not sent is the first one's to send.
+    """
+    first = {key: kept for key, kept in each["0"].items() if key != "fragments"}
+    left: dict[str, torch.Tensor] = {}
+    for tree in each.values():
+        for name, tensor in tree.get("fragments", {}).get("left", {}).items():
+            left[name] = left[name] + tensor if name in left else tensor
+    made = dict.fromkeys(map(str, range(count)), first)
+    return {**made, "0": {**first, "fragments": {"left": left}}} if left else made
 
 
 def ranks_of(replicas: Sequence[int], mesh: Mesh) -> list[int]:

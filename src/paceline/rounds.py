@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.data.loader import Place
 from paceline.errors import UsageError
+from paceline.fragments import Fragments
 from paceline.islands import OUTER, IslandProgress, Islands
 from paceline.mesh import Mesh
 from paceline.portions import Portion
@@ -51,10 +52,11 @@ def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
         )
     if wrong:
         raise UsageError(f"local={count}: {wrong}", cure)
-    islands = Islands(replica, run.team.group, mesh, count, plan.outer)
+    streams = plan.fragments or plan.outer_codec
+    islands = (Fragments if streams else Islands)(replica, run.team.group, mesh, plan)
     parts = sorted({len(part) for part in deal(batches, [1.0] * count)}, reverse=True) if grid is not None else []
     each = " or ".join(map(str, parts))
-    what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}"
+    what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{islands.manner}"
     run.say(f"{what}, with {each} of the micro-batches of each global batch")
     run.decide(about["trainer"], what, "the plan says local=: the result is that of so many, whoever computes them")
     return Rounds(**about, grid=grid, every=plan.every, islands=islands)
@@ -190,7 +192,7 @@ class Rounds(Stepper):
         for ahead in range(self.every):
             self._ahead = ahead
             if self.run.notice is not None:
-                return True
+                return self.isles.break_off()
             due, began = self._due(), time.perf_counter()
             portion = deal(ahead)
             if portion is None:
@@ -203,7 +205,9 @@ class Rounds(Stepper):
                 if self.operations.interrupted:
                     raise ReformedError("another generation forms", "wait")
                 self._step_of(island, replace(one))
-        return False
+            if self.isles.passed(ahead + 1):
+                return True
+        return self.isles.ended()
 
     def _step_of(self, island: int, step: Step) -> None:
         """One step of an island, of all replicas that have it."""

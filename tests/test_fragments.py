@@ -1,0 +1,148 @@
+"""Islands that are merged a fragment at a time give what a loop by hand gives, on any number of workers."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import islands
+import pytest
+import torch
+from by_hand import built, grid
+from islands import BATCH, CASES, DATA, MICRO, SEED, STEPS
+from test_islands import DILOCO, right, trained
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from paceline import stream_seed
+from paceline.step import deal
+
+# The first parameters of the fragments of a model with these many blocks, which are as even as can be.
+PARTS = {("net", 2): [("0.",), ("1.", "2.", "3.")], ("blocks", 2): [("0.", "1.", "2."), ("3.", "4.", "6.")]}
+PARTS["blocks", 3] = [("0.", "1."), ("2.", "3."), ("4.", "6.")]
+Plan = tuple[int, int, int, int]  # islands, every, fragments, delay
+
+
+@cache
+def by_hand(name: str, plan: Plan, outer: tuple[float, float, bool]) -> tuple[Any, list[dict[str, Any]]]:
+    """One process: so many copies of the model, of which a fragment is merged at a time."""
+    (count, every, fragments, delay), (rate, momentum, nesterov), case = plan, outer, CASES[name]
+    torch.set_num_threads(1)
+    model = built(case.model, SEED)
+    named = dict(model.named_parameters())
+    starts = PARTS["blocks" if name == "blocks" else "net", fragments] if fragments > 1 else [("",)]
+    parts = [[one for one in named if one.startswith(start)] for start in starts]
+    assert sorted(sum(parts, [])) == sorted(named)
+    merges = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, nesterov=nesterov)
+    copies = [copy.deepcopy(model) for _ in range(count)]
+    optimizers = [case.optimizer(one.parameters()) for one in copies]
+    schedules = [LambdaLR(one, case.schedule or (lambda step: 1.0)) for one in optimizers]
+    steps = grid(DATA, BATCH, MICRO, count=STEPS, seed=SEED)
+    since = [[0.0] * fragments for _ in copies]
+    ends, figures = [(f + 1) * every // fragments for f in range(fragments)], []
+    for first in range(0, STEPS, every):
+        total, counts, losses = 0.0, [0.0] * count, 0.0
+        under_way: dict[int, Any] = {}
+        length, merged = min(every, STEPS - first), 0
+        for number in range(first, first + length):
+            for island, run in enumerate(deal(len(steps[number]), [1.0] * count)):
+                found, part = _step(copies[island], optimizers[island], steps[number], run, number, case.clip_norm)
+                schedules[island].step()
+                total, counts[island], losses = total + found, counts[island] + part, losses + part
+                since[island] = [before + part for before in since[island]]
+            at = number + 1 - first
+            while merged < fragments and (at == length or at >= ends[merged] - delay):
+                if merged not in under_way:
+                    under_way[merged] = _launched(model, copies, parts[merged], [one[merged] for one in since])
+                if at < min(length, ends[merged]):
+                    break
+                _landed(model, copies, parts[merged], under_way[merged], merges)
+                for one in since:
+                    one[merged] = 0.0
+                merged += 1
+        _merge_buffers(model, copies, counts)
+        figures.append({"step": number + 1, "loss": total / losses, "turn": length})
+    return model.state_dict(), figures
+
+
+def _step(one: nn.Module, optimizer: Any, batch: Any, run: Any, number: int, clip: float | None) -> tuple[float, float]:
+    one.zero_grad()
+    total = count = 0.0
+    for index in run:
+        torch.manual_seed(stream_seed(SEED, number, index))
+        found, part, _ = islands.loss(one(batch[index][0]), batch[index])
+        found.backward()
+        total, count = total + found.item(), count + part
+    if run:
+        for param in one.parameters():
+            param.grad /= count
+        nn.utils.clip_grad_norm_(one.parameters(), clip or 1e9)
+        optimizer.step()
+    return total, count
+
+
+def _launched(model: nn.Module, copies: list[nn.Module], part: list[str], counts: list[float]) -> dict[str, Any]:
+    named = [dict(one.named_parameters()) for one in copies]
+    found = {}
+    for name in part:
+        mean = sum(c / sum(counts) * one[name].detach() for c, one in zip(counts, named, strict=True))
+        found[name] = model.get_parameter(name).detach() - mean
+    return found
+
+
+def _landed(model: nn.Module, copies: list[nn.Module], part: list[str], grads: dict[str, Any], merges: Any) -> None:
+    for name in part:
+        model.get_parameter(name).grad = grads[name]
+    merges.step()
+    merges.zero_grad()
+    for one in copies:
+        for name in part:
+            one.get_parameter(name).data.copy_(model.get_parameter(name).data)
+
+
+def _merge_buffers(model: nn.Module, copies: list[nn.Module], counts: list[float]) -> None:
+    for name, buffer in model.named_buffers():
+        found = [one.get_buffer(name) for one in copies]
+        if buffer.is_floating_point():
+            buffer.copy_(sum(c / sum(counts) * one for c, one in zip(counts, found, strict=True)))
+        else:
+            buffer.copy_(torch.stack(found).max())
+        for one in found:
+            one.copy_(buffer)
+
+
+SGD = 0.9, 0.0, False
+TEAMS = [
+    (1, "local=2 every=4 fragments=2 delay=1", (2, 4, 2, 1), DILOCO),
+    (2, "local=2 every=5 fragments=2", (2, 5, 2, 0), DILOCO),
+    (3, "local=2 every=3 fragments=1 delay=1", (2, 3, 1, 1), DILOCO),
+    (2, "local=3 every=5 fragments=2 delay=1 outer=sgd:0.9", (3, 5, 2, 1), SGD),
+]
+
+SLOW = [
+    (3, "local=2 every=4 fragments=2 delay=1", (2, 4, 2, 1), DILOCO),
+    (1, "local=3 every=7 fragments=3 delay=1", (3, 7, 3, 1), DILOCO),
+    (3, "local=3 every=3 fragments=3 outer=sgd:0.9", (3, 3, 3, 0), SGD),
+    (2, "local=2 every=7 fragments=3 delay=1 outer=sgd:0.9", (2, 7, 3, 1), SGD),
+    (4, "local=2 every=4 fragments=2 delay=1", (2, 4, 2, 1), DILOCO),
+    (4, "shard=2 zero=1 local=2 every=4 fragments=2 delay=1", (2, 4, 2, 1), DILOCO),
+    (4, "shard=2 zero=2 local=3 every=4 fragments=2 delay=1", (3, 4, 2, 1), DILOCO),
+    (4, "shard=2 zero=3 local=2 every=4 fragments=2 delay=1", (2, 4, 2, 1), DILOCO),
+    (4, "pipeline=2 local=2 every=7 fragments=3 delay=1", (2, 7, 3, 1), DILOCO),
+    (2, "tensor=2 local=2 every=4 fragments=2 delay=1", (2, 4, 2, 1), DILOCO),
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan", "by", "outer"),
+    [*TEAMS, *[pytest.param(*team, marks=pytest.mark.slow) for team in SLOW]],
+    ids=lambda value: str(value) if isinstance(value, int | str) else "",
+)
+def test_fragments_are_a_loop_by_hand(
+    workers: int, plan: str, by: Plan, outer: tuple[float, float, bool], tmp_path: Path
+) -> None:
+    blocks = by[2] == 3 or "pipeline" in plan or "tensor" in plan
+    trained(tmp_path, workers, plan, *(["blocks"] if blocks else [name for name in CASES if name != "blocks"]))
+    right(tmp_path, by, outer, by_hand=by_hand)
