@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import copy
+import signal
+import sys
 from functools import cache
+from itertools import chain
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import islands
 import pytest
 import torch
+from agents import until
 from by_hand import built, grid
 from islands import BATCH, CASES, DATA, MICRO, SEED, STEPS
-from test_islands import DILOCO, right, trained
+from launching import SCRIPTS
+from test_islands import DILOCO, MOMENTS, right, trained
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from warm import Process, environment
 
 from paceline import stream_seed
 from paceline.step import deal
+from paceline.team.chaos import read_log
+from paceline.team.coordinator import STOPPED
 
 # The first parameters of the fragments of a model with these many blocks, which are as even as can be.
 PARTS = {("net", 2): [("0.",), ("1.", "2.", "3.")], ("blocks", 2): [("0.", "1.", "2."), ("3.", "4.", "6.")]}
@@ -34,7 +43,7 @@ def by_hand(name: str, plan: Plan, outer: tuple[float, float, bool]) -> tuple[An
     named = dict(model.named_parameters())
     starts = PARTS["blocks" if name == "blocks" else "net", fragments] if fragments > 1 else [("",)]
     parts = [[one for one in named if one.startswith(start)] for start in starts]
-    assert sorted(sum(parts, [])) == sorted(named)
+    assert sorted(chain.from_iterable(parts)) == sorted(named)
     merges = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, nesterov=nesterov)
     copies = [copy.deepcopy(model) for _ in range(count)]
     optimizers = [case.optimizer(one.parameters()) for one in copies]
@@ -146,3 +155,57 @@ def test_fragments_are_a_loop_by_hand(
     blocks = by[2] == 3 or "pipeline" in plan or "tensor" in plan
     trained(tmp_path, workers, plan, *(["blocks"] if blocks else [name for name in CASES if name != "blocks"]))
     right(tmp_path, by, outer, by_hand=by_hand)
+
+
+TWO = (2, 4, 2, 1), DILOCO
+PLAN = "local=2 every=4 fragments=2 delay=1"
+
+
+@pytest.mark.parametrize(
+    ("worker", "calls"),
+    [
+        (1, 12),
+        *[pytest.param(w, calls, marks=pytest.mark.slow) for w in range(3) for calls in (3, 5, 7, 10, 12, 14)],
+    ],
+)
+def test_a_round_is_done_again_by_all(worker: int, calls: int, tmp_path: Path) -> None:
+    """In rounds of 4 steps, with sums under way in the second and the fourth, the loss is called twice a step, and more
+    often in the first one.
+    """
+    plan = "local=3 every=4 fragments=2 delay=1"
+    said = trained(tmp_path, 3, plan, "adamw", KILL=f"{worker}:{calls}")
+    assert (tmp_path / "killed").exists()
+    assert f"worker {worker} was killed by SIGKILL: 2 workers go on" in said
+    right(tmp_path, (3, 4, 2, 1), DILOCO, by_hand=by_hand)
+
+
+@pytest.mark.parametrize("moment", ["reduced", *[pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS[:-1]]])
+def test_who_is_lost_at_any_moment(moment: str, tmp_path: Path) -> None:
+    fault = f"kill:1@4.{moment}"
+    trained(tmp_path, 3, "local=3 every=4 fragments=2 delay=1", "adamw", PACELINE_CHAOS=fault)
+    assert [entry["fault"] for entry in read_log(tmp_path / "run")] == [fault]
+    right(tmp_path, (3, 4, 2, 1), DILOCO, by_hand=by_hand)
+
+
+@pytest.mark.parametrize(
+    "workers", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_goes_on_with_any_number_of_workers(workers: int, tmp_path: Path) -> None:
+    trained(tmp_path, 3 - workers % 2, PLAN, "adamw", options=("--steps", "4"))
+    said = trained(tmp_path, workers, PLAN, "adamw")
+    assert "resuming from step 4" in said
+    right(tmp_path, *TWO, by_hand=by_hand)
+
+
+def test_a_stop_in_the_midst_of_a_round_saves_its_start(tmp_path: Path) -> None:
+    """The loss is called about twelve times by each of two workers in a round."""
+    command = ("run", "--workers", "2", "--run-dir", "run", str(SCRIPTS / "islands.py"), str(tmp_path))
+    command = (sys.executable, "-m", "paceline", *command, PLAN, "adamw")
+    with Process(command, environment(SLOW="20"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((tmp_path / "reached").exists)
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, stdout + stderr
+    assert "stopped after step 4; saved" in stdout + stderr
+    trained(tmp_path, 2, PLAN, "adamw")
+    right(tmp_path, *TWO, by_hand=by_hand)

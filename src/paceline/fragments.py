@@ -4,8 +4,8 @@
 Of a round of H steps and F fragments, the sum of fragment f = 0, 1, ... begins `delay` steps before the end of step
 (f + 1) * H // F, and travels while islands go on. Then the outer optimizer moves the fragment's weights, and all
 islands go on from these: what they made of them meanwhile is void. So nothing is under way when a round ends, and what
-it has made counts as a whole. Between two rounds the model holds what was merged last; what an island has come to in other
-fragments since their merges is its own.
+it has made counts as a whole. Between two rounds the model holds what was merged last; what an island has come to in
+other fragments since their merges is its own.
 
 An island's part in a fragment's mean weighs as much as what it has counted since the fragment's last merge.
 """
@@ -125,7 +125,7 @@ class Fragments(Islands):
                     self.enter(island)
                     for number, name in enumerate(self._names_of(range(len(self.rows)))):
                         local(self.rows[number]).copy_(weights[name])
-                    self._gathers()
+                    self.replica.complete()
         self.rest()
 
     def passed(self, step: int) -> bool:
@@ -227,7 +227,7 @@ class Fragments(Islands):
             self.work[island].inner.beside["counts"][number] -= counts[number]
             for row, one in zip(part, made, strict=True):
                 local(self.rows[row]).copy_(one.detach().view_as(local(self.rows[row])))
-            self._gathers()
+            self.replica.complete()
         return False
 
     @torch.no_grad()
