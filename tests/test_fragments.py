@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 import sys
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,7 @@ from subprocess import PIPE
 from typing import Any
 
 import islands
+import numpy
 import pytest
 import torch
 from agents import until
@@ -31,13 +33,14 @@ from paceline.team.coordinator import STOPPED
 # The first parameters of the fragments of a model with these many blocks, which are as even as can be.
 PARTS = {("net", 2): [("0.",), ("1.", "2.", "3.")], ("blocks", 2): [("0.", "1.", "2."), ("3.", "4.", "6.")]}
 PARTS["blocks", 3] = [("0.", "1."), ("2.", "3."), ("4.", "6.")]
-Plan = tuple[int, int, int, int]  # islands, every, fragments, delay
+Plan = tuple[Any, ...]  # islands, every, fragments, delay, and maybe the largest number of a code
+BLOCK = 256
 
 
 @cache
 def by_hand(name: str, plan: Plan, outer: tuple[float, float, bool]) -> tuple[Any, list[dict[str, Any]]]:
     """One process: so many copies of the model, of which a fragment is merged at a time."""
-    (count, every, fragments, delay), (rate, momentum, nesterov), case = plan, outer, CASES[name]
+    (count, every, fragments, delay, *code), (rate, momentum, nesterov), case = plan, outer, CASES[name]
     torch.set_num_threads(1)
     model = built(case.model, SEED)
     named = dict(model.named_parameters())
@@ -50,6 +53,7 @@ def by_hand(name: str, plan: Plan, outer: tuple[float, float, bool]) -> tuple[An
     schedules = [LambdaLR(one, case.schedule or (lambda step: 1.0)) for one in optimizers]
     steps = grid(DATA, BATCH, MICRO, count=STEPS, seed=SEED)
     since = [[0.0] * fragments for _ in copies]
+    sent = [Sent(count, *code) for _ in parts] if code else [None] * fragments
     ends, figures = [(f + 1) * every // fragments for f in range(fragments)], []
     for first in range(0, STEPS, every):
         total, counts, losses = 0.0, [0.0] * count, 0.0
@@ -64,7 +68,9 @@ def by_hand(name: str, plan: Plan, outer: tuple[float, float, bool]) -> tuple[An
             at = number + 1 - first
             while merged < fragments and (at == length or at >= ends[merged] - delay):
                 if merged not in under_way:
-                    under_way[merged] = _launched(model, copies, parts[merged], [one[merged] for one in since])
+                    under_way[merged] = _launched(
+                        model, copies, parts[merged], [one[merged] for one in since], sent[merged]
+                    )
                 if at < min(length, ends[merged]):
                     break
                 _landed(model, copies, parts[merged], under_way[merged], merges)
@@ -92,8 +98,48 @@ def _step(one: nn.Module, optimizer: Any, batch: Any, run: Any, number: int, cli
     return total, count
 
 
-def _launched(model: nn.Module, copies: list[nn.Module], part: list[str], counts: list[float]) -> dict[str, Any]:
+@dataclass
+class Sent:
+    """What codes of numbers up to `most` leave out, by numpy: of so many islands, and of their sums, of which each
+    island has a stretch of whole blocks.
+    """
+
+    count: int
+    most: int
+    left: Any = None
+
+    def __call__(self, deltas: Any) -> Any:
+        self.left = deltas * 0 if self.left is None else self.left
+        before, length = deltas + self.left, deltas.shape[1]
+        sums = self._coded(before).astype(numpy.float64).sum(0)
+        self.left = before - self._coded(before)
+        made = self._coded(sums[None])[0]
+        for island, share in enumerate(deal(-(-length // BLOCK), [1.0] * self.count)):
+            stretch = slice(share.start * BLOCK, share.stop * BLOCK)
+            self.left[island, stretch] += sums[stretch] - made[stretch]
+        assert abs(made + self.left.sum(0) - before.sum(0)).max() < 1e-12, "what is not sent is kept"
+        return made
+
+    def _coded(self, rows: Any) -> Any:
+        blocks = numpy.pad(rows.astype(numpy.float32), ((0, 0), (0, -rows.shape[1] % BLOCK))).reshape(-1, BLOCK)
+        scales = abs(blocks).max(1, keepdims=True) / numpy.float32(self.most)
+        codes = numpy.rint(blocks / numpy.where(scales == 0, numpy.float32(1), scales))
+        return (codes * scales).reshape(len(rows), -1)[:, : rows.shape[1]]
+
+
+def _launched(
+    model: nn.Module, copies: list[nn.Module], part: list[str], counts: list[float], sent: Sent | None
+) -> dict[str, Any]:
     named = [dict(one.named_parameters()) for one in copies]
+    if sent is not None:
+        before = [model.get_parameter(name).detach() for name in part]
+        rows = [
+            torch.cat([((was - one[name].detach()) * c).view(-1) for was, name in zip(before, part, strict=True)])
+            for c, one in zip(counts, named, strict=True)
+        ]
+        mean = torch.from_numpy(sent(torch.stack(rows).numpy()).astype(numpy.float64)) / sum(counts)
+        pieces = mean.split([was.numel() for was in before])
+        return {name: one.view_as(was) for name, one, was in zip(part, pieces, before, strict=True)}
     found = {}
     for name in part:
         mean = sum(c / sum(counts) * one[name].detach() for c, one in zip(counts, named, strict=True))
@@ -123,6 +169,7 @@ def _merge_buffers(model: nn.Module, copies: list[nn.Module], counts: list[float
 
 
 SGD = 0.9, 0.0, False
+CODED = (2, "local=2 every=4 fragments=2 delay=1 outer_codec=int4", (2, 4, 2, 1, 7), DILOCO)
 TEAMS = [
     (1, "local=2 every=4 fragments=2 delay=1", (2, 4, 2, 1), DILOCO),
     (2, "local=2 every=5 fragments=2", (2, 5, 2, 0), DILOCO),
@@ -139,6 +186,9 @@ SLOW = [
     (4, "shard=2 zero=1 local=2 every=4 fragments=2 delay=1", (2, 4, 2, 1), DILOCO),
     (4, "shard=2 zero=2 local=3 every=4 fragments=2 delay=1", (3, 4, 2, 1), DILOCO),
     (4, "shard=2 zero=3 local=2 every=4 fragments=2 delay=1", (2, 4, 2, 1), DILOCO),
+    *[(workers, *CODED[1:]) for workers in (1, 2, 3, 4)],
+    (2, "local=3 every=3 outer_codec=int8", (3, 3, 1, 0, 127), DILOCO),
+    (3, "local=3 every=5 outer_codec=int4 outer=sgd:0.9", (3, 5, 1, 0, 7), SGD),
     (4, "pipeline=2 local=2 every=7 fragments=3 delay=1", (2, 7, 3, 1), DILOCO),
     (2, "tensor=2 local=2 every=4 fragments=2 delay=1", (2, 4, 2, 1), DILOCO),
 ]
@@ -152,7 +202,7 @@ SLOW = [
 def test_fragments_are_a_loop_by_hand(
     workers: int, plan: str, by: Plan, outer: tuple[float, float, bool], tmp_path: Path
 ) -> None:
-    blocks = by[2] == 3 or "pipeline" in plan or "tensor" in plan
+    blocks = by[2] == 3 or any(word in plan for word in ("pipeline", "tensor", "codec"))
     trained(tmp_path, workers, plan, *(["blocks"] if blocks else [name for name in CASES if name != "blocks"]))
     right(tmp_path, by, outer, by_hand=by_hand)
 

@@ -263,7 +263,7 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 class Coded:
     """How far `islands` have come, as codes: each island's with what its codes left out before. An island has a stretch
-    of whole blocks of a fragment; whoever computes it decodes everybody's codes of that, adds them up in float32 in the
+    of whole blocks of a fragment; whoever computes it decodes everybody's codes of that, adds them up in float64 in the
     order of the islands, and sends codes of the sums to all. What these leave out it adds to what its island's did. So
     the sums have the same bits on every worker, and do not depend on who computes which island.
     """
@@ -350,8 +350,8 @@ class Coded:
             got |= zip(pairs, outs[number].split([self._size(stretches[j]) for _, j in pairs]), strict=True)
         sums = {}
         for j in mine:
-            total = self._decode(got[0, j], len(stretches[j]))
-            for i in range(1, self.islands.count):
+            total = torch.zeros(len(stretches[j]), dtype=torch.float64)
+            for i in range(self.islands.count):
                 total += self._decode(got[i, j], len(stretches[j]))
             sums[j] = self._encode(total)
             flight.back[j] = total - self._decode(sums[j], len(stretches[j]))
