@@ -114,11 +114,10 @@ class Fragments(Islands):
     def begin(self) -> None:
         fresh = [island for island in self.mine if island not in self.work]
         super().begin()
-        places = {id(param): place for place, param in enumerate(self.replica.job.model.parameters())}
+        here = {_memory(local(param)): place for place, param in enumerate(self.replica.job.model.parameters())}
         with torch.no_grad():
-            self._before = [
-                self._start[places[id(row)]] if id(row) in places else local(row).clone() for row in self.rows
-            ]
+            rows = map(local, self.rows)
+            self._before = [self._start[here[_memory(row)]] if _memory(row) in here else row.clone() for row in rows]
             self._merged, self._flight = [], None
             for island in fresh:
                 if weights := self.work[island].inner.beside.pop("weights", None):
@@ -255,6 +254,10 @@ class Fragments(Islands):
     def _merges(self) -> list[torch.Tensor]:
         found = [tensor for made, state in self._merged for tensor in (*made, *_tensors(state))]
         return [*found, *self._before]
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:
