@@ -231,9 +231,9 @@ class Plan:
             what = f"fragments={count} are more than the steps of a round, every={every}"
             raise PlanError(what, f"say fragments={every}, or every={count}")
         if delay >= every // count:
-            what = f"delay={delay} is not over when the next fragment's sum begins: one in {every // count} steps"
-            cure = "leave delay out" if every // count == 1 else f"say delay={every // count - 1}"
-            raise PlanError(what, f"{cure}, or every={(delay + 1) * count}")
+            each = every // count
+            what = f"delay={delay} is not less than the steps from one fragment to the next, of which there are {each}"
+            raise PlanError(what, f"say delay={each - 1}, or every={(delay + 1) * count}")
 
 
 def describe() -> str:
