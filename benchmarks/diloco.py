@@ -135,23 +135,32 @@ def travel(plan: str, rounds: int) -> None:
 def hidden(mbit: int, rounds: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for side, plan in SIDES.items():
-        for rate in (mbit, 0):
+        for rate in (mbit, 0) if plan else (0,):
             said, _ = on_two_hosts([__file__, "travel", "--as", plan, str(rounds)], rate)
             ends, turn = said[0]["ends"], said[0]["turn"]
             took = [after - before for before, after in pairwise(ends)]
             sent = max((one["bytes"][-1] - one["bytes"][0]) / (len(ends) - 1) / turn for one in said)
-            one = {"seconds": statistics.median(took), "took": took, "sent": sent, "said": said}
+            waited = max(one["waited"] for one in said)
+            one = {"seconds": statistics.median(took), "took": took, "sent": sent, "waited": waited, "said": said}
             results.setdefault(side, {})[f"{rate}"] = one
             link = f"{rate} Mbit/s" if rate else "not capped"
-            print(f"{side}, {link}: {one['seconds']:.3f} s for {turn} steps, {sent / 1e6:.3f} MB a step", flush=True)
-    more = {side: found[f"{mbit}"]["seconds"] - found["0"]["seconds"] for side, found in results.items()}
+            text = f"{side}, {link}: {one['seconds']:.3f} s for {turn} steps, {sent / 1e6:.3f} MB a step"
+            print(f"{text}, stood still {waited:.3f} s a round for merges", flush=True)
     gradient = 4 * DEPTH * (WIDTH + 1) * WIDTH
     for side in [*SIDES][1:]:
-        share = results[side][f"{mbit}"]["sent"] / results["data"][f"{mbit}"]["sent"]
-        print(f"{side}: a round takes {more[side]:.3f} s longer at {mbit} Mbit/s; {share:.3%} of data parallel's bytes")
-    part = 1 - more["in fragments"] / more["at the end"]
-    print(f"hidden by fragments: {part:.1%} of what the link takes at the end of a round")
-    return {"gradient": gradient, "hidden": part, "sides": results}
+        slow, fast = (results[side][rate] for rate in (f"{mbit}", "0"))
+        share = fast["sent"] / results["data"]["0"]["sent"]
+        longer = slow["seconds"] - fast["seconds"]
+        print(f"{side}: a round takes {longer:.3f} s longer at {mbit} Mbit/s; {share:.3%} of data parallel's bytes")
+    end, streamed = (results[side][f"{mbit}"] for side in ("at the end", "in fragments"))
+    floor = min(found["0"]["seconds"] for side, found in results.items() if side in ("at the end", "in fragments"))
+    hidden = {
+        "by waits": 1 - streamed["waited"] / end["waited"],
+        "by rounds": 1 - (streamed["seconds"] - floor) / (end["seconds"] - floor),
+    }
+    for how, part in hidden.items():
+        print(f"hidden by fragments, {how}: {part:.1%} of what the link takes at the end of a round")
+    return {"gradient": gradient, "hidden": hidden, "sides": results}
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
 from typing import Any
 
 import islands
@@ -23,12 +24,19 @@ from launching import SCRIPTS
 from test_islands import DILOCO, MOMENTS, right, trained
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
 from warm import Process, environment
 
-from paceline import stream_seed
+from paceline import Trainer, stream_seed
+from paceline.comm.codecs import manner
+from paceline.comm.group import Group
+from paceline.errors import PlanError
+from paceline.fragments import Coded, Flight
+from paceline.islands import Inner
 from paceline.step import deal
 from paceline.team.chaos import read_log
 from paceline.team.coordinator import STOPPED
+from paceline.world import World
 
 # The first parameters of the fragments of a model with these many blocks, which are as even as can be.
 PARTS = {("net", 2): [("0.",), ("1.", "2.", "3.")], ("blocks", 2): [("0.", "1.", "2."), ("3.", "4.", "6.")]}
@@ -259,3 +267,96 @@ def test_a_stop_in_the_midst_of_a_round_saves_its_start(tmp_path: Path) -> None:
     assert "stopped after step 4; saved" in stdout + stderr
     trained(tmp_path, 2, PLAN, "adamw")
     right(tmp_path, *TWO, by_hand=by_hand)
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.ones(1, 1)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0 + self.layers[0] + self.layers[1]
+
+
+@pytest.mark.parametrize(
+    ("delay", "merged"),
+    [
+        (0, [(-11, -23), (-35, -47), (-59, -71)]),
+        (1, [(-7, -19), (-27, -39), (-47, -59)]),
+    ],
+)
+def test_the_histories_of_torchft(delay: int, merged: list[tuple[float, float]], run: Any) -> None:
+    """What torchft's diloco_regression_test.py (test_diloco_mocked_updates, without mixing) does: two weights of 1 in a
+    fragment each, gradients of 2, inner rate 1, outer rate 2 without momentum, merged every 6 steps. By hand: a weight
+    that was merged at w has gone down by 2 in each of the steps up to its sum, 6 - delay of them but for the first
+    fragment's first, 3 - delay; and goes on from w less twice that.
+    """
+    trainer = Trainer(
+        Weights,
+        lambda output, batch: 2 * output.mean(),
+        lambda params: torch.optim.SGD(params, lr=1.0),
+        4,
+        plan=f"micro=2 local=2 every=6 outer=sgd:2 fragments=2 delay={delay}",
+    )
+    rows = TensorDataset(torch.zeros(8, 1))
+    found = [tuple(float(w) for w in trainer.model.layers) for _ in trainer.steps(rows, count=18)]
+    assert found == merged
+
+
+@pytest.mark.parametrize("word", ["int8", "int4"])
+def test_what_codes_leave_out_is_kept(word: str) -> None:
+    """Of three islands on one worker: sent + left = deltas, and int8 is closer than int4."""
+    draw, shapes = torch.Generator().manual_seed(1), [(30, 30), (7,), ()]
+    names = [str(number) for number in range(len(shapes))]
+    work = {island: SimpleNamespace(inner=Inner()) for island in range(3)}
+    isles = SimpleNamespace(
+        count=3, mine=[0, 1, 2], teams=[([0], [0, 1, 2])], work=work, twins=Group(World()), _names_of=lambda part: names
+    )
+    coded = Coded(manner(word).code, isles)  # type: ignore[arg-type]
+    sent, deltas, apart = 0.0, 0.0, []
+    for _ in range(5):
+        each = {i: [torch.randn(shape, generator=draw).double() for shape in shapes] for i in range(3)}
+        given = {i: [delta.clone() for delta in each[i]] for i in each}
+        for island, one in work.items():
+            for name, delta in zip(names, given[island], strict=True):
+                delta += one.inner.beside.get("left", {}).get(name, 0.0)
+        flight = Flight([torch.zeros(shape, dtype=torch.float64) for shape in shapes], torch.ones(2).double())
+        coded.start(flight, [0, 1, 2], given)
+        flight.land(isles.twins)
+        coded.keep(flight, [0, 1, 2])
+        sent += torch.cat([total.view(-1) for total in flight.totals])
+        deltas += sum(torch.cat([delta.view(-1) for delta in some]) for some in each.values())
+        left = sum(one.inner.beside["left"][name].view(-1).sum() for one in work.values() for name in names)
+        assert float(sent.sum() + left) == pytest.approx(float(deltas.sum()), abs=1e-11)
+        apart.append(float((sent - deltas).abs().max()))
+    assert max(apart) < (0.1 if word == "int8" else 1.6)
+
+
+@pytest.mark.parametrize(
+    "calls", [6, pytest.param(12, marks=pytest.mark.slow), pytest.param(15, marks=pytest.mark.slow)]
+)
+def test_codes_survive_losses_and_resumes(calls: int, tmp_path: Path) -> None:
+    """What they left out is copied with what an island keeps, and is in the checkpoint."""
+    plan = CODED[1]
+    trained(tmp_path, 3, plan, "blocks", options=("--steps", "4"))
+    trained(tmp_path, 2, plan, "blocks", KILL=f"1:{calls}")
+    assert (tmp_path / "killed").exists()
+    right(tmp_path, *CODED[2:], by_hand=by_hand)
+
+
+def test_other_islands_send_what_codes_left_out(tmp_path: Path) -> None:
+    trained(tmp_path, 1, "local=2 every=2 outer_codec=int4", "momentum", options=("--steps", "2"))
+    said = trained(tmp_path, 2, "local=3 every=2 fragments=2", "momentum", options=("--steps", "4"))
+    assert "changed mathematics: 2 islands are 3 from here" in said
+    said = trained(tmp_path, 1, "local=3 every=2", "momentum", options=("--steps", "6"))
+    assert "changed mathematics: islands go on from the weights that were merged last" in said
+    trained(tmp_path, 1, "data=1", "momentum")
+
+
+def test_more_fragments_than_there_are_parts(run: Any) -> None:
+    plan = "micro=2 local=2 every=8 fragments=3"
+    with pytest.raises(PlanError) as refused:
+        Trainer(islands.net, islands.loss, CASES["sgd"].optimizer, BATCH, plan=plan)
+    assert str(refused.value) == (
+        "fragments=3: the model has 2 blocks and parameters beside them; say fragments=2 or less"
+    )

@@ -216,7 +216,10 @@ class Islands:
         here = next(number for number, team in enumerate(ranks) if group.rank in team)
         self.mine, self.teams = found[here], [*zip(teams, found, strict=True)]
         if not any(has):
+            resumed = bool(self._saved)
             self._begin()
+            if resumed:  # else one that is lost in the first round is as any other
+                self.guard(self.steps)
         else:
             to = {island: team for team, some in zip(teams, found, strict=True) for island in some}
             for island in range(self.count):
@@ -515,6 +518,9 @@ class Islands:
         each = {island: first_rows(tree) for island, tree in (saved.get("each") or {}).items()}
         before = saved.get("count", self.count)
         self._saved = each if before == self.count else dealt_anew(each, self.count)
+        streams = any("weights" in tree.get("fragments", {}) for tree in each.values())
+        if before == self.count and streams and self._at_end:
+            return "islands go on from the weights that were merged last"
         if before != self.count:
             return (
                 f"{before} islands are {self.count} from here: each goes on with what the optimizer of island 0 keeps"
