@@ -237,12 +237,19 @@ def test_a_round_is_done_again_by_all(worker: int, calls: int, tmp_path: Path) -
     right(tmp_path, (3, 4, 2, 1), DILOCO, by_hand=by_hand)
 
 
-@pytest.mark.parametrize("moment", ["reduced", *[pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS[:-1]]])
-def test_who_is_lost_at_any_moment(moment: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("moment", "coded"),
+    [
+        ("reduced", False),
+        *[pytest.param(moment, coded, marks=pytest.mark.slow) for moment in MOMENTS[:-1] for coded in (True, False)],
+    ],
+)
+def test_who_is_lost_at_any_moment(moment: str, coded: bool, tmp_path: Path) -> None:
     fault = f"kill:1@4.{moment}"
-    trained(tmp_path, 3, "local=3 every=4 fragments=2 delay=1", "adamw", PACELINE_CHAOS=fault)
+    plan = "local=3 every=4 outer_codec=int8" if coded else "local=3 every=4 fragments=2 delay=1"
+    trained(tmp_path, 3, plan, "blocks" if coded else "adamw", PACELINE_CHAOS=fault)
     assert [entry["fault"] for entry in read_log(tmp_path / "run")] == [fault]
-    right(tmp_path, (3, 4, 2, 1), DILOCO, by_hand=by_hand)
+    right(tmp_path, (3, 4, 1, 0, 127) if coded else (3, 4, 2, 1), DILOCO, by_hand=by_hand)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,9 @@ class Fragments(Islands):
         self._streams = count > 1 or self.delay > 0
         self.manner = f", in {count} fragments" if count > 1 else ""
         self.manner += f", whose sums travel for {self.delay} steps" if self.delay else ""
+        if plan.outer_codec and replica.job.device.type != "cpu":
+            word = f"outer_codec={plan.outer_codec}"
+            raise PlanError(f"{word} is not built for CUDA yet", f"leave {word} out")
         self._coded = None if plan.outer_codec is None else Coded(manner(plan.outer_codec).code, self)
         self.manner += f", as {plan.outer_codec}" if plan.outer_codec else ""
         self._at_end = []
@@ -220,7 +223,7 @@ class Fragments(Islands):
         for one in made:
             one.grad = None
         self._merged.append((made, merges.state))
-        for island in self.mine:
+        for island in self.mine if self._streams else ():  # else the round ends, and may be ended again
             self.enter(island)
             counts = self._counted(island)
             self.work[island].inner.beside["counts"][number] -= counts[number]
