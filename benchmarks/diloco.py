@@ -153,13 +153,12 @@ def hidden(mbit: int, rounds: int) -> dict[str, Any]:
         longer = slow["seconds"] - fast["seconds"]
         print(f"{side}: a round takes {longer:.3f} s longer at {mbit} Mbit/s; {share:.3%} of data parallel's bytes")
     end, streamed = (results[side][f"{mbit}"] for side in ("at the end", "in fragments"))
-    floor = min(found["0"]["seconds"] for side, found in results.items() if side in ("at the end", "in fragments"))
+    free = [results[side]["0"] for side in ("at the end", "in fragments")]
     hidden = {
-        "by waits": 1 - streamed["waited"] / end["waited"],
-        "by rounds": 1 - (streamed["seconds"] - floor) / (end["seconds"] - floor),
+        what: 1 - (streamed[what] - free[1][what]) / (end[what] - free[0][what]) for what in ("waited", "seconds")
     }
-    for how, part in hidden.items():
-        print(f"hidden by fragments, {how}: {part:.1%} of what the link takes at the end of a round")
+    for what, part in hidden.items():
+        print(f"hidden by fragments, by {what}: {part:.1%} of what the link takes at the end of a round")
     return {"gradient": gradient, "hidden": hidden, "sides": results}
 
 
