@@ -222,8 +222,8 @@ PLAN = "local=2 every=4 fragments=2 delay=1"
 @pytest.mark.parametrize(
     ("worker", "calls"),
     [
-        (1, 12),
-        *[pytest.param(w, calls, marks=pytest.mark.slow) for w in range(3) for calls in (3, 5, 7, 10, 12, 14)],
+        (1, 14),
+        *[pytest.param(w, calls, marks=pytest.mark.slow) for w in range(3) for calls in (3, 7, 10, 12, 13, 15, 16)],
     ],
 )
 def test_a_round_is_done_again_by_all(worker: int, calls: int, tmp_path: Path) -> None:
@@ -367,3 +367,14 @@ def test_more_fragments_than_there_are_parts(run: Any) -> None:
     assert str(refused.value) == (
         "fragments=3: the model has 2 blocks and parameters beside them; say fragments=2 or less"
     )
+
+
+@pytest.mark.parametrize("calls", [14, *[pytest.param(calls, marks=pytest.mark.slow) for calls in (13, 15, 16)]])
+def test_who_alone_is_told_to_stop_stops_all(calls: int, tmp_path: Path) -> None:
+    """Others come to the next sum in that round, and learn of it there."""
+    plan = "local=3 every=4 fragments=2 delay=1"
+    told = {"KILL": f"1:{calls}", "SIGNAL": "SIGUSR2"}
+    said = trained(tmp_path, 3, plan, "adamw", code=STOPPED, **told)
+    assert "stopped after step 4; saved" in said
+    trained(tmp_path, 2, plan, "adamw")
+    right(tmp_path, (3, 4, 2, 1), DILOCO, by_hand=by_hand)
