@@ -29,6 +29,7 @@ from paceline.comm.hosts import Hosts
 from paceline.errors import PlanError, UsageError
 from paceline.islands import Islands, outer_optimizer
 from paceline.mesh import Mesh
+from paceline.observe.figures import plural
 from paceline.plan import Plan
 from paceline.step import deal
 from paceline.strategies.blocks import blocks_of
@@ -94,7 +95,7 @@ class Fragments(Islands):
         self._ends = [(number + 1) * every // count for number in range(count)]
         self._streams = count > 1 or self.delay > 0
         self.manner = f", in {count} fragments" if count > 1 else ""
-        self.manner += f", whose sums travel for {self.delay} steps" if self.delay else ""
+        self.manner += f", whose sums travel for {plural(self.delay, 'step')}" if self.delay else ""
         if plan.outer_codec and replica.job.device.type != "cpu":
             word = f"outer_codec={plan.outer_codec}"
             raise PlanError(f"{word} is not built for CUDA yet", f"leave {word} out")
