@@ -1,11 +1,11 @@
 """What islands cost and save: DiLoCo's loss beside that of synchronous training, and how much of a slow link it hides.
 
-Usage: diloco.py tune | loss | table | hidden [--seeds N] [--rate R] [--mbit N] [--rounds N] [--record FILE]
+Usage: diloco.py tune | loss | table | hidden [--plans PLAN ...] [--seeds N] [--rate R] [--record FILE] ...
 
 - tune: the demo's GPT (examples/gpt.py), synchronous, with several learning rates: bits per byte of held-out text.
-- loss: the same with the best of these, 4 islands of H = 64 steps, with and without codes, after as many samples,
-  beside synchronous training; --seeds of each. All islands are on one worker: who computes them makes no difference.
-- table: of one seed, for several numbers of islands and steps, fragments, delays and codes.
+- loss: the same with the best of these, 4 islands of H = 64 steps after as many samples, beside synchronous training,
+  or --plans; --seeds of each. All islands are on one worker: who computes them makes no difference.
+- table: of one seed, for several numbers of islands and steps, fragments, delays and codes, or --plans.
 - hidden, as root: two hosts of one worker and island each, network namespaces whose interfaces let so many Mbit/s out
   (token bucket); a step is a fixed time that is slept. How much longer a round takes than on a link that is not
   capped, merged at its end and in fragments; and bytes by the interfaces' counters, beside those of data parallelism.
@@ -30,11 +30,10 @@ from slow_link import counted, on_two_hosts
 from turns import record
 
 RATES, RATE, ISLANDS = (2e-3, 4e-3, 8e-3), 4e-3, "local=4 every=64"
-LOSS = ("", ISLANDS, f"{ISLANDS} fragments=3 delay=2 outer_codec=int4")
+LOSS = ("", ISLANDS)
 TABLE = (
     *("", "local=2 every=64", "local=8 every=64", "local=4 every=16", "local=4 every=240"),
-    *(f"{ISLANDS} outer_codec={code}" for code in ("int8", "int4")),
-    *(f"{ISLANDS} fragments=3 delay={delay}" for delay in (0, 2)),
+    *(f"{ISLANDS} outer_codec=int4", f"{ISLANDS} fragments=3 delay=2", f"{ISLANDS} outer=sgd:1"),
 )
 WIDTH, DEPTH, SLEEP, ROWS = 1024, 4, 0.2, 8  # of the model on two hosts; seconds of a step
 HIDDEN = "local=2 every=16 outer_codec=int8"
@@ -58,19 +57,19 @@ def learn(plan: str, rate: float, seed: int, steps: int) -> None:
     demo: dict[str, Any] = {"__name__": "demo"}
     exec(compile(example.read_text().partition("\ntraining, held_out")[0], example, "exec"), demo)  # not its training
     training, held_out = demo["source"]()
-    some, math, half = Subset(held_out, range(0, len(held_out), len(held_out) // 128)), demo["math"], demo["STEPS"]
+    some, math, whole = Subset(held_out, range(0, len(held_out), len(held_out) // 128)), demo["math"], demo["STEPS"]
     trainer = paceline.Trainer(
         model=demo["GPT"],
         loss=demo["loss"],
         optimizer=lambda params: torch.optim.AdamW(params, lr=rate, betas=(0.9, 0.98), weight_decay=0.05),
         global_batch=16,
         forward=lambda model, batch: model(batch[0][:, :-1].long()),
-        schedule=lambda step: min((step + 1) / 40, 0.02 + 0.98 * math.cos(math.pi / 2 * min(step / half, 1)) ** 2),
+        schedule=lambda step: min((step + 1) / 40, 0.02 + 0.98 * math.cos(math.pi / 2 * min(step / whole, 1)) ** 2),
         clip_norm=1.0,
         seed=seed,
         plan=plan,
     )
-    for _ in trainer.steps(training, count=steps or half):
+    for _ in trainer.steps(training, count=steps or whole):
         pass
     found = trainer.evaluate(some, lambda output, batch: {"bits": demo["loss"](output, batch)})
     print("\n" + json.dumps(found["bits"]))
@@ -165,6 +164,7 @@ def hidden(mbit: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["tune", "loss", "table", "hidden", "learn", "travel"])
+    parser.add_argument("--plans", nargs="*", default=[], help='"" is synchronous training')
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=RATE)
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the demo's")
@@ -184,15 +184,16 @@ def main() -> None:
     else:
         runs = {
             "tune": [("", rate, 0) for rate in RATES],
-            "loss": [(plan, options.rate, seed) for seed in range(options.seeds) for plan in LOSS],
-            "table": [(plan, options.rate, 0) for plan in TABLE],
+            "loss": [(plan, options.rate, seed) for seed in range(options.seeds) for plan in options.plans or LOSS],
+            "table": [(plan, options.rate, 0) for plan in options.plans or TABLE],
         }[options.part]
         found = learned(runs, options.steps)
         results = [[*one, bits] for one, bits in found.items()]
         for plan in dict.fromkeys(plan for plan, *_ in runs) if options.part != "tune" else ():
-            pairs = [(bits, found["", rate, seed]) for (p, rate, seed), bits in found.items() if p == plan]
-            mean, apart = statistics.fmean(a for a, _ in pairs), statistics.fmean(a / b - 1 for a, b in pairs)
-            print(f"{plan or 'synchronous'}: {mean:.4f} bits per byte, {apart:+.2%} of synchronous training's")
+            pairs = [(bits, found.get(("", rate, seed))) for (p, rate, seed), bits in found.items() if p == plan]
+            text = f"{plan or 'synchronous'}: {statistics.fmean(bits for bits, _ in pairs):.4f} bits per byte"
+            ratios = [bits / other - 1 for bits, other in pairs if other]
+            print(text + (f", {statistics.fmean(ratios):+.2%} beside synchronous training" if ratios else ""))
     if options.record:
         record(options.record, results=results)
     return None
