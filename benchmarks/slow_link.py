@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -123,17 +123,18 @@ def train(side: str, steps: int, seed: int) -> None:
     print("\n" + json.dumps({"ends": ends, "bytes": bytes_, "cpu": cpu, "losses": losses}))
 
 
-def run(side: str, mbit: int, delay: float, steps: int, seed: int) -> dict[str, Any]:
+def on_two_hosts(script: Sequence[str], mbit: int, delay: float = 0.0) -> tuple[list[Any], str]:
+    """What a script with these words says at last on each of two hosts of one worker, as JSON, and what both log."""
+    said, processes, lines = [], [], ""
     with tempfile.TemporaryDirectory() as base, network(2, Path(base)) as net, ExitStack() as stack:
         if delay:
             stack.enter_context(far(*net.hosts, delay / 1000))
         for host in net.hosts if mbit else ():
             host.cap(mbit)
-        said, processes, lines = [], [], ""
         for rank, host in enumerate(net.hosts):
             env = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "OMP_NUM_THREADS": 1}
             env |= {"MASTER_ADDR": net.hosts[0].address, "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "eth0"}
-            command = host.command(sys.executable, __file__, "--as", side, str(steps), str(seed))
+            command = host.command(sys.executable, *script)
             variables = {**os.environ, **{name: str(value) for name, value in env.items()}}
             pipe = subprocess.PIPE
             processes.append(subprocess.Popen(command, env=variables, cwd=base, stdout=pipe, stderr=pipe, text=True))
@@ -141,27 +142,32 @@ def run(side: str, mbit: int, delay: float, steps: int, seed: int) -> dict[str, 
             for process in processes:
                 out, err = process.communicate(timeout=3600)
                 if process.returncode:
-                    raise SystemExit(f"{side} at {mbit} Mbit/s:\n{err}")
+                    raise SystemExit(f"{' '.join(script)} at {mbit} Mbit/s:\n{err}")
                 lines += err
                 said.append(json.loads(out.splitlines()[-1]))
         finally:
             for process in processes:
                 process.kill()
-        ends, warm = said[0]["ends"], steps // 2
-        took = [after - before for before, after in zip(ends[warm - 1 :], ends[warm:], strict=False)]
-        sent = max((one["bytes"][-1] - one["bytes"][warm - 1]) / (steps - warm) for one in said)
-        chosen = [line for line in lines.splitlines() if line.startswith(("bucket ", "codecs tried"))]
-        cpu = max((one["cpu"][-1] - one["cpu"][warm - 1]) / (steps - warm) for one in said)
-        losses = {int(step): loss for step, loss in said[0]["losses"].items()}
-        found = {
-            "seconds": statistics.median(took),
-            "took": took,
-            "sent": sent,
-            "cpu": cpu,
-            "losses": losses,
-            "chosen": chosen,
-        }
-        return {**found, "ends": [end - ends[0] for end in ends]}
+    return said, lines
+
+
+def run(side: str, mbit: int, delay: float, steps: int, seed: int) -> dict[str, Any]:
+    said, lines = on_two_hosts([__file__, "--as", side, str(steps), str(seed)], mbit, delay)
+    ends, warm = said[0]["ends"], steps // 2
+    took = [after - before for before, after in zip(ends[warm - 1 :], ends[warm:], strict=False)]
+    sent = max((one["bytes"][-1] - one["bytes"][warm - 1]) / (steps - warm) for one in said)
+    chosen = [line for line in lines.splitlines() if line.startswith(("bucket ", "codecs tried"))]
+    cpu = max((one["cpu"][-1] - one["cpu"][warm - 1]) / (steps - warm) for one in said)
+    losses = {int(step): loss for step, loss in said[0]["losses"].items()}
+    found = {
+        "seconds": statistics.median(took),
+        "took": took,
+        "sent": sent,
+        "cpu": cpu,
+        "losses": losses,
+        "chosen": chosen,
+    }
+    return {**found, "ends": [end - ends[0] for end in ends]}
 
 
 def reaches(found: dict[str, Any], loss: float) -> float | None:

@@ -40,10 +40,10 @@ model, loss, rows, forward = {{model}}
 t = paceline.Trainer(model, loss, torch.optim.AdamW, global_batch=24, plan={{plan!r}}, forward=forward)
 sums = lambda: {{{{kind: told[1] for kind, told in t._group.ledger.items() if kind in {NAMES}}}}}
 for report in t.steps(rows, count={STEPS}):
-    first = sums() if report.step == report.turn else first
+    first, rest = (sums(), {STEPS} - report.turn) if report.step == report.turn else (first, rest)
 team = paceline.join()
 found = cost(t.plan, facts_of(t._job), team.size, 24 // 3 // (team.size // t.plan.mesh(team.size).unit))
-sent = {{{{kind: (sum - first[kind]) / ({STEPS} - 1) for kind, sum in sums().items()}}}}
+sent = {{{{kind: (sum - first[kind]) / rest for kind, sum in sums().items()}}}}
 told = [found.held, found.sent, found.in_flight, list(t._stepper.memory().values()), sent, sums()]
 Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
 """
@@ -53,7 +53,7 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
     ("workers", "plan", "model"),
     [
         (4, "data=4", "mlp"),
-        (2, "local=4 every=3", "mlp"),
+        (2, "local=4 every=2", "mlp"),
         (2, "shard=2 zero=1", "mlp"),
         (4, "data=2 shard=2 zero=3", "mlp"),
         (4, "pipeline=2 tensor=2", "mlp"),
@@ -62,6 +62,11 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
             pytest.param(workers, plan, model, marks=pytest.mark.slow)
             for workers, plan, model in (
                 (4, "local=2 every=1", "mlp"),
+                (2, "local=4 every=2 fragments=2 delay=0", "mlp"),
+                (2, "local=2 every=2 fragments=2 outer_codec=int8", "mlp"),
+                (2, "local=4 every=1 outer_codec=int4 outer=sgd:0.5", "mlp"),
+                (4, "shard=2 zero=1 local=4 every=2 fragments=2", "mlp"),
+                (4, "shard=2 zero=3 local=2 every=2 fragments=2", "mlp"),
                 (4, "shard=2 zero=1 local=2 every=1", "mlp"),
                 (4, "shard=2 zero=3 local=4 every=1", "mlp"),
                 (4, "data=2 tensor=2", "mlp"),

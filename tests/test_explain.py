@@ -163,7 +163,26 @@ FIRST, LAST = (10 * 16 + 16) * 8 + 2 * LAYER, (2 * 16 + 2) * 8 + 2 * LAYER
 
 
 ISLANDS = """\
-data=3 local=4 every=64: 3 workers; a step of 8 micro-batches, at most 4 for each of 3 units of 1 worker
+data=3 local=4 every=64 fragments=8 delay=2 outer_codec=int8: 3 workers; \
+a step of 8 micro-batches, at most 4 for each of 3 units of 1 worker
+
+replica 0         0
+replica 1         1
+replica 2         2
+
+data=3            replicas, to which the islands are dealt: each computes at most 2 islands
+local=4           holds what the optimizer of each of its islands keeps, and the weights of the round's start
+                  sends how far its islands have come, once in 64 steps
+                  waits at the end of a round, for the last island
+fragments=8       holds also what each of its islands has come to in parts that are not merged yet
+                  sends how far its islands have come in one of 8 parts at a time
+                  waits after each part, where its sum takes longer than the 2 steps that are made meanwhile
+outer_codec=int8  how far islands have come travels as codes
+"""
+
+
+LATE = """\
+data=3 local=4 every=64 quorum=3: 3 workers; a step of 8 micro-batches, at most 4 for each of 3 units of 1 worker
 
 replica 0  0
 replica 1  1
@@ -172,7 +191,7 @@ replica 2  2
 data=3     replicas, to which the islands are dealt: each computes at most 2 islands
 local=4    holds what the optimizer of each of its islands keeps, and the weights of the round's start
            sends how far its islands have come, once in 64 steps
-           waits at the end of a round, for the last island
+           waits at the end of a round, for 3 islands and a grace window
 """
 
 
@@ -188,11 +207,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("pipeline=2 tensor=2 data=2", ALL),
         ("recompute=blocks shard=6", SHARDS),
-        ("data=3 local=4 every=64", ISLANDS),
-        (
-            "data=3 local=4 every=64 quorum=3",
-            ISLANDS.replace("every=64", "every=64 quorum=3").replace("the last island", "3 islands and a grace window"),
-        ),
+        ("data=3 local=4 every=64 fragments=8 delay=2 outer_codec=int8", ISLANDS),
+        ("data=3 local=4 every=64 quorum=3", LATE),
     ],
 )
 def test_a_plan_in_words(plan: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,10 @@ PACKAGE = ROOT / "src" / "paceline"
 # sentence; 25,000 until layers could be cut among workers; 27,400 until a model could be in stages and a sequence be
 # divided; 28,900 until a plan was explained before it is run, a loss could be over the whole global batch, sums
 # between hosts could go as codes, and a run could be launched on other hosts; 32,000 until links between hosts were
-# measured, a codec was chosen for each bucket by what it costs, and a training could be that of several islands.
+# measured, a codec was chosen for each bucket by what it costs, and a training could be that of several islands; 33,600
+# until islands could be late, be merged in fragments and send codes, and gradients were looked at for their noise.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 35_000, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 35_200, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [
@@ -42,8 +43,10 @@ ROWS = [
             "saving",
             "stepping",
             "portions",
+            "inner",
             "islands",
             "lateness",
+            "fragments",
             "rounds",
             "loops",
             "arguments",

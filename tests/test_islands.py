@@ -6,6 +6,7 @@ import copy
 import json
 import signal
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from subprocess import PIPE
@@ -102,7 +103,7 @@ def trained(
     return done.stdout + done.stderr
 
 
-def right(folder: Path, *plan: Any) -> None:
+def right(folder: Path, *plan: Any, by_hand: Callable[..., Any] = by_hand) -> None:
     """Weights, and all figures that there are, as by hand."""
     for name, one in json.loads((folder / "told.json").read_text()).items():
         weights, figures = by_hand(name, *plan)

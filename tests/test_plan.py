@@ -22,6 +22,8 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "every": NUMBERS,
     "outer": st.sampled_from(["sgd:1", "sgd:.5", "nesterov:0.7:0.9"]),
     "fragments": NUMBERS,
+    "delay": st.integers(0, 999_999_999),
+    "outer_codec": st.sampled_from(["int8", "int4"]),
     "quorum": NUMBERS,
     "server": NUMBERS,
     "staleness": st.one_of(st.integers(0, 999_999_999), st.just(math.inf)),
@@ -200,6 +202,17 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
         ("staleness=0", "staleness=0 needs server; add server=N, or leave staleness=0 out"),
         ("schedule=1f1b", "schedule=1f1b needs pipeline; add pipeline=N, or leave schedule=1f1b out"),
         ("local=2", "local=2 does not say how often; add every=H, as every=50"),
+        ("delay=1", "delay=1 needs fragments; add fragments=N, or leave delay=1 out"),
+        ("outer_codec=int8", "outer_codec=int8 needs local; add local=N, or leave outer_codec=int8 out"),
+        (
+            "local=2 every=4 fragments=5",
+            "fragments=5 are more than the steps of a round, every=4; say fragments=4, or every=5",
+        ),
+        (
+            "local=2 every=7 fragments=2 delay=3",
+            "delay=3 is not less than the steps from one fragment to the next, of which there are 3; "
+            "say delay=2, or every=8",
+        ),
         (
             "local=2 every=50 server=1",
             "local=2 and server=1 both synchronise the replicas; keep one of them",
@@ -231,7 +244,8 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
 
 
 BUILT = "use only what is: data=N, local=N, every=H, outer=sgd:RATE|nesterov:RATE:MOMENTUM, "
-BUILT += "quorum=Q, shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
+BUILT += "fragments=F, delay=D, outer_codec=int8|int4, quorum=Q, "
+BUILT += "shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
 BUILT += "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy, "
 BUILT += "lr_scaling=linear|sqrt, precision=bf16|fp16, "
 BUILT += "recompute=blocks, compile, exact"
@@ -240,7 +254,7 @@ BUILT += "recompute=blocks, compile, exact"
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("local=2 every=50 fragments=2", "fragments=2 is"),
+        ("server=2", "server=2 is"),
         ("server=1 staleness=0 exact", "server=1 staleness=0 are"),
         ("auto", "auto is"),
     ],
@@ -271,7 +285,7 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
         (
             "quick",
             "unknown plan word 'quick'; the known ones are data=N local=N every=H "
-            "outer=sgd:RATE|nesterov:RATE:MOMENTUM fragments=F quorum=Q "
+            "outer=sgd:RATE|nesterov:RATE:MOMENTUM fragments=F delay=D outer_codec=int8|int4 quorum=Q "
             "server=S staleness=K|inf shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N schedule=gpipe|1f1b "
             "virtual=V context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy "
             "lr_scaling=linear|sqrt precision=bf16|fp16 recompute=blocks compile exact auto",
@@ -319,17 +333,17 @@ def test_axes_are_checked_before_pairs_and_pairs_before_what_is_built() -> None:
     assert refusal("shard=3 every=50 exact").startswith("shard=3 does not divide")
     assert refusal("shard=4 every=50 exact").startswith("every=50 needs local")
     assert refusal("shard=4 pipeline=2 codec=int8").startswith("zero=3 and pipeline=2 are not built together yet")
-    assert refusal("pipeline=2 local=2 every=8 fragments=2").startswith("fragments=2 is not built yet")
+    assert refusal("pipeline=2 local=2 every=8 auto").startswith("auto and local=2 both decide")
 
 
 def test_the_help_has_one_line_per_word() -> None:
     lines = describe().splitlines()
     assert [line.split("=")[0].split()[0] for line in lines] == [row.name for row in fields(Plan)]
     assert lines[0] == "data=N               N replicas, gradients all-reduced every step"
-    assert lines[8].endswith("parameters, gradients and optimizer state in N shards")
-    assert lines[10].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
-    assert lines[11] == "tensor=N             the model cut N times inside its layers"
-    assert lines[21] == "compile              torch.compile"
+    assert lines[10].endswith("parameters, gradients and optimizer state in N shards")
+    assert lines[12].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
+    assert lines[13] == "tensor=N             the model cut N times inside its layers"
+    assert lines[23] == "compile              torch.compile"
 
 
 def test_the_plan_needs_no_torch() -> None:

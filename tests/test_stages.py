@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.strategies.schedule import BACKWARD, FORWARD, KINDS, Action, Simulated, drawn, simulate, table
-from paceline.strategies.stages import NAMED, Stages, _even, divide
+from paceline.strategies.stages import NAMED, Stages, divide, even
 
 WIDTH = 4
 WEIGHT = WIDTH * WIDTH + WIDTH  # of a Block
@@ -182,14 +182,14 @@ def heaviest(weights: Sequence[int], starts: Sequence[int]) -> int:
 def test_no_other_cut_has_a_lighter_heaviest_stage(weights: list[int], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(weights)))
     cuts = [(0, *later) for later in combinations(range(1, len(weights)), count - 1)]
-    found = _even(weights, count)
+    found = even(weights, count)
     assert found in cuts
     assert heaviest(weights, found) == min(heaviest(weights, starts) for starts in cuts)
 
 
 @given(st.integers(1, 9), st.integers(1, 24), st.data())
 def test_of_equal_blocks_no_stage_has_two_more_than_another(weight: int, blocks: int, data: st.DataObject) -> None:
-    starts = _even([weight] * blocks, data.draw(st.integers(1, blocks)))
+    starts = even([weight] * blocks, data.draw(st.integers(1, blocks)))
     lengths = [end - begin for begin, end in pairwise([*starts, blocks])]
     assert lengths == sorted(lengths)
     assert lengths[-1] - lengths[0] <= 1

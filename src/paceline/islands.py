@@ -9,11 +9,8 @@ weights of all are the same between two rounds; what a round makes of them becom
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +20,12 @@ from torch.utils import _pytree as pytree
 from paceline.checkpoint.tree import flatten_pieces, pack, unflatten, unpack
 from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
+from paceline.inner import Inner, IslandProgress
 from paceline.mesh import Mesh
 from paceline.observe.figures import plural
 from paceline.pieces import Cut, Held, stacked
-from paceline.step import NOTHING, Agreed, add_metrics, deal
+from paceline.plan import Plan
+from paceline.step import NOTHING, deal
 from paceline.strategies.data import in_flats
 from paceline.strategies.own import Transactions, wide
 from paceline.strategies.replica import Replica
@@ -56,128 +55,22 @@ def outer_optimizer(word: str, params: list[torch.nn.Parameter]) -> Optimizer:
     return SGD(params, lr=float(rate), momentum=float(momentum[0]) if momentum else 0.0, nesterov=kind == "nesterov")
 
 
-@dataclass
-class Inner:
-    """What the optimizers and schedules of an island keep, which stand `at` a step, and the count that its gradients
-    are divided by before it is known. It is that of the live ones or, where it came from elsewhere, a tree by logical
-    names.
-    """
-
-    states: list[dict[Any, dict[str, Any]]] = field(default_factory=list)
-    groups: list[list[dict[str, Any]]] = field(default_factory=list)
-    schedulers: list[dict[str, Any]] = field(default_factory=list)
-    expected: float = 0.0
-    at: int = 0
-    tree: Any = None
-
-    @classmethod
-    def live(cls, replica: Replica, expected: float, at: int) -> Inner:
-        """Of the optimizers as they are, in their memory."""
-        job = replica.job
-        groups = [[{k: v for k, v in g.items() if k != "params"} for g in one.param_groups] for one in job.optimizers]
-        states = [dict(one.state) for one in job.optimizers]
-        return cls(states, groups, [copy.deepcopy(one.state_dict()) for one in job.schedulers], expected, at)
-
-    @classmethod
-    def of(cls, tree: Any, at: int) -> Inner:
-        """What came from elsewhere; `at` this step, unless it says."""
-        return cls(at=tree.get("at", at), tree=tree)
-
-    def put(self, replica: Replica) -> None:
-        """The optimizers go on with it."""
-        job = replica.job
-        if self.tree is not None:
-            replica.updater.load(self.tree)
-            vars(self).update(vars(Inner.live(replica, self.tree["expected"], self.at)))
-        for one, state, groups in zip(job.optimizers, self.states, self.groups, strict=True):
-            one.state = defaultdict(dict, state)
-            for group, values in zip(one.param_groups, groups, strict=True):
-                group.update(values)
-        for scheduler, values in zip(job.schedulers, self.schedulers, strict=True):
-            scheduler.load_state_dict(copy.deepcopy(values))
-
-    def keep_up(self, replica: Replica, step: int) -> None:
-        """The schedules go on to a step, past those that the island was too late for. It must be live."""
-        for scheduler in replica.job.schedulers * max(0, step - self.at):
-            scheduler.step()
-        self.at = step
-
-    def named(self, replica: Replica) -> Any:
-        """As a tree by logical names."""
-        if self.tree is not None:
-            return self.tree
-        before = Inner.live(replica, 0.0, 0)
-        self.put(replica)
-        state = replica.updater.state()
-        before.put(replica)
-        named = {name: state[name] for name in ("optimizers", "schedulers")}
-        return {**named, "expected": self.expected, "at": self.at}
-
-    def settle(self, replica: Replica) -> None:
-        """It becomes that of the live ones, which go on with what they have."""
-        if self.tree is not None:
-            before = Inner.live(replica, 0.0, 0)
-            self.put(replica)
-            before.put(replica)
-
-    def copied(self) -> Inner:
-        """In memory of its own."""
-        clone = partial(pytree.tree_map_only, torch.Tensor, torch.clone)
-        states = [{param: clone(kept) for param, kept in state.items()} for state in self.states]
-        groups, schedulers = clone(copy.copy(self.groups)), copy.deepcopy(self.schedulers)
-        return Inner(states, groups, schedulers, self.expected, self.at, self.tree)
-
-
-@dataclass
-class IslandProgress:
-    """How far an island has come in a round: it has taken its part of so many of its batches (`at`), its weights (None:
-    they are the live ones, or those of the round's start), what its optimizers keep, and what its `steps` add up to.
-    Those of one that was too late for a merge began in an earlier round, at weights of its own (`origin`).
-    """
-
-    inner: Inner
-    at: int = 0
-    steps: int = 0
-    rows: int = 0
-    origin: list[torch.Tensor] | None = None
-    weights: list[torch.Tensor] | None = None
-    loss: float = 0.0
-    count: float = 0.0
-    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
-    unused: set[int] | None = None
-    norm: float = 0.0
-    lr: float = 0.0
-    torn: bool = False  # an update has begun, and is not everywhere yet
-
-    def named(self, replica: Replica) -> Any:
-        """As a tree by logical names."""
-        return {**vars(self), "inner": self.inner.named(replica), "unused": sorted(self.unused or ())}
-
-    def add(self, agreed: Agreed, norm: float, lr: float, rows: int = 0) -> None:
-        """A step of it, with rows or without."""
-        self.at, self.steps, self.lr, self.rows = self.at + 1, self.steps + 1, lr, self.rows + rows
-        self.inner.at += 1
-        if agreed.count <= 0:
-            return
-        self.norm, self.loss, self.count = norm, self.loss + agreed.loss, self.count + agreed.count
-        add_metrics(self.metrics, agreed.metrics)
-        self.unused = {*agreed.unused} if self.unused is None else self.unused & {*agreed.unused}
-
-
 class Islands:
-    """`count` islands of a replica's job, of which some are `mine`: those of this worker's team. All workers are of
-    `group`; `word` says how islands are merged.
+    """The islands of a plan for a replica's job, of which some are `mine`: those of this worker's team. All workers are
+    of `group`; `manner` tells people how islands are merged.
     """
 
     codec: Codec | None = None
     differs = True  # as state of one's own
+    manner = ""
 
-    def __init__(self, replica: Replica, group: Group, mesh: Mesh, count: int, word: str | None) -> None:
-        self.replica, self.group, self.mesh, self.count = replica, group, mesh, count
+    def __init__(self, replica: Replica, group: Group, mesh: Mesh, plan: Plan) -> None:
+        self.replica, self.group, self.mesh, self.count = replica, group, mesh, plan.local or 1
         self.team, self.twins = replica.team, group.along("data", mesh=mesh)
         # Of an island: the step of the last checkpoint, that of the trainer in it, what the island kept; or nothing.
         self.recall: Callable[[int], list[Any]] = lambda island: []
         self.mine: list[int] = []
+        self.teams: list[tuple[list[int], list[int]]] = []  # the replicas and the islands of each
         self.work: dict[int, IslandProgress] = {}  # of the round under way
         self.steps = 0  # done
         # What islands keep, by the steps done: what a round makes of it is there before it is known whether it counts,
@@ -197,8 +90,10 @@ class Islands:
         self._sums: list[torch.Tensor] = []
         job = replica.job
         self.rows = replica.updater.rows
+        self._at_end: Sequence[torch.nn.Parameter] = self.rows  # what is merged when the round ends
         self._cuts = dict(job.own_cuts)
-        self.outer = outer_optimizer(word or OUTER, self.rows)
+        self.word = plan.outer or OUTER
+        self.outer = outer_optimizer(self.word, self.rows)
         self._names = {id(row): name for name, row in zip(job.own, self.rows, strict=True)}
 
     @property
@@ -210,6 +105,11 @@ class Islands:
     def speaks(self) -> bool:
         """Whether this worker tells what its team has done."""
         return self.team.rank == 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker's replica is the first of its team, which adds for it."""
+        return self.team.rank < self.mesh.replica
 
     # -- who has which ----------------------------------------------------------------------------------------------
 
@@ -227,9 +127,12 @@ class Islands:
         copies = [{i for n in team for i in has[n]}.difference(*had) for team in teams]
         found = dealt(self.count, [mine | more for mine, more in zip(had, copies, strict=True)])
         here = next(number for number, team in enumerate(ranks) if group.rank in team)
-        self.mine = found[here]
+        self.mine, self.teams = found[here], [*zip(teams, found, strict=True)]
         if not any(has):
+            resumed = bool(self._saved)
             self._begin()
+            if resumed:  # else one that is lost in the first round is as any other
+                self.guard(self.steps, range(self.count))
         else:
             to = {island: team for team, some in zip(teams, found, strict=True) for island in some}
             for island in range(self.count):
@@ -270,6 +173,8 @@ class Islands:
             near = [other for other in having if hosts[other * mesh.replica] == hosts[number * mesh.replica]]
             source = (near or having)[0]
             self._send(self.kept, which, source, number, into=island)
+        if told and island in self.kept:  # what the other one has not sent yet it sends itself
+            self.kept[island].forget("left")
         return told
 
     def _send(self, kept: dict[int, Inner], island: int, source: int, target: int, into: int | None = None) -> None:
@@ -336,11 +241,18 @@ class Islands:
         """What the round has made of what optimizers keep is that of so many steps, if it counts: of those islands that
         are `merged`. What others have begun goes on, and if it is lost, from what they kept before.
         """
-        made = {island: self.work[island].inner for island in self.mine if island in merged}
+        made = {}
+        for island in (island for island in self.mine if island in merged):
+            self.work[island].inner.beside = self._beside(island)
+            made[island] = self.work[island].inner
         self._kept[steps] = {i: inner for i, inner in self.kept.items() if i not in merged} | made
         left = {island: one for island, one in self.work.items() if island in late and island in self.mine}
         left = {island: replace(one, at=0, origin=one.origin or self._start) for island, one in left.items()}
         self._next = steps, left, late
+
+    def _beside(self, island: int) -> dict[str, Any]:
+        """What an island keeps from a round for the next one, besides what its optimizers do."""
+        return {}
 
     def _counts(self, steps: int) -> None:
         """The round counts, also where another one's state is taken over."""
@@ -399,7 +311,7 @@ class Islands:
         for island in self.mine:
             if island not in self.work:
                 kept[island].put(self.replica)
-                inner = Inner.live(self.replica, kept[island].expected, kept[island].at)
+                inner = Inner.live(self.replica, kept[island].expected, kept[island].at, kept[island].beside)
                 self.work[island] = IslandProgress(inner.copied())
 
     def enter(self, island: int) -> IslandProgress:
@@ -425,7 +337,7 @@ class Islands:
             del self.work[island]
             self._fill(self._start)
             return
-        one.inner = Inner.live(self.replica, one.inner.expected, one.inner.at)
+        one.inner = Inner.live(self.replica, one.inner.expected, one.inner.at, one.inner.beside)
         with torch.no_grad():
             if one.weights is None:
                 one.weights = [tensor.clone() for tensor in self._tensors()]
@@ -450,11 +362,22 @@ class Islands:
             scheduler.step()
         one.add(NOTHING, 0.0, lr, rows)
 
+    def passed(self, step: int) -> bool:
+        """All islands here have made so many steps of the round; whether somebody breaks it off."""
+        return False
+
+    def ended(self) -> bool:
+        """They have made all of them; whether somebody breaks it off."""
+        return False
+
+    def break_off(self) -> None:
+        """This worker does."""
+
     def merge(self, name: str, merged: Collection[int]) -> None:
         """How far the islands that are `merged` have come from where they began, which is the round's start unless they
         were late, each weighted by its count, is added up. Collective.
         """
-        self._moving = [*self.rows, *(b for b in self.replica.job.model.buffers() if b.is_floating_point())]
+        self._moving = [*self._at_end, *(b for b in self.replica.job.model.buffers() if b.is_floating_point())]
         moving = [local(tensor) for tensor in self._moving]
         whole = self._integers()
         start = [tensor.clone() for tensor in moving]
@@ -464,10 +387,12 @@ class Islands:
             began = start if (origin := self.work[island].origin) is None else self._moving_of(origin, moving)
             one = self.enter(island)
             for total, before, tensor in zip(self._sums, began, moving, strict=True):
-                if self.team.rank < self.mesh.replica:  # the first replica speaks for its team
+                if self.first:
                     total.add_(before.to(total.dtype) - tensor.to(total.dtype), alpha=one.count)
             for most, tensor in zip(self._largest, whole, strict=True):
                 torch.maximum(most, tensor, out=most)
+            if self.first:
+                self._add_left(island, self._names_of(range(len(self._at_end))), self._sums)
         self.rest()
         self._gathers()
         self.twins.enter(name, check=False, kind="merges")
@@ -482,26 +407,41 @@ class Islands:
         self._gathers()
         return [tensor.clone() for tensor in moving]
 
+    def _names_of(self, numbers: Iterable[int]) -> list[str]:
+        return [self._names[id(self.rows[number])] for number in numbers]
+
+    def _add_left(self, island: int, names: Sequence[str], totals: Sequence[torch.Tensor]) -> None:
+        """What codes had not sent of some parameters is added, uncoded."""
+        left = self.kept[island].beside.get("left", {})
+        for name, total in zip(names, totals, strict=False):
+            if name in left:
+                total.add_(left[name].view_as(total))
+
     def weigh(self) -> None:
         """Takes the measure of what is here when islands have been merged, and nothing counts yet."""
         ends = [tensor for one in self.work.values() for tensor in one.weights or ()]
         ends += [tensor for one in self.work.values() for tensor in one.origin or ()]
         inner = [one for kept in self._kept.values() for one in kept.values()]
         inner += [one.inner for one in self.work.values()]
-        trees = [[one.states, one.tree] for one in inner], [dict(one.state) for one in self.replica.job.optimizers]
+        optimizers = [*self.replica.job.optimizers, self.outer]
+        trees = [[one.states, one.tree, one.beside] for one in inner], [dict(one.state) for one in optimizers]
         kept = [tensor for tensor in pytree.tree_leaves(trees) if isinstance(tensor, torch.Tensor)]
-        self.most = held([*self._start, *ends, *self._sums]), held(kept)
+        self.most = held([*self._start, *ends, *self._sums, *self._merges()]), held(kept)
+
+    def _merges(self) -> list[torch.Tensor]:
+        """What merges have made within the round."""
+        return []
 
     def apply(self, count: float, steps: int) -> None:
         """The round counts, with which there are so many steps: the outer optimizer moves the weights."""
-        buffers = self._sums[len(self.rows) :]
+        buffers = self._sums[len(self._at_end) :]
         with torch.no_grad():
-            for row, total in zip(self.rows, self._sums, strict=False):
+            for row, total in zip(self._at_end, self._sums, strict=False):
                 row.grad = (total / count).to(row.dtype).view_as(row)
             self.outer.step()
             for row in self.rows:
                 row.grad = None
-            for tensor, total in zip(self._moving[len(self.rows) :], buffers, strict=True):
+            for tensor, total in zip(self._moving[len(self._at_end) :], buffers, strict=True):
                 tensor.copy_(tensor - total / count)
             for tensor, most in zip(self._integers(), self._largest, strict=True):
                 tensor.copy_(most)
@@ -562,7 +502,10 @@ class Islands:
             load_optimizer(self.outer, saved["outer"], self._names, self._cuts, job.place)
         each = {island: first_rows(tree) for island, tree in (saved.get("each") or {}).items()}
         before = saved.get("count", self.count)
-        self._saved = each if before == self.count else dict.fromkeys(map(str, range(self.count)), each.get("0"))
+        self._saved = each if before == self.count else dealt_anew(each, self.count)
+        streams = any("weights" in tree.get("fragments", {}) for tree in each.values())
+        if before == self.count and streams and self._at_end:
+            return "islands go on from the weights that were merged last"
         if before != self.count:
             return (
                 f"{before} islands are {self.count} from here: each goes on with what the optimizer of island 0 keeps"
@@ -574,6 +517,19 @@ def _told(tensor: torch.Tensor | Held, names: Mapping[int, str]) -> list[Any]:
     """Of a tensor that an island keeps: its dtype and whole shape, and which parameter's it is cut as."""
     here, name = (tensor.tensor, names[id(tensor.cut)]) if isinstance(tensor, Held) else (tensor, None)
     return [str(here.dtype).removeprefix("torch."), [*tensor.shape], name]
+
+
+def dealt_anew(each: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """For so many islands what others kept: each gets what the optimizer of the first kept; their weights are the
+    merged ones; and what codes had not sent is the first one's to send.
+    """
+    first = {key: kept for key, kept in each["0"].items() if key != "fragments"}
+    left: dict[str, torch.Tensor] = {}
+    for tree in each.values():
+        for name, tensor in tree.get("fragments", {}).get("left", {}).items():
+            left[name] = left[name] + tensor if name in left else tensor
+    made = dict.fromkeys(map(str, range(count)), first)
+    return {**made, "0": {**first, "fragments": {"left": left}}} if left else made
 
 
 def ranks_of(replicas: Sequence[int], mesh: Mesh) -> list[int]:

@@ -22,7 +22,7 @@ _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
 # A word's value is a literal or one of these: its pattern, and what the user is told it stands for.
 _NUMBERS = {
     **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFQSV"},
-    "K": ("[0-9]{1,9}", "K a whole number from 0 to 999999999"),
+    **{name: ("[0-9]{1,9}", f"{name} a whole number from 0 to 999999999") for name in "KD"},
     "topk:R": (r"topk:0?\.[0-9]*[1-9][0-9]*", "topk:R with a fraction R of the gradient, as 0.01"),
     "sgd:RATE": (rf"sgd:{_NUMBER}", "RATE a number, as 0.7"),
     "nesterov:RATE:MOMENTUM": (rf"nesterov:{_NUMBER}:0?\.[0-9]+", "MOMENTUM below 1, as 0.9"),
@@ -65,7 +65,11 @@ class Plan:
         of="local",
         built=True,
     )
-    fragments: int | None = _word("F", "the islands synchronise one of F parts of the model at a time", of="local")
+    fragments: int | None = _word("F", "one of F parts of the model is merged at a time", of="local", built=True)
+    delay: int | None = _word(
+        "D", "steps that are made while a part's sum travels; 0 unless said", of="fragments", built=True
+    )
+    outer_codec: str | None = _word("int8|int4", "how far islands have come travels as codes", of="local", built=True)
     quorum: int | None = _word(
         "Q", "a merge waits for Q islands and a grace window; later ones are in a later merge", of="local", built=True
     )
@@ -209,12 +213,16 @@ class Plan:
                 raise PlanError(f"{word} needs {owner}", f"add {owner}=N, or leave {word} out")
         if self.local and not self.every:
             raise PlanError(f"local={self.local} does not say how often", "add every=H, as every=50")
+        self._check_fragments()
         if self.local and self.server:
             what = f"local={self.local} and server={self.server} both synchronise the replicas"
             raise PlanError(what, "keep one of them")
         if self.local and (self.quorum or 0) >= self.local:
             what = f"quorum={self.quorum} of local={self.local} leaves nobody to be late"
             raise PlanError(what, "leave quorum out: a merge waits for all islands unless said")
+        beside = next((word for row, _, word in self.said() if row.name in ("fragments", "outer_codec")), "")
+        if self.quorum and beside:
+            raise PlanError(f"quorum={self.quorum} and {beside} are not built together yet", "leave one of them out")
         for row, value, word in self.said():
             if self.exact and row.name in ("codec", "staleness") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
@@ -227,6 +235,17 @@ class Plan:
                 raise PlanError(what, f"leave {word} or local out")
             if self.auto and (row.metadata["axis"] or row.name in ("local", "server")):
                 raise PlanError(f"auto and {word} both decide the layout", f"leave auto or {word} out")
+
+    def _check_fragments(self) -> None:
+        """An error where a round has fewer steps than parts, or a part's sum would travel longer than to the next."""
+        count, every, delay = self.fragments or 1, self.every or 1, self.delay or 0
+        if count > every:
+            what = f"fragments={count} are more than the steps of a round, every={every}"
+            raise PlanError(what, f"say fragments={every}, or every={count}")
+        if delay >= every // count:
+            each = every // count
+            what = f"delay={delay} is not less than the steps from one fragment to the next, of which there are {each}"
+            raise PlanError(what, f"say delay={each - 1}, or every={(delay + 1) * count}")
 
 
 def describe() -> str:

@@ -19,7 +19,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.data.loader import Place
 from paceline.errors import NonFiniteLossError, UsageError
-from paceline.islands import OUTER, IslandProgress, Islands, first_rows
+from paceline.fragments import Fragments
+from paceline.inner import IslandProgress
+from paceline.islands import OUTER, Islands, first_rows
 from paceline.lateness import Quorum, missed, name_dropped, part
 from paceline.mesh import Mesh
 from paceline.portions import Portion
@@ -52,10 +54,11 @@ def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
         )
     if wrong:
         raise UsageError(f"local={count}: {wrong}", cure)
-    islands = Islands(replica, run.team.group, mesh, count, plan.outer)
+    streams = plan.fragments or plan.outer_codec
+    islands = (Fragments if streams else Islands)(replica, run.team.group, mesh, plan)
     parts = sorted({len(part) for part in deal(batches, [1.0] * count)}, reverse=True) if grid is not None else []
     each = " or ".join(map(str, parts))
-    what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}"
+    what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{islands.manner}"
     run.say(f"{what}, with {each} of the micro-batches of each global batch")
     why = "the plan says local=: the result is that of so many, whoever computes them"
     if plan.quorum:
@@ -255,11 +258,17 @@ class Rounds(Stepper):
                 try:
                     stops = self._step_of(island, replace(one, whose=f" of island {island}"))
                     if stops and (ahead + 1 < self.every or island != due[-1]):
+                        isles.break_off()
                         return False
                 except NonFiniteLossError as error:
                     self._trouble = error
                     quorum.void(step.number)
+                    isles.break_off()
                     return False
+            if isles.passed(ahead + 1):
+                return False
+        if isles.ended():
+            return False
         if isles.speaks:
             quorum.tell(step.number, isles.mine, (), last or (most is not None and self.run.step + step.steps >= most))
         return True

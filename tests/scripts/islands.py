@@ -1,8 +1,8 @@
 """Trains each case in islands and writes weights and figures: islands.py FOLDER PLAN [CASE ...]
 
-With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often. With SLOW=CALLS the first worker
-makes the file `reached` when its loss is called so often, and is slow from then on. LOOPS=STEPS,STEPS: in
-so many loops.
+With KILL=WORKER:CALLS that worker is killed, or gets SIGNAL, once, when its loss is called so often. With
+SLOW=CALLS the first worker makes the file `reached` when its loss is called so often, and is slow from then on.
+LOOPS=STEPS,STEPS: in so many loops.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _act() -> None:
         if (done := Path(sys.argv[1]) / "killed").exists():
             return
         done.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[os.environ.get("SIGNAL", "SIGKILL")])
     if "SLOW" in os.environ and CALLS[0] >= int(os.environ["SLOW"]):
         (Path(sys.argv[1]) / "reached").touch()
         time.sleep(0.3)

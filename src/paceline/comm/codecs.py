@@ -104,6 +104,22 @@ class Scaled:
         return made.flatten(1)[:, :length]
 
 
+class Nibbles:
+    """Blocks of numbers from -7 to 7, two in a byte, each block over a scale of its own."""
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        blocks = _blocks(rows)
+        scales = blocks.abs().amax(-1, keepdim=True).div_(7)
+        scales.masked_fill_(scales == 0, 1.0)
+        codes = (blocks / scales).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
+        return _packed(scales, codes[..., ::2] | codes[..., 1::2] << 4)
+
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        scales, pairs = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
+        numbers = torch.stack([pairs & 15, pairs >> 4], -1).view(len(codes), -1, BLOCK).float().sub_(8)
+        return numbers.mul_(scales[..., None]).flatten(1)[:, :length]
+
+
 class Sign:
     """One bit an element, times the mean of a block's magnitudes."""
 
@@ -163,7 +179,7 @@ class CodedSum(NamedTuple):
 def manner(word: str) -> CodedSum:
     name, _, number = word.partition(":")
     codes: dict[str, Callable[[], Code]] = {"bf16": Bf16, "fp16": partial(Scaled, torch.float16)}
-    codes |= {"int8": partial(Scaled, torch.int8), "sign": Sign, "topk": lambda: TopK(float(number))}
+    codes |= {"int8": partial(Scaled, torch.int8), "int4": Nibbles, "sign": Sign, "topk": lambda: TopK(float(number))}
     return CodedSum(word, codes[name]() if name in codes else None, int(number) if name == "powersgd" else 0)
 
 

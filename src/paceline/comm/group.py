@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, replace
 from datetime import timedelta
@@ -20,13 +21,13 @@ from paceline.comm import links
 from paceline.comm.autoload import lend
 from paceline.comm.backend import ProcessGroup
 from paceline.comm.channel import Channel
-from paceline.comm.engine import Operation
-from paceline.comm.hosts import Between, interface_of
+from paceline.comm.engine import Operation, Steps
+from paceline.comm.hosts import Between, Hosts, interface_of
 from paceline.comm.nccl import Nccl
 from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
 from paceline.comm.status import call_site, unless
-from paceline.comm.tensors import Op, outside_inference, plain, reduction
+from paceline.comm.tensors import Asked, Op, outside_inference, plain, reduction
 from paceline.errors import LaunchError, PeerLostError, UsageError
 from paceline.mesh import AXES, Mesh
 from paceline.pieces import Held, assemble
@@ -355,6 +356,16 @@ class Group:
             return over.reduce_scatter(parts[self.rank], parts, add, whole=flat)
 
         return self._start(flat, scatter)
+
+    def start_steps(self, size: int, make: Callable[[Hosts | None, int], Steps]) -> dist.Work | None:
+        """Starts what is made of several steps among hosts, which hand over `size` bytes of each worker. `finish` must
+        follow; alone it is made at once. Part of the entered collective.
+        """
+        if self.size == 1:
+            deque(make(None, 0), maxlen=0)
+            return None
+        asked, channel = Asked("steps", torch.uint8), self.channel
+        return self._declare(lambda: channel.start(asked, size, 0, lambda fp: make(channel.hosts, fp)))
 
     def gather_stretches(self, flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Of tensors that have a stretch for each worker, everybody's own ones: for each tensor a list by rank, to be

@@ -29,6 +29,11 @@ _WORDS = {
         "how far its islands have come, once in {every} steps",
         "at the end of a round, for {last}",
     ),
+    "fragments": (
+        "also what each of its islands has come to in parts that are not merged yet",
+        "how far its islands have come in one of {n} parts at a time",
+        "after each part, where its sum takes longer than the {delay} steps that are made meanwhile",
+    ),
     "zero=1": (
         "all parameters and gradients, and 1/{n} of the optimizer's state",
         f"{_EACH}, and then the weights that it has updated",
@@ -150,6 +155,7 @@ class Explained:
         _, p, v = self.kind
         said: dict[str, Any] = {"v": v, "stages": v * p, "bubble": self.bubble, "every": self.plan.every}
         said["last"] = f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the last island"
+        said["delay"] = self.plan.delay or 0
         said["kept"] = max(map(kept, table(*self.kind, self.each)))
         for row, value, word in self.plan.said():
             told = _WORDS.get(f"zero={self.plan.zero}" if row.name == "shard" else row.name)
@@ -157,12 +163,7 @@ class Explained:
                 some = f"each computes at most {plural(self.islands, 'island')}"
                 more = "those of one island sum their gradients in each step"
                 yield word, f"replicas, to which the islands are dealt: {more if value > self.plan.local else some}"
-            elif told is None and row.name not in (
-                "zero",
-                "every",
-                "outer",
-                "quorum",
-            ):  # which are told with shard and local
+            elif told is None and row.name not in ("zero", "every", "outer", "delay", "quorum"):  # told with others
                 yield word, row.metadata["caption"]
             elif told is not None and (value > 1 or row.name == "local"):
                 verbs = zip((word, "", ""), ("holds", "sends", "waits"), told, strict=True)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from paceline.pieces import Shards
 
+CODED = {"int8": 260, "int4": 132}  # bytes of 256 elements with their scale
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -36,6 +38,26 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Isles:
+    """Of `every` so many steps: the islands that are `mine`, and whether there are `copies` of others'; the `fragments`
+    in which they are merged, 0 where they all are at once; the `code` of merges; whether these have `momentum`, and
+    whether an island may be `late` for them.
+    """
+
+    every: int
+    mine: int
+    copies: bool
+    fragments: int
+    code: str | None
+    momentum: bool
+    late: bool
+
+    def sent(self, rows: int, elements: int) -> int:
+        """Bytes of merges in a step, of so many bytes of rows."""
+        return (rows if self.code is None else elements * CODED[self.code] // 256) // self.every
+
+
+@dataclass(frozen=True)
 class Cost:
     """Bytes of a worker: held at most, by category; and sent in a step, by line of the ledger. And how many
     micro-batches are `in_flight` at most, once for each stage: what their activations take is not in it.
@@ -47,18 +69,22 @@ class Cost:
     sent: dict[str, int] = field(default_factory=dict)
     in_flight: int = 1
 
-    def in_islands(self, mine: int, copies: bool, here: int, rows: int, every: int, late: bool) -> Cost:
-        """Of a worker with so many islands, when a round is merged. Beside what is in use there are the round's start
-        and what each island has come to, which are what of the model is `here`, and how far, of the `rows` that are its
-        own; and what each optimizer keeps now and kept before, maybe with `copies` of another team's. One that may be
-        `late` also keeps the weights that it began at.
+    def in_islands(self, isles: Isles, here: int, rows: int) -> Cost:
+        """Of a worker with islands, when a round is merged. Beside what is in use there are the round's start and what
+        each island has come to, which are what of the model is `here`, and how far, of the `rows` that are its own, or
+        what of them merges have made; what each optimizer keeps now and kept before, maybe with copies of another
+        team's; and the outer optimizer's momentum. One that may be late also keeps the weights that it began at.
         """
-        parameters, optimizer = (
-            self.parameters + (1 + mine + mine * late) * here + rows,
-            (4 if copies else 2) * mine * self.optimizer,
+        momentum, streams = rows * isles.momentum, isles.fragments > 0
+        ends = isles.mine * (1 + isles.late) * here
+        parameters = self.parameters + here + ends + rows + streams * (momentum + rows * (here > rows))
+        kept = self.optimizer + rows * ((isles.fragments > 1) + bool(isles.code))
+        optimizer = (4 if isles.copies else 2) * isles.mine * kept + momentum
+        times = 1 + isles.mine * (isles.fragments + (isles.fragments > 1))
+        more = {kind: times * rows // isles.every for kind in self.sent if kind == "weights"}
+        return replace(
+            self, parameters=parameters, optimizer=optimizer, sent={k: n + more.get(k, 0) for k, n in self.sent.items()}
         )
-        sent = {kind: size + (rows // every if kind == "weights" else 0) for kind, size in self.sent.items()}
-        return replace(self, parameters=parameters, optimizer=optimizer, sent=sent)
 
     @property
     def held(self) -> tuple[int, int, int]:

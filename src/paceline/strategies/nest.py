@@ -10,10 +10,11 @@ from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
 from paceline.errors import PlanError
 from paceline.mesh import AXES
+from paceline.pieces import Shards
 from paceline.plan import Plan
 from paceline.strategies import data, shard
 from paceline.strategies.blocks import blocks_of, by_block, compiled, recompute, set_apart
-from paceline.strategies.cost import Cost, Facts
+from paceline.strategies.cost import Cost, Facts, Isles
 from paceline.strategies.data import share
 from paceline.strategies.job import Job
 from paceline.strategies.layout import Layout
@@ -45,10 +46,15 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     if plan.local:
         own = facts.bytes(mesh.shard)
         here = facts.beside + (own if mesh.shard > 1 and plan.zero != 1 else facts.bytes())
-        copies, every = 1 < replicas < 2 * teams, plan.every or 1
-        found = found.in_islands(-(-plan.local // teams), copies, here, own, every, bool(plan.quorum))
+        fragments = plan.fragments or int(plan.outer_codec is not None)
+        momentum = not (plan.outer or "").startswith("sgd")
+        copies, mine = 1 < replicas < 2 * teams, -(-plan.local // teams)
+        if plan.zero == 1:  # each island's step by itself
+            found = replace(found, sent={kind: mine * size for kind, size in found.sent.items()})
+        isles = Isles(plan.every or 1, mine, copies, fragments, plan.outer_codec, momentum, bool(plan.quorum))
+        found = found.in_islands(isles, here, own)
         if replicas > 1:
-            found.sent["merges"] = own // every
+            found.sent["merges"] = isles.sent(own, sum(map(Shards(mesh.shard).width, facts.shapes)))
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
     return replace(found, in_flight=max(map(kept, rows)))
 

@@ -55,7 +55,7 @@ class Stages:
         """
         own = [sum(self.weights[number] for number in self.own(stage)) for stage in range(self.count)]
         rates = [sum(seconds[at::workers]) / max(1, sum(own[at::workers])) for at in range(workers)]
-        starts = _even(self.weights, self.count, [rates[stage % workers] for stage in range(self.count)])
+        starts = even(self.weights, self.count, [rates[stage % workers] for stage in range(self.count)])
         cut = replace(self, starts=starts)
         then = [sum(self.weights[number] for number in cut.own(stage)) for stage in range(self.count)]
         slowest = max(rate * sum(then[at::workers]) for at, rate in enumerate(rates))
@@ -97,11 +97,11 @@ def divide(model: nn.Module, count: int, workers: int, said: str | None) -> Stag
     names = tuple(blocks)
     weights = tuple(_weights(model, names))
     if not cuts:
-        return Stages(names, _even(weights, count), weights)
+        return Stages(names, even(weights, count), weights)
     starts = tuple(int(text) if text.strip().isdecimal() else -1 for text in cuts.split(","))
     if len(starts) != count - 1 or any(not a < b for a, b in pairwise((0, *starts, len(names)))):
         what = f"pipeline_blocks={said!r} does not say the first blocks of {count - 1} later stages"
-        example = ",".join(map(str, _even([1] * len(names), count)[1:]))
+        example = ",".join(map(str, even([1] * len(names), count)[1:]))
         raise UsageError(what, f"write numbers that grow and are less than {len(names)}, as {path}:{example}")
     return Stages(names, (0, *starts), weights)
 
@@ -143,7 +143,7 @@ def _weights(model: nn.Module, names: Sequence[str]) -> list[int]:
     return found
 
 
-def _even(weights: Sequence[int], count: int, rates: Sequence[float] | None = None) -> tuple[int, ...]:
+def even(weights: Sequence[int], count: int, rates: Sequence[float] | None = None) -> tuple[int, ...]:
     """Where stages begin, so that the heaviest one is as light as can be, and those before it have as many blocks.
     With `rates`, what a stage's weight is to be multiplied by.
     """
