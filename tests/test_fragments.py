@@ -306,7 +306,7 @@ def test_the_histories_of_torchft(delay: int, merged: list[tuple[float, float]],
         plan=f"micro=2 local=2 every=6 outer=sgd:2 fragments=2 delay={delay}",
     )
     rows = TensorDataset(torch.zeros(8, 1))
-    found = [tuple(float(w) for w in trainer.model.layers) for _ in trainer.steps(rows, count=18)]
+    found = [tuple(float(w.detach()) for w in trainer.model.layers) for _ in trainer.steps(rows, count=18)]
     assert found == merged
 
 
