@@ -225,6 +225,18 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
             "server=1 staleness=inf exact",
             "exact and staleness=inf contradict each other; leave exact or staleness=inf out",
         ),
+        (
+            "local=3 every=50 fragments=2 quorum=2",
+            "quorum=2 and fragments=2 are not built together yet; leave one of them out",
+        ),
+        (
+            "local=3 every=50 outer_codec=int8 quorum=2",
+            "quorum=2 and outer_codec=int8 are not built together yet; leave one of them out",
+        ),
+        (
+            "local=3 every=50 lr_scaling=sqrt",
+            "lr_scaling=sqrt and local=3 are not built together yet; leave lr_scaling=sqrt or local out",
+        ),
         ("tensor=2 compile", "compile and tensor=2 are not built together yet; leave compile or tensor out"),
         ("pipeline=2 exact", "exact and pipeline=2 are not built together yet; leave exact or pipeline out"),
         ("context=2 exact", "exact and context=2 are not built together yet; leave exact or context out"),

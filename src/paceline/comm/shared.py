@@ -15,7 +15,6 @@ import select
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,8 +105,8 @@ def map_together(
 
 
 def give_back() -> None:
-    """What this process freed, and keeps for reuse, goes back to the system. glibc's allocator can do that."""
-    with suppress(AttributeError, OSError):
+    """What this process freed, and keeps for reuse, goes back to the system, if its allocator is glibc's."""
+    if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 

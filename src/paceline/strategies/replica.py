@@ -72,11 +72,11 @@ class Replica:
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""
         self.updater.build(optimizers, schedulers)
-        give_back()  # as much as the model was freed when it was made part by part, say
+        if self.mesh.replica > 1:  # the model was made part by part, and as much was freed
+            give_back()
 
     def rehouse(self) -> None:
         """Takes fresh memory from the present generation. Collective."""
-        give_back()
         if self.layout.allocate is not None:
             self.landing.rehouse(self.layout.allocate)
 
