@@ -15,8 +15,10 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from paceline.errors import LaunchError, UsageError, first_line
@@ -84,6 +86,21 @@ def _packed(function: Callable[..., Any], arguments: tuple[Any, ...], name: str)
     return packed
 
 
+@contextmanager
+def _interrupts() -> Iterator[int]:
+    """What becomes readable with each Ctrl-C, none of which breaks in anywhere."""
+    comes, tell = os.pipe()
+    here = threading.current_thread() is threading.main_thread()  # elsewhere none comes
+    before = signal.signal(signal.SIGINT, lambda *_: os.write(tell, b"!")) if here else None
+    try:
+        yield comes
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+        os.close(comes)
+        os.close(tell)
+
+
 def _follow(job: dict[str, Any]) -> int:
     """Runs an agent, in a process of its own, with all that it prints; its exit code."""
     path = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
@@ -95,31 +112,32 @@ def _follow(job: dict[str, Any]) -> int:
         env=worker_environment(None, PYTHONPATH=path),
         start_new_session=True,  # a terminal's Ctrl-C is ours to hand on
     )
+    assert agent.stdin is not None
     order = {"name": "", "listen": "127.0.0.1", "towards": None, "join": None}
     said = "".join(json.dumps(line) + "\n" for line in (job, order)).encode()
     unread = {agent.stdout: b"", agent.stderr: b""}
-    with agent, selectors.DefaultSelector() as selector:
-        for pipe in unread:
+    with agent, _interrupts() as interrupts, selectors.DefaultSelector() as selector:
+        for pipe in (interrupts, *unread):
             selector.register(pipe, selectors.EVENT_READ)  # type: ignore[arg-type]
-        while selector.get_map():
-            try:
-                if said:
-                    agent.stdin.write(said)  # type: ignore[union-attr]
-                    agent.stdin.flush()  # type: ignore[union-attr]
-                said = b"\0"
-                for key, _ in selector.select(BEAT):
-                    data = os.read(key.fd, CHUNK)
-                    *lines, unread[key.fileobj] = (unread[key.fileobj] + data).split(b"\n")  # type: ignore[index]
-                    if not data:
-                        selector.unregister(key.fileobj)
-                    out = sys.stdout if key.fileobj is agent.stdout else sys.stderr
-                    shown = [line for line in lines if not line.startswith(MARK)]
-                    out.write("".join(f"{line.decode(errors='replace')}\n" for line in shown))
-                    out.flush()
-            except KeyboardInterrupt:
-                said = bytes([signal.SIGINT])
-            except BrokenPipeError:
-                said = b""  # it has ended; what it printed is still to be read
+        while len(selector.get_map()) > 1:
+            with suppress(BrokenPipeError):  # it has ended; what it printed is still to be read
+                agent.stdin.write(said)
+                agent.stdin.flush()
+            said = b"\0"
+            for key, _ in selector.select(BEAT):
+                if key.fileobj == interrupts:
+                    said = bytes([signal.SIGINT] * len(os.read(interrupts, CHUNK)))
+                    continue
+                data = os.read(key.fd, CHUNK)
+                *lines, unread[key.fileobj] = (unread[key.fileobj] + data).split(b"\n")  # type: ignore[index]
+                if not data:
+                    selector.unregister(key.fileobj)
+                out = sys.stdout if key.fileobj is agent.stdout else sys.stderr
+                shown = [line for line in lines if not line.startswith(MARK)]
+                out.write("".join(f"{line.decode(errors='replace')}\n" for line in shown))
+                out.flush()
+        with suppress(BrokenPipeError):
+            agent.stdin.close()
         return agent.wait()
 
 
