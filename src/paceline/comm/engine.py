@@ -29,7 +29,6 @@ Steps = Generator[Condition, None, None]
 SPIN = 2e-4  # seconds of looking without a pause, while there is a core for each worker
 YIELD = 2e-3  # then seconds of letting others run in between; after that pauses
 PAUSE = 3e-4  # seconds at most
-BLOCK = 2e-2  # seconds in which what comes from another host is waited for in compiled code, a moment at a time
 LOOK = 0.1  # seconds between two looks for the reason of a long wait
 SWITCH = 2e-4  # seconds that another Python thread may keep the interpreter from the one that moves collectives on
 
@@ -250,7 +249,7 @@ class Engine:
                 now = time.perf_counter()
                 if self.turns != turns:
                     moved, turns = now, self.turns
-                self._rest(now - moved, owner.crowded)
+                self._pause(now - moved, owner.crowded)
                 if now - looked > LOOK:
                     looked = now
                     if not long:
@@ -270,18 +269,6 @@ class Engine:
                 self._wanted.set()
         owner.account(operation, time.perf_counter() - began)
         PULSE.beat()
-
-    def _rest(self, waited: float, crowded: bool) -> None:
-        """Until the next look. Whoever waits for gloo alone leaves the core to its threads, and is woken by them."""
-        block = None
-        if waited < BLOCK and self._lock.acquire(blocking=False):
-            lines = list(self._queues.values())
-            block = getattr(lines[0][0]._until, "block", None) if len(lines) == 1 else None
-            self._lock.release()
-        if block is None:
-            self._pause(waited, crowded)
-        else:
-            block()
 
     @staticmethod
     def _pause(waited: float, crowded: bool) -> None:
@@ -321,7 +308,7 @@ class Engine:
                 self._tell()
                 if self.turns != turns:
                     moved, turns = time.perf_counter(), self.turns
-                self._rest(time.perf_counter() - moved, True)
+                self._pause(time.perf_counter() - moved, True)
 
     def stop(self) -> None:
         """Ends the thread: one that comes back from compiled code into a dying interpreter aborts it."""

@@ -34,7 +34,6 @@ from paceline.errors import PeerLostError, UsageError, first_line
 from paceline.world import gloo_interface
 
 FOREVER = timedelta(days=7)  # waiting is our own: gloo's deadline only has to be longer than any honest pause
-MOMENT = timedelta(milliseconds=1)
 KEPT_BYTES = 64 << 20
 CHUNK, FLIGHT = 1 << 17, 4  # bytes that go to another worker at a time or more, and how many such are under way
 AT_A_TIME = 0.01  # seconds that such a piece may take
@@ -43,20 +42,6 @@ SIOCGIFADDR = 0x8915
 
 class LinkError(RuntimeError):
     """gloo lost a peer."""
-
-
-class _Arrived:
-    """Whether a work of gloo's is done. Whoever waits for nothing else may wait in it for a moment."""
-
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
-
-    def __call__(self) -> bool:
-        return self._work.is_completed()
-
-    def block(self) -> None:
-        with suppress(RuntimeError):  # it is not done yet, or was lost, which it says again
-            self._work.wait(MOMENT)
 
 
 class Gloo:
@@ -99,7 +84,7 @@ class Gloo:
         try:
             for start in [*starts, *[None] * FLIGHT]:
                 if under and (start is None or len(under) == FLIGHT):
-                    yield _Arrived(under[0])
+                    yield under[0].is_completed
                     under.popleft().wait()
                 if start is not None:
                     under.append(start())
