@@ -89,7 +89,7 @@ def measure(leaders: Gloo, meetings: Sequence[Sequence[Pair]], found: dict[Pair,
         while True:
             seconds = yield from _swap(leaders, mate, size)
             if mine is not None:
-                found[mine] = size / max(seconds - latency, seconds / 10), latency
+                found[mine] = size / max(seconds - latency, 0.9 * seconds), latency
             longest = torch.tensor([seconds])
             yield from leaders.all_reduce(longest, dist.ReduceOp.MAX)
             spent += float(longest)
