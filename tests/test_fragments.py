@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import signal
-import sys
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,22 +14,19 @@ import islands
 import numpy
 import pytest
 import torch
-from agents import until
 from by_hand import built, grid
 from islands import BATCH, CASES, DATA, MICRO, SEED, STEPS
-from launching import SCRIPTS
-from test_islands import DILOCO, MOMENTS, right, trained
+from test_islands import DILOCO, MOMENTS, right, stopped_in_a_round, trained
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
-from warm import Process, environment
 
 from paceline import Trainer, stream_seed
 from paceline.comm.codecs import manner
 from paceline.comm.group import Group
 from paceline.errors import PlanError
 from paceline.fragments import Coded, Flight
-from paceline.islands import Inner
+from paceline.inner import Inner
 from paceline.step import deal
 from paceline.team.chaos import read_log
 from paceline.team.coordinator import STOPPED
@@ -263,16 +257,7 @@ def test_a_checkpoint_goes_on_with_any_number_of_workers(workers: int, tmp_path:
 
 
 def test_a_stop_in_the_midst_of_a_round_saves_its_start(tmp_path: Path) -> None:
-    """The loss is called about twelve times by each of two workers in a round."""
-    command = ("run", "--workers", "2", "--run-dir", "run", str(SCRIPTS / "islands.py"), str(tmp_path))
-    command = (sys.executable, "-m", "paceline", *command, PLAN, "adamw")
-    with Process(command, environment(SLOW="20"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
-        until((tmp_path / "reached").exists)
-        process.send_signal(signal.SIGTERM)
-        stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == STOPPED, stdout + stderr
-    assert "stopped after step 4; saved" in stdout + stderr
-    trained(tmp_path, 2, PLAN, "adamw")
+    stopped_in_a_round(tmp_path, PLAN)
     right(tmp_path, *TWO, by_hand=by_hand)
 
 

@@ -229,17 +229,23 @@ def test_a_checkpoint_goes_on_without_islands_and_into_them(tmp_path: Path) -> N
     )
 
 
-def test_a_stop_in_the_midst_of_a_round_saves_its_start(tmp_path: Path) -> None:
-    """Rounds of 4 steps in which the loss is called about twelve times by each of two workers."""
-    command = ("run", "--workers", "2", "--run-dir", "run", str(SCRIPTS / "islands.py"), str(tmp_path))
-    command = (sys.executable, "-m", "paceline", *command, "local=2 every=4", "adamw")
-    with Process(command, environment(SLOW="20"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
-        until((tmp_path / "reached").exists)
+def stopped_in_a_round(folder: Path, plan: str) -> None:
+    """Two workers are told to stop in their second round of 4 steps, in which each calls the loss about twelve times,
+    and go on.
+    """
+    command = ("run", "--workers", "2", "--run-dir", "run", str(SCRIPTS / "islands.py"), str(folder))
+    command = (sys.executable, "-m", "paceline", *command, plan, "adamw")
+    with Process(command, environment(SLOW="20"), cwd=folder, stdout=PIPE, stderr=PIPE) as process:
+        until((folder / "reached").exists)
         process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == STOPPED, stdout + stderr
     assert "stopped after step 4; saved" in stdout + stderr
-    trained(tmp_path, 2, "local=2 every=4", "adamw")
+    trained(folder, 2, plan, "adamw")
+
+
+def test_a_stop_in_the_midst_of_a_round_saves_its_start(tmp_path: Path) -> None:
+    stopped_in_a_round(tmp_path, "local=2 every=4")
     right(tmp_path, 2, 4, DILOCO)
 
 

@@ -103,9 +103,8 @@ class Fragments(Islands):
         self.manner += f", as {plan.outer_codec}" if plan.outer_codec else ""
         self._at_end = []
         self._before: list[torch.Tensor] = []  # rows as they were when the round began
-        self._merged: list[
-            tuple[list[torch.nn.Parameter], Any]
-        ] = []  # of each fragment: rows, and the optimizer's state
+        # Of each fragment: rows, and the optimizer's state.
+        self._merged: list[tuple[list[torch.nn.Parameter], Any]] = []
         self._flight: Flight | None = None
 
     # -- a round ----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from paceline.arguments import peak_memory
 from paceline.data.balance import Balance
 from paceline.data.loader import Place
 from paceline.errors import MetricError, NonFiniteLossError, UsageError
+from paceline.inner import Inner
 from paceline.islands import first_rows
 from paceline.lateness import name_dropped
 from paceline.observe.figures import links_of
@@ -349,8 +350,7 @@ class Stepper:
             inner = first_rows(kept["each"]["0"])
             self.replica.updater.load(inner)
             self.expected = inner["expected"]
-            for scheduler in self.job.schedulers * (self.done - inner.get("at", self.done)):
-                scheduler.step()  # the island was late
+            Inner.of(inner, self.done).keep_up(self.replica, self.done)  # it may have been late
             self.run.say(
                 "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
                 "that of the others and of the merges is dropped"

@@ -96,21 +96,25 @@ CASES = {
 }
 
 
+def trainer_of(case: Case, loss: Callable[..., Any], plan: str) -> paceline.Trainer:
+    return paceline.Trainer(
+        case.model,
+        loss,
+        case.optimizer,
+        global_batch=BATCH,
+        schedule=case.schedule,
+        clip_norm=case.clip_norm,
+        seed=SEED,
+        plan=f"micro={MICRO} {plan}",
+    )
+
+
 def main() -> None:
     folder, plan, *names = sys.argv[1:]
     told: dict[str, Any] = {}
     for name in names or CASES:
-        case, figures = CASES[name], []
-        trainer = paceline.Trainer(
-            case.model,
-            loss,
-            case.optimizer,
-            global_batch=BATCH,
-            schedule=case.schedule,
-            clip_norm=case.clip_norm,
-            seed=SEED,
-            plan=f"micro={MICRO} {plan}",
-        )
+        figures = []
+        trainer = trainer_of(CASES[name], loss, plan)
         *before, count = map(int, os.environ.get("LOOPS", str(STEPS)).split(","))
         for steps in before:
             for _ in trainer.steps(DATA, count=steps):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from islands import BATCH, CASES, DATA, MICRO, SEED, STEPS
+from islands import CASES, DATA, STEPS, trainer_of
 from islands import loss as usual
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset
@@ -106,20 +106,11 @@ class Stream(IterableDataset[Any]):
 
 
 def main() -> None:
-    case, digests = CASES["adamw"], {}
+    digests = {}
     register_optimizer_step_post_hook(_made)
     if AFTER[:1] == [WORKER]:
         threading.Thread(target=_ends_after, daemon=True).start()
-    trainer = paceline.Trainer(
-        case.model,
-        loss,
-        case.optimizer,
-        global_batch=BATCH,
-        schedule=case.schedule,
-        clip_norm=case.clip_norm,
-        seed=SEED,
-        plan=f"micro={MICRO} {sys.argv[2]}",
-    )
+    trainer = trainer_of(CASES["adamw"], loss, sys.argv[2])
     TRAINERS.append(trainer)
     trainer.state["best"], trainer.state["figures"] = math.inf, []
     comes = int(os.environ.get("COMES", "0"))

@@ -91,6 +91,7 @@ def _interrupts() -> Iterator[int]:
     """What becomes readable with each Ctrl-C, none of which breaks in anywhere."""
     comes, tell = os.pipe()
     here = threading.current_thread() is threading.main_thread()  # elsewhere none comes
+    here &= signal.getsignal(signal.SIGINT) != signal.SIG_IGN
     before = signal.signal(signal.SIGINT, lambda *_: os.write(tell, b"!")) if here else None
     try:
         yield comes

@@ -190,13 +190,13 @@ class Own:
         if self.codec is None:
             return False
         links = self.group.links
-        if links:
-            self.outer.pace(min(link.rate for link in links), max(link.latency for link in links))
+        rate = min((link.rate for link in links), default=0.0)
+        self.outer.pace(rate, max((link.latency for link in links), default=0.0))
         if not self.codec.auto:
             return False
         self.chosen, self.codec.words = dict(chosen), dict(chosen.get("words") or {})
         self._runoff = None
-        hosts, rate = len(self.outer.leaders), min((link.rate for link in links), default=0.0)
+        hosts = len(self.outer.leaders)
         if rate == 0.0 or hosts == 1:
             return False
         open_ = chosen.get("open") or chosen.get("hosts") != hosts

@@ -56,9 +56,7 @@ class Merges:
     _full: float = math.inf  # when enough had
     _decided: float = math.nan  # when the round before was
     _spreads: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # seconds from the first to enough
-    _seconds: deque[float] = field(
-        default_factory=lambda: deque(maxlen=ROUNDS)
-    )  # from a merge until enough had made it
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # from a merge until enough made it
 
     def look(self, told: Iterable[Told | None], at_once: int, now: float) -> dict[str, Any] | None:
         """What is decided now, if anything is, of what teams tell. `at_once`: the generation that all are to enter.
