@@ -1,6 +1,6 @@
 """What islands cost and save: DiLoCo's loss beside that of synchronous training, and how much of a slow link it hides.
 
-Usage: diloco.py tune | loss | table | hidden [--plans PLAN ...] [--seeds N] [--rate R] [--record FILE] ...
+Usage: diloco.py tune | loss | table | hidden [--plans PLAN ...] [--seeds N] [--after STEPS] [--record FILE] ...
 
 - tune: the demo's GPT (examples/gpt.py), synchronous, with several learning rates: bits per byte of held-out text.
 - loss: the same with the best of these, 4 islands of H = 64 steps after as many samples, beside synchronous training,
@@ -20,8 +20,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -75,25 +77,27 @@ def learn(plan: str, rate: float, seed: int, steps: int) -> None:
     print("\n" + json.dumps(found["bits"]))
 
 
-def learned(runs: Iterable[tuple[str, float, int]], steps: int) -> dict[tuple[str, float, int], float]:
+def learned(runs: Iterable[tuple[str, float, int]], steps: int, after: int) -> dict[tuple[str, float, int], float]:
     """The held-out bits per byte of each plan, rate and seed; as many at a time as there are cores."""
-    waiting, found, under_way = [*runs], {}, dict[Any, tuple[str, float, int]]()
-    while waiting or under_way:
-        while waiting and len(under_way) < (os.cpu_count() or 1):
-            one = waiting.pop(0)
-            words = [sys.executable, __file__, "learn", "--as", *map(str, one), str(steps)]
-            under_way[subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)] = one
-        for process in [process for process in under_way if process.poll() is not None]:
-            out, err = process.communicate()
-            if process.returncode:
-                raise SystemExit(err)
-            one = under_way.pop(process)
-            found[one] = float(out.splitlines()[-1])
-            print(
-                f"{one[0] or 'synchronous'}, rate {one[1]:g}, seed {one[2]}: {found[one]:.4f} bits per byte", flush=True
-            )
-        time.sleep(0.1)
-    return found
+
+    def one(run: tuple[str, float, int]) -> float:
+        plan, rate, seed = run
+        with tempfile.TemporaryDirectory() as folder:
+            env, out = {**os.environ, "PACELINE_RUN_DIR": folder} if after else None, ""
+            stages = [("", {"PACELINE_MAX_STEPS": f"{after}"}), (plan, {})] if after else [(plan, {})]
+            for words, more in stages:
+                role = [sys.executable, __file__, "learn", "--as", words, f"{rate}", f"{seed}", f"{steps}"]
+                process = subprocess.run(role, env=env and {**env, **more}, capture_output=True, text=True)
+                if process.returncode:
+                    raise SystemExit(process.stderr)
+                out = process.stdout
+        bits = float(out.splitlines()[-1])
+        print(f"{plan or 'synchronous'}, rate {rate:g}, seed {seed}: {bits:.4f} bits per byte", flush=True)
+        return bits
+
+    waiting = [*runs]
+    with ThreadPoolExecutor(os.cpu_count()) as at_a_time:
+        return dict(zip(waiting, at_a_time.map(one, waiting), strict=True))
 
 
 def travel(plan: str, rounds: int) -> None:
@@ -168,6 +172,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=RATE)
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the demo's")
+    parser.add_argument("--after", type=int, default=0, help="islands begin after so many synchronous steps")
     parser.add_argument("--mbit", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--record", type=Path, metavar="FILE", help="writes the raw figures")
@@ -187,7 +192,7 @@ def main() -> None:
             "loss": [(plan, options.rate, seed) for seed in range(options.seeds) for plan in options.plans or LOSS],
             "table": [(plan, options.rate, 0) for plan in options.plans or TABLE],
         }[options.part]
-        found = learned(runs, options.steps)
+        found = learned(runs, options.steps, options.after)
         results = [[*one, bits] for one, bits in found.items()]
         for plan in dict.fromkeys(plan for plan, *_ in runs) if options.part != "tune" else ():
             pairs = [(bits, found.get(("", rate, seed))) for (p, rate, seed), bits in found.items() if p == plan]

@@ -28,6 +28,7 @@ from warm import Process, environment
 from paceline import Trainer, stream_seed
 from paceline.errors import PacelineError, UsageError
 from paceline.islands import dealt
+from paceline.observe.journal import read_journal
 from paceline.step import deal
 from paceline.team.chaos import read_log
 from paceline.team.coordinator import STOPPED
@@ -247,6 +248,8 @@ def stopped_in_a_round(folder: Path, plan: str) -> None:
 def test_a_stop_in_the_midst_of_a_round_saves_its_start(tmp_path: Path) -> None:
     stopped_in_a_round(tmp_path, "local=2 every=4")
     right(tmp_path, 2, 4, DILOCO)
+    records = [(event["step"], event["steps"]) for event in read_journal(tmp_path / "run") if event["event"] == "step"]
+    assert sum(steps for _, steps in records) == records[-1][0]
 
 
 @pytest.mark.parametrize(

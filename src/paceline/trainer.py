@@ -373,7 +373,8 @@ class Trainer:
         report = StepReport(self.steps_done, one.whole.epoch, *ends)
         run.took_step, run.team.step, self._last = True, run.step, report
         members = run.team.operations.members
-        self._ledger.add(report.step, report.samples, one.spent, dict(zip(members, agreed.seconds, strict=False)))
+        workers = dict(zip(members, agreed.seconds, strict=False))
+        self._ledger.add(report.step, report.samples, one.spent, workers, one.steps)
         if self._ledger.due():
             self.flush()
         run.checking(self._job, self._stepper.merging.mixes)

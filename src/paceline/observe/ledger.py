@@ -25,9 +25,13 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: int, samples: int, spent: dict[str, float], workers: Mapping[int, float]) -> None:
-        """Adds one step: `spent` seconds by part on this worker; `workers` are everybody's seconds of computing."""
-        self._steps.append(_Step(step, samples, spent, workers))
+    def add(
+        self, step: int, samples: int, spent: dict[str, float], workers: Mapping[int, float], steps: int = 1
+    ) -> None:
+        """Adds one turn of so many `steps`: `spent` seconds by part on this worker; `workers` are everybody's seconds of
+        computing.
+        """
+        self._steps.append(_Step(step, samples, spent, workers, steps))
 
     def due(self) -> bool:
         return time.monotonic() - self._last >= EVERY
@@ -54,7 +58,7 @@ class Ledger:
                 waited_for[first] = waited_for.get(first, 0.0) + one.workers[first] - one.workers[second]
         record = {
             "samples": sum(one.samples for one in self._steps),
-            "steps": len(self._steps),
+            "steps": sum(one.steps for one in self._steps),
             "seconds": sum(spent.values()),
             "time": spent,
             "waited_for": waited_for,
@@ -71,3 +75,4 @@ class _Step:
     samples: int
     spent: dict[str, float]
     workers: Mapping[int, float]
+    steps: int
