@@ -16,18 +16,18 @@ from launching import train_basics
 from oracle import apart
 from safetensors.torch import load_file
 
-from paceline.data.balance import Balance, Change, Cost, slowest, solve, soonest
+from paceline.data.balance import Balance, Change, WorkerCost, slowest, solve, soonest
 from paceline.observe.journal import read_journal
 from paceline.observe.summary import Summary, facts
 from paceline.step import Grid, deal_rows
 from paceline.team.chaos import read_log
 
 GRID = Grid(256, 32)
-costs = st.builds(Cost, st.sampled_from([0.0, 0.1, 1.0]), st.floats(0.01, 10.0))
+costs = st.builds(WorkerCost, st.sampled_from([0.0, 0.1, 1.0]), st.floats(0.01, 10.0))
 
 
 @given(st.integers(1, 7), st.lists(costs, min_size=1, max_size=3))
-def test_no_dealing_is_done_earlier(units: int, some: list[Cost]) -> None:
+def test_no_dealing_is_done_earlier(units: int, some: list[WorkerCost]) -> None:
     found = solve(units, some)
     assert sum(found) == units
     every = (c for c in itertools.product(range(units + 1), repeat=len(some)) if sum(c) == units)
@@ -35,7 +35,7 @@ def test_no_dealing_is_done_earlier(units: int, some: list[Cost]) -> None:
 
 
 @given(st.lists(costs, min_size=1, max_size=4))
-def test_what_can_be_divided_at_will_is_done_no_later(some: list[Cost]) -> None:
+def test_what_can_be_divided_at_will_is_done_no_later(some: list[WorkerCost]) -> None:
     done = [slowest(units, solve(units, some), some) for units in (1, 10, 1000)]
     assert all(soonest(some) <= seconds * (1 + 1e-9) for seconds in done)
     assert done[-1] <= soonest(some) * 1.01 + max(cost.rate for cost in some) / 1000

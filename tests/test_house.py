@@ -238,6 +238,15 @@ def unpickling(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: {', '.join(used)}"  # type: ignore[attr-defined]
 
 
+def classes_of_one_name(modules: Modules) -> Iterator[str]:
+    found: dict[str, str] = {}
+    for name, tree in modules.items():
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            if node.name in found:
+                yield f"{name}:{node.lineno}: {node.name} is a class of {found[node.name]}, too"
+            found.setdefault(node.name, name)
+
+
 def missing_captions(tree: str, package: Path) -> Iterator[str]:
     """Every room, a folder or a module at the top of the package, has its line in docs/tree.md."""
     for path in sorted(package.iterdir()):
@@ -259,6 +268,7 @@ RULES: list[Rule] = [
     questions_about_layouts,
     layouts_that_import_layouts,
     unpickling,
+    classes_of_one_name,
 ]
 
 
@@ -398,6 +408,11 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
         ["plan:1: torch.distributed.broadcast_object_list"],
     ),
     (unpickling, "numpy.load(path, allow_pickle=True)", ["plan:1: allow_pickle"]),
+    (
+        classes_of_one_name,
+        {"plan": "class Cost: ...", "mesh": "class Cost: ...\nclass Other: ..."},
+        ["mesh:1: Cost is a class of paceline.plan, too"],
+    ),
     (unpickling, "json.load(file)\nctypes.py_object(x)\nsafetensors.torch.load_file(path)", []),
 ]
 

@@ -23,7 +23,7 @@ from token_folders import write_folder
 from paceline.checkpoint import files
 from paceline.checkpoint.export import export_model
 from paceline.checkpoint.files import checkpoints_of
-from paceline.checkpoint.storage import Bucket, Folder, Storage, storage_at
+from paceline.checkpoint.storage import Folder, ObjectStore, Storage, storage_at
 from paceline.data import Tokens
 from paceline.errors import CheckpointError, DatasetError
 from paceline.observe.journal import read_journal
@@ -41,7 +41,7 @@ def places(tmp_path: Path) -> list[Storage]:
 
 def test_all_places_keep_the_contract(s3: Proxy, tmp_path: Path) -> None:
     found = places(tmp_path)
-    assert [type(place) for place in found] == [Folder, Bucket, Bucket]
+    assert [type(place) for place in found] == [Folder, ObjectStore, ObjectStore]
     assert [str(place) for place in found] == [f"{tmp_path}/a/b", "memory://a/b", "s3://bucket/runs/a"]
     for place in found:
         assert place.folders() == []

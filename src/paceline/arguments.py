@@ -373,7 +373,7 @@ def left_out(optimizers: Sequence[Optimizer], params: Sequence[tuple[str, nn.Par
 
 
 @dataclass
-class Said:
+class FromScript:
     """What a script says that a checkpoint keeps for those who resume: the seed, and the options of the optimizers'
     groups. `version` is how often the weights had been written to when the trainer was made.
     """
@@ -383,12 +383,12 @@ class Said:
     version: int
 
     @staticmethod
-    def of(seed: int, optimizers: Sequence[Optimizer], model: nn.Module) -> Said:
+    def of(seed: int, optimizers: Sequence[Optimizer], model: nn.Module) -> FromScript:
         options = [
             [{k: v for k, v in g.items() if k not in _TORCHS and isinstance(v, _OPTIONS)} for g in one.param_groups]
             for one in optimizers
         ]
-        return Said(seed, options, _version(model))
+        return FromScript(seed, options, _version(model))
 
     def saved(self) -> dict[str, Any]:
         return {"seed": self.seed, "options": self.options}

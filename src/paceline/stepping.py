@@ -78,7 +78,7 @@ class Step:
     scale: float = 1.0
     generation: int = -1  # that it was computed in last
     digest: float | None = None  # of the weights before it, where they are compared
-    ahead: Migration.Step | None = None  # what newcomers hear of it
+    ahead: Migration.Stream | None = None  # what newcomers hear of it
     whole: Portion = field(default_factory=lambda: Portion([], 0, 0))
     indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
     options: Options = field(default_factory=lambda: Options(0, 1.0, 0))

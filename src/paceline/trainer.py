@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from paceline.agreement import Weights
 from paceline.arguments import (
     Fixed,
-    Said,
+    FromScript,
     Schedule,
     built,
     choose_plan,
@@ -141,7 +141,7 @@ class Trainer:
             run.decide(self._number, what, why)
             run.say(what)
         optimizers = self._optimizers(optimizer, mesh)
-        self._said = Said.of(seed, optimizers, self.model)
+        self._said = FromScript.of(seed, optimizers, self.model)
         self._replica.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")

@@ -133,7 +133,7 @@ def pause(waited: float, crowded: bool) -> None:
 
 
 def main() -> None:
-    sys.modules["paceline.comm.engine"].Engine._pause = staticmethod(pause)
+    sys.modules["paceline.comm.engine"].ProgressEngine._pause = staticmethod(pause)
     coordinator_process.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
     given = json.loads(sys.argv[1])
     descriptor = os.environ.pop("PACELINE_TEST_SERVE", None)

@@ -72,7 +72,7 @@ def is_url(place: str) -> bool:
 
 def storage_at(place: str | Path) -> Storage:
     """The storage at a URL (``s3://bucket/runs/a``) or in a folder. UsageError: fsspec does not know the URL."""
-    return Bucket(str(place)) if is_url(str(place)) else Folder(Path(place))
+    return ObjectStore(str(place)) if is_url(str(place)) else Folder(Path(place))
 
 
 class Folder:
@@ -141,7 +141,7 @@ class Folder:
             (self.path / folder).rmdir()
 
 
-class Bucket:
+class ObjectStore:
     """A URL of fsspec's, as ``s3://bucket/runs/a``. What reaches it (keys, an endpoint) is the environment's business,
     as the packages behind fsspec read it.
     """

@@ -166,7 +166,7 @@ def _nothing() -> Steps:
     yield from ()
 
 
-class Engine:
+class ProgressEngine:
     """All operations under way in this process, in queues: what shares a queue goes in order, the rest side by side.
 
     What hangs on an operation's future may itself begin operations and wait for them, as DDP's PowerSGD hook does. So
@@ -328,7 +328,7 @@ class Engine:
         self._tell()
 
 
-ENGINE = Engine()
+ENGINE = ProgressEngine()
 _PARENTS: list[dict[str, Any]] = []
 
 

@@ -31,7 +31,7 @@ COARSE, GOOD = 0.9, 0.95  # part of the workers' speed that the grid lets them u
 
 
 @dataclass(frozen=True)
-class Cost:
+class WorkerCost:
     """A worker takes `fixed` + `rate` * f seconds for the part f of a global batch."""
 
     fixed: float
@@ -41,7 +41,7 @@ class Cost:
         return self.fixed + self.rate * part if part else 0.0
 
 
-def solve(units: int, costs: Sequence[Cost]) -> tuple[int, ...]:
+def solve(units: int, costs: Sequence[WorkerCost]) -> tuple[int, ...]:
     """How many of `units` equal parts each worker gets so that the last one is done as early as can be.
 
     One after another goes to whoever would be done first with it, which no other dealing beats: what a worker has only
@@ -57,7 +57,7 @@ def solve(units: int, costs: Sequence[Cost]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def slowest(units: int, counts: Sequence[int], costs: Sequence[Cost]) -> float:
+def slowest(units: int, counts: Sequence[int], costs: Sequence[WorkerCost]) -> float:
     """Seconds until all are done."""
     return max(cost.of(count / units) for cost, count in zip(costs, counts, strict=True))
 
@@ -87,7 +87,7 @@ class Balance:
     unit: int = 1
     fine: bool = False
     counts: tuple[int, ...] = ()  # of units, by rank; empty: equal shares
-    _costs: dict[int, Cost] = field(default_factory=dict)
+    _costs: dict[int, WorkerCost] = field(default_factory=dict)
     _rows: list[tuple[float, ...]] = field(default_factory=list)  # seconds of the last steps, by rank
     _steps: int = 0
     _changed: list[int] = field(default_factory=list)  # the steps after which shares changed
@@ -135,15 +135,15 @@ class Balance:
     def reform(self, workers: Sequence[int], said: Mapping[str, Any]) -> None:
         """Another team, of whose workers this much is known."""
         self.workers, self.fine, self.whole = tuple(workers), said["fine"], said["whole"]
-        self._costs = {int(worker): Cost(*cost) for worker, cost in said["costs"].items()}
+        self._costs = {int(worker): WorkerCost(*cost) for worker, cost in said["costs"].items()}
         self._earlier, self._idle, self._changed, self._steps = {}, {}, [], 0
         self._trial = self._before = None
         self._begin(solve(self.units, self._known()) if self._costs else ())
 
-    def _known(self) -> list[Cost]:
+    def _known(self) -> list[WorkerCost]:
         """What the members cost; of one that has not been measured the same as of others."""
         here = [self._costs[worker] for worker in self.members if worker in self._costs] or [*self._costs.values()]
-        usual = Cost(median(cost.fixed for cost in here), median(cost.rate for cost in here))
+        usual = WorkerCost(median(cost.fixed for cost in here), median(cost.rate for cost in here))
         return [self._costs.get(worker, usual) for worker in self.members]
 
     # -- whether micro-batches may be divided
@@ -283,7 +283,7 @@ class Balance:
             if abs(part - before) > APART * max(part, before):
                 slope = (time - took) / (part - before)
                 fixed = min(max(time - slope * part, 0.0), FIXED * time)
-            self._costs[worker] = Cost(fixed, (time - fixed) / part)
+            self._costs[worker] = WorkerCost(fixed, (time - fixed) / part)
 
     # -- what people are told
 
@@ -309,7 +309,7 @@ class Balance:
     def text(self) -> str:
         """The shares, for people."""
         percent = [f"{100 * part:.0f}" for part in self.parts]
-        one, costs = 1 / self.units, self._known() if self._costs else [Cost(0.0, 1.0)] * len(self.members)
+        one, costs = 1 / self.units, self._known() if self._costs else [WorkerCost(0.0, 1.0)] * len(self.members)
         most = slowest(self.units, [round(part * self.units) for part in self.parts], costs)
         places = [place for place, part in enumerate(self.parts) if not part and costs[place].of(one) > 1.01 * most]
         idle = [w for place in places for w in self.workers[place * self.unit :][: self.unit]]
@@ -321,13 +321,13 @@ class Balance:
         return what + alone
 
 
-def used_by(grid: Grid, costs: Sequence[Cost]) -> float:
+def used_by(grid: Grid, costs: Sequence[WorkerCost]) -> float:
     """Part of the workers' speed that a grid of whole micro-batches lets them use."""
     units = len(grid.cut(grid.global_batch))
     return soonest(costs) / slowest(units, solve(units, costs), costs)
 
 
-def soonest(costs: Sequence[Cost]) -> float:
+def soonest(costs: Sequence[WorkerCost]) -> float:
     """Seconds until all are done where a global batch can be divided at will."""
     speed, head, done = 0.0, 0.0, math.inf
     for cost in sorted(costs, key=lambda cost: cost.fixed):

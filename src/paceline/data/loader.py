@@ -304,7 +304,7 @@ class Feed:
         self.collated = Collated(source.collate, grid.micro) if source.collate is not default_collate else None
         self._iterator: Any = None  # begun when there is something to load
         self._rows: _Rows | None = None  # where they are loaded in this process
-        self._stream = _Stream(self) if source.rows is None else None
+        self._stream = _RowStream(self) if source.rows is None else None
 
     def grid_of(self, step: int) -> tuple[int, int, list[range]]:
         """Epoch, first position and micro-batches (as position ranges) of a phase's global batch."""
@@ -473,7 +473,7 @@ class _Numbered(IterableDataset[Any]):
                 raise DatasetError(f"the dataset gave no rows in epoch {epoch}", cure)
 
 
-class _Stream:
+class _RowStream:
     """Deals an iterable dataset by row number. Every worker reads all rows and collates its own."""
 
     def __init__(self, feed: Feed) -> None:

@@ -238,7 +238,7 @@ def _make(
     with ExitStack() as stack:
         pieces = _pieces(list(files), [size for size, _ in files.values()], place["file"], place["offset"])
         line = _Line([size for size, _ in files.values()], place, sum(shard["tokens"] for shard in shards))
-        stream = _Stream(_tokenized(pieces, recipe, workers, stack), place, line)
+        stream = _TokenStream(_tokenized(pieces, recipe, workers, stack), place, line)
         while stream.more():
             name, count, digest = f"{len(shards):05}.bin", 0, hashlib.sha256()
             with _replacing(out / name) as file:
@@ -254,7 +254,7 @@ def _make(
     return {"tokens": sum(shard["tokens"] for shard in shards), "documents": stream.documents, "shards": shards}
 
 
-class _Stream:
+class _TokenStream:
     """The tokens of all pieces in a row, from a place on."""
 
     def __init__(self, results: Iterator[tuple[_Piece, Any, int]], place: dict[str, int], line: _Line) -> None:

@@ -28,7 +28,7 @@ class Ledger:
     def add(
         self, step: int, samples: int, spent: dict[str, float], workers: Mapping[int, float], steps: int = 1
     ) -> None:
-        """Adds one turn of so many `steps`: `spent` seconds by part on this worker; `workers` are everybody's seconds of
+        """Adds a turn of so many `steps`: `spent` seconds by part on this worker; `workers` are everybody's seconds of
         computing.
         """
         self._steps.append(_Step(step, samples, spent, workers, steps))

@@ -197,11 +197,11 @@ class Migration:
         for giver in [*self.givers.values()]:
             giver.copied()
 
-    def step(self, trainer: int, whole: bool) -> Migration.Step:
+    def step(self, trainer: int, whole: bool) -> Migration.Stream:
         """What they hear of a trainer's step that begins; sums have their last form when it ends, if it is `whole`."""
-        return Migration.Step(self, trainer, self.giving and not whole)
+        return Migration.Stream(self, trainer, self.giving and not whole)
 
-    class Step:
+    class Stream:
         """Sums by their number, as they arrive; then what of them has not gone yet, and what it takes to apply them."""
 
         def __init__(self, ahead: Migration, trainer: int, early: bool) -> None:
