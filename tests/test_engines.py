@@ -264,8 +264,26 @@ WRONG: list[tuple[list[str], str]] = [
         "--env NO_SUCH_VARIABLE: there is no such variable here; export it, or give --env NO_SUCH_VARIABLE=VALUE",
     ),
     (["ssh", "--hosts", "a", "--env", "1=2", "SCRIPT"], "--env 1 is no variable; give NAME, or NAME=VALUE"),
+    (
+        ["mpi", "SCRIPT"],
+        "which hosts is not said; give --hosts a,b:2 or --hostfile FILE, or run it in a job of PBS",
+    ),
     (["slurm", "SCRIPT"], "how many nodes is not said; give -N NODES, or run it inside of salloc"),
 ]
+
+
+def test_a_job_of_pbs_has_its_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    words = ["launch", "mpi", "--engine=--mca plm tm", "--python", "/py", "--cwd", "/c", "--dry-run", "train.py"]
+    assert main(words) == 0
+    shell = "sh <<< 'cd /c && exec /py -m paceline agent\n'\n"
+    each = "mpirun -q -n 1 --host {} --bind-to none --mca plm tm " + shell
+    assert capsys.readouterr().out == each.format("n1") + each.format("n2")
 
 
 @pytest.mark.parametrize(("words", "told"), WRONG, ids=[told.split(";")[0] for _, told in WRONG])

@@ -255,6 +255,17 @@ def test_the_transport_is_used_as_documented(tmp_path: Path) -> None:
     assert [code for code, _ in without_an_agent(script, script)] == [0, 0]
 
 
+def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out.partition("\nexample")[0]))
+
+
+def test_hosts_behind_mpirun_have_the_options_of_those_behind_ssh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options_of("launch mpi", capsys) == options_of("launch ssh", capsys)
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -263,10 +274,7 @@ def test_the_transport_is_used_as_documented(tmp_path: Path) -> None:
     ],
 )
 def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
-    assert ended.value.code == 0
-    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out.partition("\nexample")[0]))
+    options = options_of(command, capsys)
     told = set(re.findall(r"`(--[a-z-]+)", section("docs/running.md", f"## `paceline {command}`")))
     assert told >= options
     assert told - options == set()

@@ -1,4 +1,6 @@
-"""`paceline launch ssh` over real sshd, one in each network namespace; the launcher is on a host of its own."""
+"""`paceline launch ssh` and `launch mpi` over real sshd, one in each network namespace; the launcher has a host of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from networks import Network
 from networks import hosts as hosts
 from oracle import apart
 from safetensors.torch import load_file
-from test_launchers_of_others import weights
+from test_launchers_of_others import needs, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
 DIGITS = Path(__file__).parents[1] / "examples" / "digits.py"
@@ -45,8 +47,8 @@ Host *
 class Shore:
     """Hosts a, b, ... behind sshd, which know each other by no name; the last one is where the launcher runs."""
 
-    def __init__(self, network: Network, folder: Path) -> None:
-        self.folder, self.here, self.hosts = folder, network.hosts[-1], network.hosts[:-1]
+    def __init__(self, network: Network, folder: Path, engine: str) -> None:
+        self.engine, self.folder, self.here, self.hosts = engine, folder, network.hosts[-1], network.hosts[:-1]
         self.started: list[subprocess.Popen[str]] = []
         Path("/run/sshd").mkdir(exist_ok=True)
         for key in ("host", "client"):
@@ -68,7 +70,12 @@ class Shore:
         return server
 
     def start(self, *words: str | Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "paceline", "launch", "ssh", f"--engine=-F {self.folder / 'config'}"]
+        config = f"-F {self.folder / 'config'}"
+        if self.engine == "mpi":
+            network = f"{self.here.address.rpartition('.')[0]}.0/24"
+            ways = (f"--mca {kind}_tcp_if_include {network}" for kind in ("oob", "btl"))
+            config = f'--allow-run-as-root --mca plm_rsh_agent "ssh {config}" {" ".join(ways)}'
+        command = [sys.executable, "-m", "paceline", "launch", self.engine, f"--engine={config}"]
         variables = ["--env=OMP_NUM_THREADS=1", "--env=CUDA_VISIBLE_DEVICES", f"--env=PYTHONPATH={SCRIPTS}"]
         options = ("--cwd", self.folder, "--workers-per-host", "1", *variables, *words)
         process = piped(self.here.command(*command, *options), self.folder, devices="-1")
@@ -91,14 +98,18 @@ class Shore:
             server.wait(20)
 
 
-@pytest.fixture
-def shore(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Callable[[int], Shore]]:
+@pytest.fixture(params=["ssh", "mpi"])
+def shore(
+    hosts: Callable[[int], Network], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[[int], Shore]]:
+    if request.param == "mpi":
+        needs("mpirun")
     if shutil.which("sshd", path="/usr/sbin") is None:
         lacking("there is no sshd: run .ci/servers")
     made: list[Shore] = []
 
     def make(count: int) -> Shore:
-        made.append(Shore(hosts(count + 1), tmp_path))
+        made.append(Shore(hosts(count + 1), tmp_path, request.param))
         return made[-1]
 
     yield make
@@ -166,7 +177,9 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(shore: Callable[[int], Shore]
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=100)
     assert process.returncode == 130, error
-    again = next(line for line in error.splitlines() if line.startswith("continue with: paceline launch ssh "))
+    again = next(
+        line for line in error.splitlines() if line.startswith(f"continue with: paceline launch {here.engine} ")
+    )
     assert " --run-dir run " in again
     assert "VISIBLE_DEVICES" in again
     until(here.nobody, 30)
@@ -190,6 +203,7 @@ def test_a_host_whose_cable_is_cut_leaves_and_comes_back(shore: Callable[[int], 
     until(here.nobody, 100)
 
 
+@pytest.mark.parametrize("shore", ["ssh"], indirect=True)
 def test_what_ssh_says_is_told(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     """A closed port, a key that is refused, an unknown key of a host, no such name."""
     here = shore(2)

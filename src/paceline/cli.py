@@ -284,10 +284,17 @@ def _launching(add: Callable[..., Any]) -> None:
         "  paceline launch ssh --hostfile hosts --sync --setup 'module load cuda' train.py",
         does,
     )
-    option("--hosts", metavar="A,B:2,..", help="the hosts, as ssh takes them, some with their number of workers")
-    option("--hostfile", type=Path, metavar="FILE", help="a file with a host on each line")
-    option("--sync", action="store_true", help="copy the files that git has here, at most 200 MB")
-    _far(option, "ssh")
+    _by_name(option, "ssh")
+    option = add(
+        "launch mpi",
+        partial(_launch, "mpi"),
+        "train on hosts that mpirun reaches",
+        "examples:\n"
+        "  paceline launch mpi --hosts a,b:2,c train.py\n"
+        "  paceline launch mpi --engine='--mca plm_rsh_agent rsh' train.py     in a job of PBS: on its hosts",
+        does,
+    )
+    _by_name(option, "mpirun")
     option = add(
         "launch slurm",
         partial(_launch, "slurm"),
@@ -300,6 +307,14 @@ def _launching(add: Callable[..., Any]) -> None:
     option("-N", "--nodes", least=1, metavar="N", help="how many nodes")
     option("--detach", action="store_true", help="submit, and do not follow")
     _far(option, "sbatch and srun")
+
+
+def _by_name(option: Callable[..., Any], engine: str) -> None:
+    """Options of a run on hosts that the user names."""
+    option("--hosts", metavar="A,B:2,..", help=f"the hosts, as {engine} takes them, some with their number of workers")
+    option("--hostfile", type=Path, metavar="FILE", help="a file with a host on each line")
+    option("--sync", action="store_true", help="copy the files that git has here, at most 200 MB")
+    _far(option, engine)
 
 
 def _far(option: Callable[..., Any], engine: str) -> None:
@@ -418,8 +433,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return hosted()
         if words[:1] == ["launch"]:
-            if words[1:2] not in (["ssh"], ["slurm"]):
-                raise UsageError("where to launch is not said", "write paceline launch ssh, or paceline launch slurm")
+            if words[1:2] not in (["ssh"], ["mpi"], ["slurm"]):
+                raise UsageError("where to launch is not said", "write paceline launch ssh, mpi or slurm")
             words[:2] = [" ".join(words[:2])]
         if words and words[0].endswith(".py"):
             raise UsageError(f"{shown(words[0])} is no command", f"write paceline run {shown(words[0])}")

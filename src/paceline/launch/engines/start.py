@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError, UsageError, shown
-from paceline.launch.engines.engine import Engine, parse_hosts, read_hosts
+from paceline.launch.engines.engine import Engine, Host, parse_hosts, read_hosts
 from paceline.launch.engines.launcher import HostJob, Launcher
+from paceline.launch.engines.mpi import Mpi, queued
 from paceline.launch.engines.slurm import allocation, submit
 from paceline.launch.engines.ssh import Ssh
 from paceline.launch.modules import find_module
@@ -54,11 +55,9 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         archive() if given["sync"] else b"",
     )
     engine: Engine | None
-    if where == "ssh":
-        if (given["hosts"] is None) == (given["hostfile"] is None):
-            raise UsageError("which hosts is not said", "give --hosts a,b:2 or --hostfile FILE")
-        places = parse_hosts(given["hosts"]) if given["hosts"] else read_hosts(given["hostfile"])
-        engine = Ssh(places, shlex.split(given["engine"]))
+    if where != "slurm":
+        kind = Mpi if where == "mpi" else Ssh
+        engine = kind(_places(where, given["hosts"], given["hostfile"]), shlex.split(given["engine"]))
     else:
         engine = allocation(shlex.split(given["engine"]))
         if engine is None:
@@ -70,6 +69,14 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         return 0
     launcher = Launcher(engine, job)
     return engine.after(launcher.run(), launcher.told)
+
+
+def _places(where: str, hosts: str | None, file: Path | None) -> list[Host]:
+    if where == "mpi" and hosts is None and file is None:
+        return queued()
+    if (hosts is None) == (file is None):
+        raise UsageError("which hosts is not said", "give --hosts a,b:2 or --hostfile FILE")
+    return parse_hosts(hosts) if hosts is not None else read_hosts(file or Path())
 
 
 def _value(name: str, value: str) -> str:
