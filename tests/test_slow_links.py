@@ -155,7 +155,7 @@ def test_links_are_measured_and_followed(hosts: Callable[[int], Network], tmp_pa
     (tmp_path / "traffic.py").write_text(TRAFFIC)
     here = hosts(3)
     here.hosts[2].cap(20)
-    ran = here.run((2, 1, 1), "traffic.py", "micro=1", "2", everywhere={"PACELINE_RUN_DIR": str(tmp_path / "run")})
+    ran = here.run((2, 1, 1), "traffic.py", "micro=1", "3", everywhere={"PACELINE_RUN_DIR": str(tmp_path / "run")})
     number, over = r"[\d.]+ Mbit/s", r"over eth0 \(10\.77\.0\.1\)"
     told = rf"{number}, [\d.]+ ms between workers? [-\d]+ and worker 3, the slowest of 3 pairs, 3 hosts, {over}"
     assert len(re.findall(f"^the link between hosts: {told}$", ran[0].stderr, re.M)) == 1, ran[0].stderr
@@ -166,6 +166,15 @@ def test_links_are_measured_and_followed(hosts: Callable[[int], Network], tmp_pa
     near, *far = (rates[pair] for pair in (((0, 1), (2,)), ((0, 1), (3,)), ((2,), (3,))))
     assert max(far) <= 1.3 * 20e6 / 8 < near
     assert summary.links["rate"] <= 1.3 * 20e6 / 8
+    figure = r"[\d.e-]+"
+    advice = (
+        rf"sums of gradients send {figure} MB a step to other hosts, which takes {figure} s at {figure} Mbit/s, while "
+        rf"computing takes {figure} s: a step takes {figure} s or more; twice the global_batch= would halve that for a "
+        rf"row, codec=int8 would make it {figure} s and codec=powersgd:4 {figure} s; local=3 every=16 would send them "
+        "once in 16 steps; all of these are other mathematics"
+    )
+    (said,) = (line for line in ran[0].stderr.splitlines() if line.startswith("sums of gradients send "))
+    assert re.fullmatch(advice, said), said
 
 
 @pytest.mark.parametrize(

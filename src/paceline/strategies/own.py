@@ -293,7 +293,7 @@ class Own:
             times = whole / most.mine.nbytes
             costs = [choice.trial(word, most, hosts).cost(rate, latency) * times for word in ("int8", "powersgd:4")]
             said += f", codec=int8 would make it {costs[0]:.2g} s and codec=powersgd:4 {costs[1]:.2g} s"
-        return f"{said}, which is other mathematics"
+        return f"{said}; local={hosts} every=16 would send them once in 16 steps; all of these are other mathematics"
 
     # -- a step, again ----------------------------------------------------------------------------------------------
 
