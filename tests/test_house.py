@@ -29,7 +29,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # measured, a codec was chosen for each bucket by what it costs, and a training could be that of several islands; 33,600
 # until islands could be late, be merged in fragments and send codes, and gradients were looked at for their noise.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 35_200, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 35_300, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

@@ -1,4 +1,4 @@
-"""The command line: run, launch, check, chaos, tokenize, export, import, inspect, explain, report."""
+"""The command line: run, launch, stop, logs, check, chaos, tokenize, export, import, inspect, explain, report."""
 
 from __future__ import annotations
 
@@ -83,6 +83,18 @@ def _launch(where: str, words: list[str], **options: Any) -> int:
 
     given = {name: options.pop(name, None) for name in FAR}
     return launch_on(where, words, given, options)
+
+
+def _stop(**options: Any) -> int:
+    from paceline.launch.returning import stop
+
+    return stop(**options)
+
+
+def _logs(**options: Any) -> int:
+    from paceline.launch.returning import logs
+
+    return logs(**options)
 
 
 def _check(steps: int, **options: Any) -> int:
@@ -309,6 +321,32 @@ def _launching(add: Callable[..., Any]) -> None:
     _far(option, "sbatch and srun")
 
 
+def _returning(add: Callable[..., Any]) -> None:
+    """The commands for a run that others started."""
+    option = add(
+        "stop",
+        _stop,
+        "stop a run with a checkpoint, from anywhere",
+        "examples:\n"
+        "  paceline stop runs/a                                        the same command as before goes on with it\n"
+        "  paceline stop 10.0.0.7:29400 --token-file token --no-wait",
+        "Waits until the run has ended.",
+    )
+    option("run", metavar="RUN|HOST:PORT", help="its folder, or where its coordinator listens")
+    option("--token-file", metavar="FILE", help="its token, where its folder is not here")
+    option("--no-wait", dest="wait", action="store_false", help="ask, and do not wait for its end")
+    option = add(
+        "logs",
+        _logs,
+        "show what the workers of a run print",
+        "examples:\n  paceline logs runs/a\n  paceline logs -f -n 20 runs/a",
+        "Each line with the worker whose it is; those of other hosts where their folders are here.",
+    )
+    option("run", metavar="RUN", help="its folder")
+    option("-f", "--follow", action="store_true", help="go on until the run has ended")
+    option("-n", "--lines", least=0, metavar="N", help="of what is there only the last N lines of each (default: all)")
+
+
 def _by_name(option: Callable[..., Any], engine: str) -> None:
     """Options of a run on hosts that the user names."""
     option("--hosts", metavar="A,B:2,..", help=f"the hosts, as {engine} takes them, some with their number of workers")
@@ -376,6 +414,7 @@ def _parser() -> argparse.ArgumentParser:
     option("arguments", blank=True, nargs=argparse.REMAINDER, help="its own arguments")
 
     _launching(add)
+    _returning(add)
     _rehearsals(add)
     _makers(add)
     _weights(add)

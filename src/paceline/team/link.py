@@ -62,7 +62,7 @@ class Link:
         self._news, self._wake = socket.socketpair()
         self._news.setblocking(False)
         self._wake.setblocking(False)
-        self._hearing: _Wire | None = None
+        self._hearing: Wire | None = None
         self._threads: list[threading.Thread] = []
 
     # ---- for the agent
@@ -73,7 +73,7 @@ class Link:
         RefusedError: this agent's script, plan or torch differs from the run's (412), or its token is wrong (401).
         OSError: there is no coordinator.
         """
-        with _Wire(self.address) as wire:
+        with Wire(self.address) as wire:
             self._join(wire)
         return list(self._introduction["numbers"])
 
@@ -128,7 +128,7 @@ class Link:
         for thread in self._threads:
             thread.join(2 * ANSWER)
         if (session := self._session) is not None:
-            with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), _Wire(session.address) as wire:
+            with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), Wire(session.address) as wire:
                 self._ask(wire, session, "POST", "/report", {"epoch": self.epoch, **report})
         self._news.close()
         self._wake.close()
@@ -140,7 +140,7 @@ class Link:
         while not self._closed:
             session = None
             try:
-                with _Wire(self.address) as wire:
+                with Wire(self.address) as wire:
                     session = self._session or self._join(wire)
                     while not self._closed and self._session is session and wire.address == session.address:
                         with self._fresh:
@@ -173,7 +173,7 @@ class Link:
             if session is None:
                 continue
             try:
-                with _Wire(session.address, HELD + ANSWER) as wire:
+                with Wire(session.address, HELD + ANSWER) as wire:
                     self._hearing = wire
                     while self._session is session and not self._closed:
                         said = self._ask(wire, session, "GET", f"/orders?version={known}", None)
@@ -201,7 +201,7 @@ class Link:
         self._session = None
         self._joined.clear()
 
-    def _join(self, wire: _Wire) -> _Session:
+    def _join(self, wire: Wire) -> _Session:
         """Begins a session. ConnectionError: the coordinator was moved meanwhile, by the other thread."""
         generation = self.newest.get("generation") or {"number": 0, "members": []}
         said = {**self._introduction, "generation": [generation["number"], generation["members"]]}
@@ -216,7 +216,7 @@ class Link:
         self.answered = time.monotonic()
         return session
 
-    def _ask(self, wire: _Wire, session: _Session, method: str, path: str, said: Any) -> Any:
+    def _ask(self, wire: Wire, session: _Session, method: str, path: str, said: Any) -> Any:
         kind = path.partition("?")[0]
         session.numbers[kind] += 1
         body = b"" if said is None else json.dumps(said).encode()
@@ -226,7 +226,7 @@ class Link:
         return answer
 
 
-def ask_once(wire: _Wire, token: bytes, path: str, said: Any, epoch: int) -> Any:
+def ask_once(wire: Wire, token: bytes, path: str, said: Any, epoch: int) -> Any:
     """A signed request without a session, to a coordinator that is not of an earlier epoch."""
     challenge = wire.ask("GET", "/challenge", "", b"")
     if challenge["epoch"] < epoch:
@@ -238,18 +238,18 @@ def ask_once(wire: _Wire, token: bytes, path: str, said: Any, epoch: int) -> Any
 
 def fence(before: tuple[str, int], token: bytes, epoch: int, own: tuple[str, int]) -> None:
     """Tells the coordinator at `before` that one of a higher epoch listens at `own`."""
-    with _Wire(before) as wire:
+    with Wire(before) as wire:
         ask_once(wire, token, "/fence", {"epoch": epoch, "address": own}, 0)
 
 
-class _Wire:
+class Wire:
     """One connection. It is made when first used; an answer may take as long as our `patience`."""
 
     def __init__(self, address: tuple[str, int], patience: float = ANSWER) -> None:
         self.address, self._patience, self._over = address, patience, False
         self._http = http.client.HTTPConnection(*address, timeout=ANSWER)
 
-    def __enter__(self) -> _Wire:
+    def __enter__(self) -> Wire:
         return self
 
     def __exit__(self, *_: object) -> None:

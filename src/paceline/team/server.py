@@ -5,6 +5,7 @@
     POST /join        an agent comes, with its workers, and gets a session
     POST /report      the state of its workers; several times a second, so that its silence is noticed
     POST /fence       a coordinator of a higher epoch has taken over
+    POST /stop        somebody with the token wants the run to stop, with a checkpoint
     GET  /orders      the state that it is to bring about, as soon as that is another version than the one it knows
 
 Whatever is not signed with the token, was sent before, or is of another time is refused, and logged.
@@ -51,6 +52,7 @@ CHALLENGES = 1000
 UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
 FENCE = 1.0  # seconds between two attempts to reach the coordinator before us
 LOOK = 0.1  # seconds between two looks at who is silent
+SIGNED = {("POST", "fence"), ("POST", "join"), ("POST", "stop"), ("POST", "report"), ("GET", "orders")}
 
 
 class RefusalError(Exception):
@@ -138,6 +140,14 @@ class Service:
         self._publish()
         return {}
 
+    def stop(self, _: bytes) -> Any:
+        if self._coordinator.moved is not None:
+            raise RefusalError(409, "this coordinator was taken over from")
+        self._record("stopping")
+        self._coordinator.stop_all()
+        self._publish()
+        return {"step": self._coordinator.step}
+
     def report(self, session: Session, body: bytes) -> Any:
         said = json.loads(body)
         if said["epoch"] != self._coordinator.epoch:
@@ -185,7 +195,7 @@ class Service:
         if not hmac.compare_digest(signature.encode(), expected.encode()):  # in a time that tells nothing
             raise RefusalError(401, "a wrong token")
         session = self._sessions.get(key)
-        if session is None and path in ("/join", "/fence"):
+        if session is None and path in ("/join", "/fence", "/stop"):
             if key not in self._challenges:
                 raise RefusalError(409, "a join that was sent before, or answers an old challenge")
             self._challenges.remove(key)
@@ -279,7 +289,7 @@ class Handler(RequestHandler):
         try:
             if (request.method, what) in (("GET", "challenge"), ("GET", "status")):
                 said = getattr(service, what)()
-            elif (request.method, what) in (("POST", "fence"), ("POST", "join"), ("POST", "report"), ("GET", "orders")):
+            elif (request.method, what) in SIGNED:
                 header = request.headers.get("Authorization", "")
                 self._session = service.session(str(request.method), str(request.uri), header, body)
                 service.strangers.go(request.connection.stream)  # type: ignore[union-attr]

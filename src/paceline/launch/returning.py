@@ -1,0 +1,104 @@
+"""`paceline stop` and `paceline logs`: to come back to a run that others started, on any engine. No torch."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LaunchError, UsageError
+from paceline.launch.coordinator_process import ADDRESS
+from paceline.launch.joining import find
+from paceline.launch.options import LaunchOptions
+from paceline.observe.figures import plural
+from paceline.observe.journal import read_journal
+from paceline.team.link import RefusedError, Wire, ask_once
+
+LOOK = 0.2  # seconds between two looks at a run
+
+
+def stop(run: str, token_file: str | None, wait: bool) -> int:
+    """Asks a run, by its folder or HOST:PORT, to stop with a checkpoint, and waits until it has ended. UsageError,
+    LaunchError: it cannot be asked.
+    """
+    if Path(run).is_dir() and not (Path(run) / ADDRESS).exists():
+        what = f"no run was started in {run}, or it keeps no coordinator"
+        raise UsageError(what, "give the folder of one that goes on")
+    address, token, folder = find(LaunchOptions(script="", join=run, token_file=token_file))
+    where = f"{address[0]}:{address[1]}"
+    try:
+        with Wire(address) as wire:
+            said = ask_once(wire, token, "/stop", {}, 0)
+    except RefusedError as refused:
+        cure = "copy the file token of its folder here again" if refused.code == 401 else "see its console"
+        raise UsageError(f"the run at {where} refuses to be stopped: {refused}", cure) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        why = getattr(error, "strerror", None) or "no answer"
+        raise LaunchError(f"no run answers at {where} ({why})", "it has ended, or see `paceline report`") from error
+    _say(f"{run} has done {plural(said['step'], 'step')}: it stops after the one under way, and saves")
+    while wait and _answers(address):
+        time.sleep(LOOK)
+    if wait:
+        _say(f"{run} has ended{_how(folder)}")
+    return 0
+
+
+def _answers(address: tuple[str, int]) -> bool:
+    try:
+        with Wire(address) as wire:
+            wire.ask("GET", "/status", "", b"")
+        return True
+    except (OSError, ValueError, RefusedError, http.client.HTTPException):
+        return False
+
+
+def _how(folder: Path | None) -> str:
+    ends = [] if folder is None else [e for e in read_journal(folder) if e["event"] in ("stopped", "finished")]
+    return f": {ends[-1]['event']} at step {ends[-1]['step']}" if ends else ""
+
+
+def logs(run: str, follow: bool, lines: int | None) -> int:
+    """Prints what workers have printed, each line with whose it is; with `follow` until the run has ended. UsageError:
+    there is no such folder.
+    """
+    folder = Path(run)
+    if not (folder / "logs").is_dir():
+        raise UsageError(f"there are no logs in {folder}", "give the folder of a run that was begun, on its host")
+    read: dict[Path, int] = {}
+    while True:
+        ended = not (follow and _runs(folder))
+        for path in sorted([*folder.glob("logs/*.log"), *folder.glob("hosts/*/logs/*.log")]):
+            host = "" if path.parent.parent == folder else f"{path.parent.parent.name} "
+            _show(path, f"{host}{path.stem.removeprefix('worker-')} | ", read, lines)
+        if ended:
+            return 0
+        time.sleep(LOOK)
+
+
+def _show(path: Path, whose: str, read: dict[Path, int], lines: int | None) -> None:
+    """The whole lines that are new since the last look; at the first one, so many of the last."""
+    with path.open("rb") as file:
+        file.seek(read.get(path, 0))
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    new = whole.decode(errors="replace").splitlines()
+    if path not in read and lines is not None:
+        new = new[len(new) - min(lines, len(new)) :]
+    read[path] = read.get(path, 0) + len(whole)
+    for line in new:
+        print(f"{whose}{line}", flush=True)
+
+
+def _runs(folder: Path) -> bool:
+    try:
+        said: Any = json.loads((folder / ADDRESS).read_text())
+    except (OSError, ValueError):
+        return False
+    return _answers((said["host"], said["port"]))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
