@@ -1,4 +1,6 @@
-"""The command line: run, launch, stop, logs, check, chaos, tokenize, export, import, inspect, explain, report."""
+"""The command line: run, launch, stop, logs, check, chaos, tokenize, export, import, inspect, explain, report, metrics,
+watch.
+"""
 
 from __future__ import annotations
 
@@ -118,6 +120,18 @@ def _explain(what: str, script: str | None, workers: int | None, svg: Path | Non
     if svg is not None:
         save(told, svg)
     return told.text()
+
+
+def _watch(folder: Path | None, once: bool) -> int:
+    from paceline.observe.watch import watch  # not with every run
+
+    return watch(folder, once)
+
+
+def _metrics(what: str) -> str:
+    from paceline.observe import alerts, metrics
+
+    return {"table": metrics.table, "rules": alerts.rules, "dashboard": alerts.dashboard}[what]()
 
 
 def _export(**options: Any) -> str:
@@ -277,6 +291,7 @@ def _running(option: Callable[..., Any]) -> None:
     )
     option("--mirror", least=1, metavar="K", help="every K steps, the state of a lone worker or replica in memory")
     option("--steps", dest="max_steps", least=1, metavar="N", help="end cleanly after N optimizer steps in all")
+    option("--tensorboard", action="store_const", const="1", help="write TensorBoard's files into the run folder, too")
     option("--max-restarts", least=0, default=10, metavar="N", help=RESTARTS)
     option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer (default 1)")
     option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
@@ -371,6 +386,32 @@ def _far(option: Callable[..., Any], engine: str) -> None:
     option("arguments", blank=True, nargs=argparse.REMAINDER, help="its own arguments")
 
 
+def _showing(add: Callable[..., Any]) -> None:
+    """The commands that read a run's journal."""
+    option = add(
+        "metrics",
+        _metrics,
+        "print what a run is measured by, and files for Prometheus and Grafana",
+        "examples:\n"
+        "  paceline metrics --rules > paceline-rules.yml           for rule_files of prometheus.yml\n"
+        "  paceline metrics --dashboard > paceline-dashboard.json  to import into Grafana",
+    )
+    for what, does in {"rules": "alert rules", "dashboard": "a dashboard"}.items():
+        option(f"--{what}", dest="what", action="store_const", const=what, default="table", help=f"print {does}")
+    option = add(
+        "watch",
+        _watch,
+        "show a run in the terminal while it trains, or as it ended",
+        "examples:\n  paceline watch\n  paceline watch runs/a",
+        "Follows the journal in the run folder; Ctrl-C ends the watching alone.",
+    )
+    option("folder", type=Path, nargs="?", metavar="RUN", help="the run folder (default: the newest under runs/)")
+    option("--once", action="store_true", help="show it once, as it is now")
+    does = "write RUN/report.html again and print its summary"
+    option = add("report", write_report, does, "example:\n  paceline report runs/a")
+    option("folder", type=Path, metavar="RUN", help="the run folder")
+
+
 def _parser() -> argparse.ArgumentParser:
     """The options of a command have the names of its function's parameters."""
     parser = argparse.ArgumentParser(
@@ -408,6 +449,7 @@ def _parser() -> argparse.ArgumentParser:
     _running(option)
     option("--shares", metavar="A,B,..", help="weights of unequal workers in dealing rows, as 3,1")
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
+    option("--metrics", metavar="ADDR:PORT", help="serve figures to Prometheus there, with the run's reading_key")
     option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")
     option("script", nargs="?", help="the training script")
@@ -436,9 +478,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--svg", type=Path, metavar="FILE", help="write the drawing, as the report has it")
     option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
     option("arguments", blank=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
-    does = "write RUN/report.html again and print its summary"
-    option = add("report", write_report, does, "example:\n  paceline report runs/a")
-    option("folder", type=Path, metavar="RUN", help="the run folder")
+    _showing(add)
     return parser
 
 
