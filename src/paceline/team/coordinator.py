@@ -16,8 +16,9 @@ from paceline.observe.figures import plural, ranks
 from paceline.team.commands import Coming
 from paceline.team.merges import Merges
 from paceline.team.roster import Announcement, Roster
-from paceline.team.seats import UNKNOWN, Said, Seat, state_of
+from paceline.team.seats import UNKNOWN, Said, Seat, go_on, left_of, seat_servers, serving, state_of
 from paceline.team.stops import OVER, Stops
+from paceline.world import SERVERS
 
 BEAT = 0.25  # seconds between two reports of an agent
 HELD = 20.0  # seconds that its request for orders is held open
@@ -78,7 +79,8 @@ class Coordinator:
         self.logs[agent], self.standbys[agent] = logs, standby
         self.gone.discard(agent)
         known = numbers or [number for number, seat in self.seats.items() if seat.agent == agent]
-        first, members = max([-1, *self.seats, *self.roster.members]) + 1, set(self.roster.members)
+        members, servers = set(self.roster.members), {n for n in self.seats if n >= SERVERS}
+        first = max({-1, *self.seats, *members} - servers) + 1
         for number in known or range(first, first + count):
             seat = self.seats.setdefault(number, Seat(agent, newcomer=True))
             if seat.agent not in (agent, ""):
@@ -98,6 +100,7 @@ class Coordinator:
         if places > self.roster.places:
             self.roster.in_replicas(places)
         self.gone.discard(agent)
+        self.version += seat_servers(self.seats, agent, workers)
         changed = []
         for number, said in workers.items():
             seat = self.seats.get(number)
@@ -143,8 +146,8 @@ class Coordinator:
             return
         lost = [number for number in gone if self.seats[number].alive]
         members = [number for number in lost if not self.seats[number].newcomer]
-        if members and not self._survivors(lost):  # nobody else could go on: it may come back
-            return
+        if self._fail_servers(lost, f"is lost ({why})") or (members and not self._survivors(lost)):
+            return  # nobody else could go on: it may come back
         if members and not self.max_restarts:
             self._fail(members)
         elif lost and not self.over:
@@ -240,6 +243,7 @@ class Coordinator:
             "stop": self.stop,
             "coming": self.coming,
             "merge": self.merges.last,
+            "servers": serving(self.seats),
             "lines": self.lines,
         }
 
@@ -274,6 +278,7 @@ class Coordinator:
     def _advanced(self, number: int, seat: Seat, before: Said, now: float) -> None:
         """How far it has come."""
         said, roster = seat.said, self.roster
+        self.version += number >= SERVERS and said.at != before.at
         if said.ready and not before.ready and not seat.newcomer:
             roster.ready(number)
         if said.formed > before.formed:
@@ -312,7 +317,7 @@ class Coordinator:
             told = number in self.roster.leaving
             self.roster.end(number)
             if told:
-                self._say(f"{ranks([number])} left, as it was told: {_go_on(self.roster.members)}")
+                self._say(f"{ranks([number])} left, as it was told: {go_on(self.roster.members)}")
             else:  # its mate was
                 self._restart(number)
         elif said.status in (0, STOPPED) and (said.status or not self._vanished(said)):
@@ -339,6 +344,7 @@ class Coordinator:
             if self._stops.hear(number, self.seats[number].said, now):
                 self._say(f"{ranks([number])} goes on")
         stopped, begun = self._stops.stopped(self.seats), self.roster.begun
+        self._fail_servers(stopped, "was stopped")
         if not stopped or self.over or self.failing:
             return
         if self.max_restarts and begun and self._survivors(stopped):
@@ -380,6 +386,12 @@ class Coordinator:
         """These end the run."""
         self.failing = {number: why or self.seats[number].said.loss for number in numbers} | self.failing
         self.version += 1
+
+    def _fail_servers(self, lost: Iterable[int], why: str) -> bool:
+        """Whether parameter servers are of these: nobody else has what they keep."""
+        if servers := [number for number in lost if number >= SERVERS and not self.over]:
+            self._fail(servers, why)
+        return bool(servers)
 
     # ---- who is of the team
 
@@ -431,7 +443,7 @@ class Coordinator:
         seat = self.seats[number]
         if seat.out:
             return True
-        if self.failing or not self.max_restarts or not self.roster.begun:
+        if number >= SERVERS or self.failing or not self.max_restarts or not self.roster.begun:
             return False
         said, why = seat.said, seat.said.loss
         what = said.failed or said.hung
@@ -484,29 +496,22 @@ class Coordinator:
         if order is not None:
             start = "starts" if len(mates) == 1 else "start"
             too = f", and {ranks(mates)} of the same replica {start} anew" if mates else ""
-            self._say(f"{ranks(lost)} {why}{too}: {self._how_on(order.members)}{then}{self._left_of(lost)}")
+            self._say(
+                f"{ranks(lost)} {why}{too}: {self._how_on(order.members)}{then}{left_of(lost, self.seats, self.logs)}"
+            )
         elif new:
             before = "before it was back" if len(lost) == 1 else "before they were back"
-            self._say(f"{ranks(lost)} {why} {before}{then}{self._left_of(lost)}")
+            self._say(f"{ranks(lost)} {why} {before}{then}{left_of(lost, self.seats, self.logs)}")
         self._announce(order, detection)
         for mate in mates:
             self._restart(mate)
         self._let_in()
         self.version += 1
 
-    def _left_of(self, lost: list[int]) -> str:
-        """Lines below the one that says who is lost: why, and where to read on."""
-        lines: list[str] = []
-        for number in lost:
-            agent, said = self.seats[number].agent, self.seats[number].said
-            where = f" on {agent.partition(' ')[0]}" if len(self.logs) > 1 else ""
-            lines += said.epitaph(f"{self.logs.get(agent, 'logs')}/worker-{number}.log{where}")
-        return "".join(f"\n  {line}" for line in lines)
-
     def _how_on(self, members: Collection[int]) -> str:
         if self._too_few(members):
             return f"{plural(len(members), 'worker')} left, paused until there are {self.min_workers}"
-        return _go_on(members)
+        return go_on(members)
 
     def _announce(self, order: Announcement | None, detection: float = 0.0) -> None:
         """A generation: it is in the journal before anybody hears of it. The loss it follows was not known so long."""
@@ -529,7 +534,7 @@ class Coordinator:
         if alone and (self._causes[what] > self.max_restarts or any(seat.said.ended for seat in self.seats.values())):
             self._fail(alone, "lost its connections to the others")
         elif alone:
-            self._say(f"{what}: {_go_on(self.roster.members)} over new ones")
+            self._say(f"{what}: {go_on(self.roster.members)} over new ones")
             self._announce(self.roster.renew())
 
     # ---- after a coordinator was started again
@@ -593,7 +598,3 @@ class Coordinator:
             self._late = math.inf
             self._say(f"{ranks(missing)} did not come back yet, and nobody else has the state of the training: waiting")
         self.recovering = now + RETURN
-
-
-def _go_on(members: Collection[int]) -> str:
-    return f"{plural(len(members), 'worker')} go{'es' if len(members) == 1 else ''} on"
