@@ -118,6 +118,21 @@ def test_a_worker_is_lost(tmp_path: Path, worker: int, moment: str) -> None:
     assert apart(load_file(tmp_path / "out.safetensors"), weights) <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("server", "moment"),
+    [
+        (1, "applied"),
+        *(pytest.param(s, m, marks=pytest.mark.slow) for s in (0, 1) for m in ("summed", "reduced")),
+    ],
+)
+def test_a_server_is_lost(tmp_path: Path, server: int, moment: str) -> None:
+    chaos = f"kill:{1000000 + server}@5.{moment}"
+    said = trained(tmp_path, 2, "server=2", "--save-every", "2", PACELINE_CHAOS=chaos)
+    assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
+    assert f"server {server} was killed by SIGKILL: all go back to the last checkpoint" in said
+    right(tmp_path, first=len(by_hand()[1]) + 1 - len(json.loads((tmp_path / "told.json").read_text())["figures"]))
+
+
 def test_a_stop_saves_and_ends(tmp_path: Path) -> None:
     said = ("--workers", "2", "--run-dir", "run", "--plan", f"micro={MICRO} server=2")
     command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "served.py"), ".", str(STEPS)]

@@ -377,7 +377,7 @@ class Run:
         """
         self.need_team()
         if self.serving is not None:
-            self.serving.serve()
+            self.serving.serve(self.team.operations.reached)
         saved = self._streams
         if self.imported and not self.took_step and len(self.members) < len(self.tree["trainers"]):
             what = f"the weights imported from {self.imported} are for trainer {len(self.tree['trainers']) - 1}"

@@ -19,8 +19,8 @@ def stepper_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Stepper:
     """What makes a trainer's turns, as its plan says."""
     run, plan = about["run"], about["plan"]
     if run.serving is not None:
-        run.serving.replicas.append((about["replica"], plan.server))
-        return Stepper(**about, grid=grid)
+        run.serving.steppers.append(stepper := Stepper(**about, grid=grid))
+        return stepper
     if plan.local:
         return rounds_of(mesh, about, grid)
     return ServedStepper(**about, grid=grid) if plan.server else Stepper(**about, grid=grid)
@@ -58,7 +58,7 @@ class ServedStepper(Stepper):
         run = self.run
         if run.team.group.rank:
             return None
-        return pack([[member.steps_done for member in run.members], run.hand_over()])
+        return pack(run.hand_over())
 
     def house(self, name: str) -> None:
         new = self.housed != self.operations.number

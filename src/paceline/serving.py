@@ -12,19 +12,28 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Never
+from typing import Any, Never, Protocol
 
 import torch
 
 from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.frames import COMMIT, HELLO, KEPT, PUSH, SQUARES, STATE, WEIGHTS, WELCOME, Frame, Key, Link, exchange
 from paceline.errors import PacelineError
+from paceline.plan import Plan
 from paceline.step import NOTHING
 from paceline.strategies.job import Options
 from paceline.strategies.replica import Replica
 from paceline.strategies.servers import RANKED, SQUARED, own_numbers, spread
 from paceline.strategies.state import optimizer_state
 from paceline.world import SERVERS, World
+
+
+class Steps(Protocol):
+    """What makes a trainer's steps, where servers do not."""
+
+    replica: Replica
+    plan: Plan
+    done: int
 
 
 @dataclass
@@ -42,12 +51,17 @@ class Part:
     contribution whose sums are their gradients, `squares` what it, or else the last step, told.
     """
 
-    def __init__(self, replica: Replica, servers: int, server: int) -> None:
-        self.replica = replica
+    def __init__(self, stepper: Steps, servers: int, server: int) -> None:
+        self.stepper, self.replica = stepper, stepper.replica
+        replica = self.replica
         self.params = [*replica.job.named.values()]
         self.numbers = [*own_numbers(spread([param.nbytes for param in self.params], servers), server)]
-        self.applied, self.squares = 0, 0.0
+        self.squares = 0.0
         self.ready: Key | None = None
+
+    @property
+    def applied(self) -> int:
+        return self.stepper.done
 
     def add(self, key: Key, pushed: list[dict[int, torch.Tensor]]) -> None:
         """Sums what workers have pushed, in the order of their ranks."""
@@ -62,7 +76,7 @@ class Part:
         """The step, once."""
         agreed = replace(NOTHING, count=told["count"], loss=told["loss"], unused=tuple(told["unused"]))
         self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
-        self.applied, self.ready = step + 1, None
+        self.stepper.done, self.ready = step + 1, None
 
     def kept(self) -> list[dict[str, Any]]:
         """Of each optimizer, by name."""
@@ -71,14 +85,12 @@ class Part:
 
 
 class Serving:
-    """This process's end of all connections. `replicas` are those of its trainers, whose plans want so many `counts`
-    of servers, None where a trainer has none.
-    """
+    """This process's end of all connections. `steppers` are those of its trainers."""
 
     def __init__(self, world: World) -> None:
         assert world.store is not None
         self.number = world.rank - SERVERS
-        self.replicas: list[tuple[Replica, int | None]] = []
+        self.steppers: list[Steps] = []
         self._parts: dict[int, Part] = {}
         self._listener = socket.create_server((world.store[0], 0), backlog=128)
         self._listener.setblocking(False)
@@ -87,17 +99,16 @@ class Serving:
         world.tell("serving", at=[world.store[0], self._listener.getsockname()[1], self._secret])
 
     def take(self) -> Any:
-        """What a server begins with, from the team's first worker: how far each trainer is, and its state."""
+        """What a server begins with, from the team's first worker."""
         self._until(lambda: bool(self._state))
-        self._steps, tree = unpack(torch.frombuffer(bytearray(self._state), dtype=torch.uint8))
-        return tree
+        return unpack(torch.frombuffer(bytearray(self._state), dtype=torch.uint8))
 
-    def serve(self) -> Never:
-        """To the end of the run, with which the process ends."""
-        for number, (replica, count) in enumerate(self.replicas):
-            if count is not None:
-                self._parts[number] = part = Part(replica, count, self.number)
-                part.applied = self._steps[number]
+    def serve(self, reached: Callable[[str], None]) -> Never:
+        """To the end of the run, with which the process ends; `reached` hears of moments."""
+        self._reached = reached
+        for number, stepper in enumerate(self.steppers):
+            if stepper.plan.server:
+                self._parts[number] = Part(stepper, stepper.plan.server, self.number)
         self._until(lambda: False)
         raise AssertionError
 
@@ -170,6 +181,7 @@ class Serving:
             return
         asking.sort(key=lambda one: one[2])
         part.add(key, [{n: client.buffers[frame.trainer, n] for n in part.numbers} for _, client, *_ in asking])
+        self._reached("summed")
         for other, *_ in asking:
             other.put(SQUARES, frame.trainer, key, content=SQUARED.pack(part.squares))
 
@@ -177,7 +189,9 @@ class Serving:
         """Applies a step that all servers can apply, unless it has, and tells what became of the weights."""
         part, key = self._parts[frame.trainer], frame.key
         if part.applied == key[0] and part.ready == key:
+            self._reached("reduced")
             part.apply(key[0], json.loads(frame.text))
+            self._reached("applied")
         elif part.applied <= key[0]:
             what = f"server {self.number} was told to apply step {key[0] + 1}, of which it has not all contributions"
             raise PacelineError(what, "report this with the run's journal")

@@ -9,10 +9,11 @@ from typing import Any
 from paceline.observe.figures import called, plural
 from paceline.team.commands import At
 from paceline.team.merges import Told
-from paceline.team.roster import Roster
+from paceline.team.roster import Announcement, Roster
 from paceline.world import SERVERS
 
 WIDEST = 300  # characters of a line that is told of a loss
+PAUSE, LONGEST = 1.0, 30.0  # seconds before one that failed as a newcomer is started again; twice as long each time
 UNKNOWN = -1  # the life of a worker that was started before the coordinator was
 
 
@@ -114,23 +115,22 @@ def left_of(lost: Iterable[int], seats: Mapping[int, Seat], logs: Mapping[str, s
     return "".join(f"\n  {line}" for line in lines)
 
 
+def generation_of(order: Announcement, seats: Mapping[int, Seat]) -> dict[str, Any]:
+    """What agents are told of it."""
+    first = seats.get(order.members[0])
+    store = list(first.said.store) if first else ["", 0]
+    return {"number": order.number, "members": list(order.members), "store": store}
+
+
+def pause_of(seat: Seat) -> float:
+    """Seconds before another process is started in its place."""
+    failed = seat.newcomer and seat.said.status is not None
+    return min(LONGEST, PAUSE * 2.0**seat.failures) if failed else 0.0
+
+
 def go_on(members: Collection[int]) -> str:
     """What the others do."""
     return f"{plural(len(members), 'worker')} go{'es' if len(members) == 1 else ''} on"
-
-
-def seat_servers(seats: dict[int, Seat], agent: str, told: Mapping[int, Said]) -> bool:
-    """Seats for the parameter servers that an agent's workers want, on its host; whether any is new."""
-    wanted = range(SERVERS, SERVERS + max((said.servers for said in told.values()), default=0))
-    new = [number for number in wanted if number not in seats]
-    seats |= {number: Seat(agent, newcomer=True) for number in new}
-    return bool(new)
-
-
-def serving(seats: Mapping[int, Seat]) -> dict[int, At]:
-    """Where the parameter servers are reached, by their numbers."""
-    at = {n - SERVERS: seat.said.at for n, seat in sorted(seats.items()) if n >= SERVERS and seat.alive}
-    return {number: where for number, where in at.items() if where is not None}
 
 
 def state_of(number: int, seat: Seat, roster: Roster) -> dict[str, Any]:
