@@ -133,6 +133,17 @@ def test_a_server_is_lost(tmp_path: Path, server: int, moment: str) -> None:
     right(tmp_path, first=len(by_hand()[1]) + 1 - len(json.loads((tmp_path / "told.json").read_text())["figures"]))
 
 
+def test_connections_that_are_lost_change_nothing(tmp_path: Path) -> None:
+    """Not a bit: what was pushed or asked for before is so again, and heeded once."""
+    for name, env in (("whole", {}), ("cut", {"CUT": "3"})):
+        (tmp_path / name).mkdir()
+        trained(tmp_path / name, 2, "server=2", **env)
+    assert len((tmp_path / "cut" / "cuts").read_text().splitlines()) > 2 * STEPS
+    assert not (tmp_path / "whole" / "cuts").exists()
+    whole, cut = ((tmp_path / name / "out.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert whole == cut
+
+
 def test_a_stop_saves_and_ends(tmp_path: Path) -> None:
     said = ("--workers", "2", "--run-dir", "run", "--plan", f"micro={MICRO} server=2")
     command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "served.py"), ".", str(STEPS)]

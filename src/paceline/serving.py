@@ -172,17 +172,17 @@ class Serving:
         if part.applied > key[0] or part.ready == key:
             link.put(SQUARES, frame.trainer, key, content=told)
             return
-        asking = [
-            (link, client, *client.asked[frame.trainer][1:])
-            for link, client in self._clients
-            if client.asked.get(frame.trainer, (None,))[0] == key
-        ]
-        if len(asking) < asking[0][3]:
+        asking, size = dict[int, tuple[Link, Client]](), 0  # by rank; who has come again counts once
+        for other, client in self._clients:
+            if frame.trainer in client.asked and client.asked[frame.trainer][0] == key:
+                _, rank, size = client.asked[frame.trainer]
+                asking[rank] = other, client
+        if len(asking) < size:
             return
-        asking.sort(key=lambda one: one[2])
-        part.add(key, [{n: client.buffers[frame.trainer, n] for n in part.numbers} for _, client, *_ in asking])
+        pushed = (asking[rank][1].buffers for rank in range(size))
+        part.add(key, [{number: buffers[frame.trainer, number] for number in part.numbers} for buffers in pushed])
         self._reached("summed")
-        for other, *_ in asking:
+        for other, _ in asking.values():
             other.put(SQUARES, frame.trainer, key, content=SQUARED.pack(part.squares))
 
     def _commit(self, link: Link, frame: Frame) -> None:

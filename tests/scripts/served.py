@@ -1,7 +1,8 @@
 """Trains with the plan that `--plan` says, and writes weights and figures: served.py FOLDER STEPS
 
 With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often; with SLOW=CALLS the first worker
-makes the file `reached` when its loss is called so often, and is slow from then on.
+makes the file `reached` when its loss is called so often, and is slow from then on; with CUT=N connections to servers
+are lost after each N frames.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.strategies.servers import Servers
 
 SEED, BATCH, MICRO, ROWS, WIDTH, CLIP = 5, 12, 2, 40, 6, 0.3
 CALLS = [0]
@@ -65,7 +67,25 @@ def act() -> None:
         time.sleep(0.3)
 
 
+def cut(every: int) -> None:
+    """The connection is lost after each so many frames, which have gone or not; `cuts` has a line for each."""
+    put, made = Servers.put, [0]
+
+    def cutting(servers: Servers, server: int, *frame: Any) -> None:
+        put(servers, server, *frame)
+        made[0] += 1
+        if made[0] % every == 0:
+            servers.links[server].advance()
+            servers.links[server].close()
+            with (Path(sys.argv[1]) / "cuts").open("a") as file:
+                file.write("cut\n")
+
+    Servers.put = cutting  # type: ignore[method-assign]
+
+
 def main() -> None:
+    if "CUT" in os.environ:
+        cut(int(os.environ["CUT"]))
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     trainer = paceline.Trainer(
         net, loss, groups, global_batch=BATCH, schedule=rate, clip_norm=CLIP, seed=SEED, plan=f"micro={MICRO}"

@@ -62,9 +62,9 @@ class Servers:
         self.links: dict[int, Link] = {}
         self.met = False  # all have had the state of this run
         self.landings: dict[int, dict[int, torch.Tensor]] = {}  # by trainer and number: where weights arrive
-        self._at: dict[int, At] = {}
         self._said: dict[int, bool] = {}  # whether it has the state
         self._given: set[int] = set()
+        self._told: dict[tuple[int, int], list[tuple[Any, ...]]] = {}  # since a step began, by server and trainer
         self._replies: dict[tuple[int, int, int], Frame] = {}  # the last ones, by server, kind and trainer
 
     def meet(self) -> None:
@@ -74,9 +74,15 @@ class Servers:
         self.met = True
 
     def put(self, server: int, kind: int, trainer: int, key: Key, *content: Any) -> None:
+        """Over a connection that is lost meanwhile it goes again over the next one: servers heed it once."""
         self._replies.pop((server, kind, trainer), None)
-        if server in self.links:
-            self.links[server].put(kind, trainer, key, *content)
+        self._told.setdefault((server, trainer), []).append((kind, trainer, key, *content))
+        self.links[server].put(kind, trainer, key, *content)
+
+    def begin(self, trainer: int) -> None:
+        """A trainer begins a step: what it told of the one before is not told again."""
+        for server in range(self.count):
+            self._told.pop((server, trainer), None)
 
     def advance(self) -> None:
         """Sends what goes without waiting."""
@@ -103,7 +109,7 @@ class Servers:
         self.look()
         found = self.find()
         for server in range(self.count):
-            if server in found and found[server] != self._at.get(server):
+            if server in found and (server not in self.links or self.links[server].broken):
                 self._connect(server, found[server])
             if self._said.get(server) is False and server not in self._given and (state := self.state()) is not None:
                 self._given.add(server)
@@ -113,7 +119,11 @@ class Servers:
         with suppress(OSError):  # it is gone again
             link = Link(socket.create_connection(at[:2], MEET), self._place)
             link.put(HELLO, content=f"{at[2]} {self.worker}".encode())
-            self.links[server], self._at[server] = link, at
+            for (other, _), told in self._told.items():
+                for frame in told if other == server else ():
+                    link.put(*frame)
+            self.links[server] = link
+            self._said.pop(server, None)
 
     def _place(self, frame: Frame) -> list[torch.Tensor]:
         landing = self.landings.get(frame.trainer, {})
@@ -180,6 +190,7 @@ class Served(Replica):
 
     def run(self, micro_batches: Sequence[MicroBatch], options: Options, heard: Heard | None = None) -> Sums:
         self.key = (options.step, *self._round)
+        self.servers.begin(self.number)
         return super().run(micro_batches, options)
 
     def norm(self, agreed: Agreed, options: Options) -> float:
