@@ -100,15 +100,13 @@ def test_a_run_goes_on_under_other_plans(tmp_path: Path) -> None:
     right(tmp_path, first=6)
 
 
-MOMENTS = ["forward", "backward", "reduced", "applied", "loading", "summed", "saving", "writing"]
+MOMENTS = ["forward", "backward", "reduced", "applied", "loading", "summed", "saving"]
+LOST = [(worker, moment) for worker in (0, 1) for moment in MOMENTS if (worker, moment) != (1, "reduced")]
+LOST += [(0, "writing")]  # the first alone writes so little
 
 
 @pytest.mark.parametrize(
-    ("worker", "moment"),
-    [
-        (1, "reduced"),
-        *(pytest.param(w, m, marks=pytest.mark.slow) for w in (0, 1) for m in MOMENTS if (w, m) != (1, "reduced")),
-    ],
+    ("worker", "moment"), [(1, "reduced"), *(pytest.param(*lost, marks=pytest.mark.slow) for lost in LOST)]
 )
 def test_a_worker_is_lost(tmp_path: Path, worker: int, moment: str) -> None:
     options = ("--save-every", "2") if moment in ("saving", "writing") else ()
@@ -155,6 +153,25 @@ def test_a_stop_saves_and_ends(tmp_path: Path) -> None:
     [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
     trained(tmp_path, 2, "server=1")
     right(tmp_path, first=int(saved.name.removeprefix("step-")) + 1)
+
+
+def test_a_stop_before_servers_are_there_ends_at_once(tmp_path: Path) -> None:
+    body = """
+import os, time
+trainer = make(plan="server=1")
+if int(os.environ["PACELINE_RANK"]) >= 1000000:
+    open("waits", "w").close()
+    time.sleep(600)
+for _ in trainer.steps(data, epochs=1): pass
+"""
+    (tmp_path / "train.py").write_text("from basics import *\n" + body)
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "2", "--run-dir", "run", "train.py"]
+    with Process(command, environment(), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((tmp_path / "waits").exists)
+        until(lambda: "phase" in (tmp_path / "run" / "journal.jsonl").read_text())
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=20)
+    assert process.returncode == STOPPED, told
 
 
 def test_a_server_that_fails_ends_the_run(tmp_path: Path) -> None:

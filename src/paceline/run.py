@@ -548,6 +548,11 @@ class Run:
         self._left = True
         raise SystemExit(code)
 
+    def end_here(self) -> Never:
+        """Ends the script before anything was trained in it."""
+        self._left = True
+        raise SystemExit(STOPPED)
+
     def _close_account(self) -> None:
         if self.took_step:
             self.journal.write("account", seconds=self.team.operations.account.take())

@@ -14,6 +14,8 @@ from paceline.step import Grid
 from paceline.stepping import Stepper
 from paceline.strategies.servers import Served, Servers
 
+LOOK = 0.3  # seconds between two looks at whether somebody was asked to stop
+
 
 def stepper_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Stepper:
     """What makes a trainer's turns, as its plan says."""
@@ -64,7 +66,21 @@ class ServedStepper(Stepper):
         new = self.housed != self.operations.number
         super().house(name)
         if new:
-            self.replica.meet(self.operations.number)
+            self.replica.prepare()
+            self._meet()
+            self.replica.met(self.operations.number)
+
+    def _meet(self) -> None:
+        """All wait until the servers have the state, or until one is asked to stop: then nothing was done yet."""
+        run, group = self.run, self.run.team.group
+        assert run.servers is not None
+        while True:
+            missing = not run.servers.meet(LOOK)
+            told = group.sum(torch.tensor([missing, run.notice is not None and not run.servers.met], dtype=torch.int64))
+            if not told[0]:
+                return
+            if told[1]:
+                run.end_here()
 
     def state(self, done: int | None) -> dict[str, Any]:
         """With what the servers keep, for a checkpoint."""

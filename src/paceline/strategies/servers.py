@@ -12,6 +12,7 @@ import json
 import math
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -67,11 +68,15 @@ class Servers:
         self._told: dict[tuple[int, int], list[tuple[Any, ...]]] = {}  # since a step began, by server and trainer
         self._replies: dict[tuple[int, int, int], Frame] = {}  # the last ones, by server, kind and trainer
 
-    def meet(self) -> None:
-        """Connects with all of them; returns when they have the state of the training."""
-        self._given.clear()
-        self._wait(lambda: all(self._said.get(server) for server in range(self.count)))
-        self.met = True
+    def meet(self, seconds: float) -> bool:
+        """Connects with all of them, in so many seconds; whether they have the state of the training."""
+        end = time.monotonic() + seconds
+        self._wait(lambda: self._have or time.monotonic() > end)
+        return self._have
+
+    @property
+    def _have(self) -> bool:
+        return all(self._said.get(server) for server in range(self.count))
 
     def put(self, server: int, kind: int, trainer: int, key: Key, *content: Any) -> None:
         """Over a connection that is lost meanwhile it goes again over the next one: servers heed it once."""
@@ -124,6 +129,7 @@ class Servers:
                     link.put(*frame)
             self.links[server] = link
             self._said.pop(server, None)
+            self._given.discard(server)
 
     def _place(self, frame: Frame) -> list[torch.Tensor]:
         landing = self.landings.get(frame.trainer, {})
@@ -177,12 +183,14 @@ class Served(Replica):
         entry = self.team.ledger.setdefault("servers", [0, 0.0, 0.0])
         entry[0], entry[1] = entry[0] + 1, entry[1] + size
 
-    def meet(self, generation: int) -> None:
-        """In a new generation: all servers are there, and have the state. Whose own is the optimizer's no longer."""
+    def prepare(self) -> None:
+        """In a new generation: there is room for what will come."""
         params = enumerate(self.job.named.values())
         self.servers.landings[self.number] = {n: torch.empty(p.numel(), dtype=p.dtype) for n, p in params}
-        self.servers.meet()
-        self._round = generation, 0
+
+    def met(self, generation: int) -> None:
+        """All servers have the state of the training: they alone keep the optimizers' from now on."""
+        self.servers.met, self._round = True, (generation, 0)
         for optimizer in self.job.optimizers:
             optimizer.state.clear()
 
