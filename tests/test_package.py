@@ -30,8 +30,8 @@ import paceline as package
 from paceline.cli import main
 from paceline.errors import UsageError
 from paceline.launch.tuning import HUGE, surround
+from paceline.loops import Member
 from paceline.plan import Plan
-from paceline.run import Member
 from paceline.world import (
     SlurmJob,
     began,

@@ -248,6 +248,12 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
             "precision=fp16 and tensor=2 are not built together yet; leave precision=fp16 or tensor out",
         ),
         ("shard=2 auto", "auto and shard=2 both decide the layout; leave auto or shard=2 out"),
+        (
+            "server=2 shard=2",
+            "shard=2 and server=2 both divide a model; keep one of them: under server=2 each worker has a whole one",
+        ),
+        ("server=2 exact", "exact and server=2 are not built together yet; leave exact or server out"),
+        ("server=2 codec=bf16", "codec=bf16 and server=2 are not built together yet; leave codec=bf16 or server out"),
         ("server=2 auto", "auto and server=2 both decide the layout; leave auto or server=2 out"),
     ],
 )
@@ -256,7 +262,7 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
 
 
 BUILT = "use only what is: data=N, local=N, every=H, outer=sgd:RATE|nesterov:RATE:MOMENTUM, "
-BUILT += "fragments=F, delay=D, outer_codec=int8|int4, quorum=Q, "
+BUILT += "fragments=F, delay=D, outer_codec=int8|int4, quorum=Q, server=S, "
 BUILT += "shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
 BUILT += "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy, "
 BUILT += "lr_scaling=linear|sqrt, precision=bf16|fp16, "
@@ -266,8 +272,8 @@ BUILT += "recompute=blocks, compile, exact"
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("server=2", "server=2 is"),
-        ("server=1 staleness=0 exact", "server=1 staleness=0 are"),
+        ("server=1 staleness=0", "staleness=0 is"),
+        ("server=2 staleness=inf", "staleness=inf is"),
         ("auto", "auto is"),
     ],
 )

@@ -223,6 +223,9 @@ def choose_plan(world: World, script: str | None) -> tuple[Plan, Plan, str]:
         over = f" (over the script's {script!r})" if script and script != world.plan else ""
         said, origin = world.plan, world.plan_origin + over
     plan = Plan.parse(said).validate(world.size)
+    if plan.server and world.orders_fd is None:
+        what = f"server={plan.server} needs processes beside the workers, which `paceline run` alone starts"
+        raise PlanError(what, "start the script with `paceline run`, without --max-restarts 0, or leave server out")
     return plan, plan.without(script or "", world.size), origin
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,7 +15,30 @@ from paceline.errors import DatasetError, UsageError
 from paceline.observe.figures import ranks, trainer_names
 from paceline.step import Grid, deal
 
+if TYPE_CHECKING:
+    from paceline.best import Best
+
 LISTED = 16  # workers whose shares are told one by one
+
+
+class Member(Protocol):
+    """What a run needs of a trainer."""
+
+    state: State
+    best: Best
+
+    def snapshot(self, done: int | None = None) -> dict[str, Any]: ...
+    def flush(self) -> None: ...
+    def restore(self, newcomer: bool) -> None: ...
+    def follow(self) -> None: ...
+    def prepare(self, saved: dict[str, Any]) -> None: ...
+    def complete_step(self) -> None: ...
+    def needs(self) -> list[tuple[str, tuple[int, ...]]]: ...
+    def hear(self, said: list[Any]) -> None: ...
+    @property
+    def steps_done(self) -> int: ...
+    @property
+    def complete(self) -> bool: ...
 
 
 @dataclass(eq=False)

@@ -73,7 +73,7 @@ class Plan:
     quorum: int | None = _word(
         "Q", "a merge waits for Q islands and a grace window; later ones are in a later merge", of="local", built=True
     )
-    server: int | None = _word("S", "S parameter servers")
+    server: int | None = _word("S", "S parameter servers beside the workers keep the optimizer", built=True)
     staleness: float | None = _word(
         "K|inf", "steps a worker may run ahead: 0 synchronous, inf asynchronous", of="server"
     )
@@ -233,8 +233,19 @@ class Plan:
             if self.local and (word in ("exact", "precision=fp16") or row.name in ("codec", "lr_scaling")):
                 what = f"{word} and local={self.local} are not built together yet"
                 raise PlanError(what, f"leave {word} or local out")
+            if self.server:
+                self._check_beside_servers(row, value, word)
             if self.auto and (row.metadata["axis"] or row.name in ("local", "server")):
                 raise PlanError(f"auto and {word} both decide the layout", f"leave auto or {word} out")
+
+    def _check_beside_servers(self, row: Field[Any], value: Any, word: str) -> None:
+        """An error where a word cannot stand, or not yet, beside `server`."""
+        if row.metadata["axis"] and row.name != "data" and (value > 1 or row.name == "shard"):
+            what = f"{word} and server={self.server} both divide a model"
+            raise PlanError(what, f"keep one of them: under server={self.server} each worker has a whole one")
+        if row.name in ("codec", "exact", "lr_scaling"):
+            what = f"{word} and server={self.server} are not built together yet"
+            raise PlanError(what, f"leave {word} or server out")
 
     def _check_fragments(self) -> None:
         """An error where a round has fewer steps than parts, or a part's sum would travel longer than to the next."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Never, Protocol
+from typing import Any, Never
 
 import torch
 from rich.console import Console
@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_map_only
 
 from paceline.agreement import Agreement
 from paceline.arguments import private_memory, refused_exports
-from paceline.best import Best, best_now, keep_best
+from paceline.best import best_now, keep_best
 from paceline.checkpoint.export import write_together
 from paceline.checkpoint.files import FOLDER, folder_of
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
-from paceline.loops import Phase, State
+from paceline.loops import Member, Phase
 from paceline.observe.account import process_began
 from paceline.observe.figures import duration, plural, size_of
 from paceline.observe.journal import Journal, plain
@@ -38,34 +38,16 @@ from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
 from paceline.script import changed_since, module_name, script_text, versions
+from paceline.serving import Serving
 from paceline.step import Agreed
 from paceline.strategies.job import Job
 from paceline.strategies.own import Owns
+from paceline.strategies.servers import Servers
 from paceline.strategies.state import held, in_pieces
 from paceline.team.commands import Generation
 from paceline.team.coordinator import STOPPED
 from paceline.team.operations import Attempt, LeftError
 from paceline.team.team import Team, join
-
-
-class Member(Protocol):
-    """What a run needs of a trainer."""
-
-    state: State
-    best: Best
-
-    def snapshot(self, done: int | None = None) -> dict[str, Any]: ...
-    def flush(self) -> None: ...
-    def restore(self, newcomer: bool) -> None: ...
-    def follow(self) -> None: ...
-    def prepare(self, saved: dict[str, Any]) -> None: ...
-    def complete_step(self) -> None: ...
-    def needs(self) -> list[tuple[str, tuple[int, ...]]]: ...
-    def hear(self, said: list[Any]) -> None: ...
-    @property
-    def steps_done(self) -> int: ...
-    @property
-    def complete(self) -> bool: ...
 
 
 class Run:
@@ -101,7 +83,9 @@ class Run:
         self._said: set[str] = set()
         place = world.checkpoints or (self.folder / FOLDER if self.folder is not None else None)
         mirror = (world.mirror[0], storage_at(Path(world.mirror[1]))) if world.mirror else None
-        storage = storage_at(place) if place is not None else None
+        storage = storage_at(place) if place is not None and not world.serves else None
+        self.serving = Serving(world) if world.serves else None  # this process is a parameter server
+        self.servers: Servers | None = None  # whom this worker pushes gradients to
         self.saving = Saving(team, storage, world.save_every, world.keep, mirror)
         self.agreement = Agreement(team, self.saving.copied)
         self._check: dict[str, Any] = json.loads(world.check) if world.check else {}
@@ -147,7 +131,7 @@ class Run:
     @property
     def main(self) -> bool:
         """Whether this worker speaks and writes for the team."""
-        return self.team.rank == 0 and not self.team.operations.waiting
+        return self.team.rank == 0 and not self.team.operations.waiting and self.serving is None
 
     # -- a team that changes ------------------------------------------------------------------------------------
 
@@ -214,7 +198,10 @@ class Run:
 
     def need_team(self) -> None:
         """A newcomer waits here: where its script first asks for something that the team knows."""
-        if self.team.operations.waiting:
+        if self.team.operations.waiting and self.serving is not None:
+            tree, self.team.operations.waiting = self.serving.take(), False
+            self.take_over(tree, newcomer=True)
+        elif self.team.operations.waiting:
             self.team.operations.admit()
 
     # -- beginning ----------------------------------------------------------------------------------------------
@@ -391,6 +378,8 @@ class Run:
         Of several trainers that take single steps in turn, a checkpoint must find all of them after the same turn.
         """
         self.need_team()
+        if self.serving is not None:
+            self.serving.serve(self.team.operations.reached)
         saved = self._streams
         if self.imported and not self.took_step and len(self.members) < len(self.tree["trainers"]):
             what = f"the weights imported from {self.imported} are for trainer {len(self.tree['trainers']) - 1}"
@@ -474,7 +463,7 @@ class Run:
         return self.saving.wants(self.step + steps) if self.main and self.saving.storage is not None else 0
 
     def ask_save(self) -> None:
-        if self.saving.storage is None:
+        if self.saving.storage is None and self.serving is None:
             cure = "start with `paceline run --run-dir FOLDER train.py`, or set PACELINE_RUN_DIR"
             raise UsageError("there is no run folder to save to", cure)
         self.saving.asked = True
@@ -560,6 +549,11 @@ class Run:
             raise KeyboardInterrupt
         self._left = True
         raise SystemExit(code)
+
+    def end_here(self) -> Never:
+        """Ends the script before anything was trained in it."""
+        self._left = True
+        raise SystemExit(STOPPED)
 
     def _close_account(self) -> None:
         if self.took_step:

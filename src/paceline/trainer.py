@@ -51,10 +51,10 @@ from paceline.observe.ledger import Ledger
 from paceline.plan import Plan
 from paceline.portions import Portion, bring
 from paceline.predict import predicted
-from paceline.rounds import rounds_of
 from paceline.run import Run
+from paceline.served import stepper_of
 from paceline.step import Grid, stream_seed
-from paceline.stepping import Stepper, StepReport
+from paceline.stepping import StepReport
 from paceline.strategies.chunks import MicroBatch, rows_of
 from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
@@ -150,7 +150,7 @@ class Trainer:
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         about: dict[str, Any] = {"run": run, "trainer": self._number, "job": job, "replica": self._replica}
         about |= {"plan": self.plan, "streams": self._streams, "merging": merging, "weights": weights}
-        self._stepper = rounds_of(mesh, about, self._grid) if self.plan.local else Stepper(**about, grid=self._grid)
+        self._stepper = stepper_of(mesh, about, self._grid)
         self._ledger = Ledger()
         self._phases, self._untouched = list[Phase](), list[Phase]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide

@@ -17,6 +17,7 @@ from typing import Any
 from paceline.errors import UsageError, shown
 
 MOST = 999_999_999_999  # more of anything than anybody has
+SERVERS = 1_000_000  # parameter servers are numbered from here on, beside the workers
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class World:
     chaos: str = ""
     tensorboard: bool = False
     members: tuple[int, ...] = ()
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process is a parameter server, and no worker."""
+        return self.rank >= SERVERS
 
     @property
     def plan_origin(self) -> str:

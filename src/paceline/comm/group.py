@@ -52,6 +52,7 @@ class Group:
     def __init__(self, world: World) -> None:
         self.rank, self.size = 0, 1
         self.names: Sequence[int] = (world.rank,)
+        self.serves = world.serves  # it is alone, and no worker
         self.ledger: dict[str, list[float]] = {}
         self._declared = ("the start", "", "the start")
         self._rendezvous = Rendezvous()

@@ -31,6 +31,7 @@ from paceline.observe.progress import Progress
 from paceline.observe.traces import short
 from paceline.team.lease import Lease
 from paceline.team.link import AWAY, Link
+from paceline.world import SERVERS
 
 # Seconds a failure waits for other failures, for the cause of a lost peer, for the end of what says it fails.
 OTHERS, CAUSE, EXIT = 1.0, 3.0, 10.0
@@ -68,6 +69,7 @@ class Agent:
         self._lines = 0  # the version of the orders with the last line that was shown
         self._coming: dict[str, Any] = {}  # who is sent the state, as the workers were told
         self._merge: dict[str, Any] | None = None  # of islands, as the workers were told
+        self._servers: dict[str, Any] = {}  # where they are, as the workers were told
         self._number = (0, 0)  # epoch and number of the generation that the workers were told
         self._failing: dict[int, str] = {}  # whose failure ends the run, and how they failed
         self._since: dict[int, float] = {}  # when that was known
@@ -160,7 +162,7 @@ class Agent:
             return True
         if self._workers.preparing or any(worker.alive and worker.counts for worker in self._workers.all):
             return False
-        if any(worker.alive and not worker.out for worker in self._workers.all):
+        if any(worker.alive and not worker.out and not worker.serves for worker in self._workers.all):
             return False  # they wait to be admitted
         if self._coordinator is not None and not self._failing and self._link.newest.get("agents", 1) > 1:
             return False  # others train on, and our coordinator with them
@@ -204,7 +206,7 @@ class Agent:
             how = "stopping after this step and saving" if saves else "stopping"
             self.say(f"{how}; press Ctrl-C again to stop at once", always=True)
         for worker in self._workers.all:
-            if worker.alive:  # one that has not come to its trainer yet just ends
+            if worker.alive and not worker.serves:  # one that has not come to its trainer yet just ends
                 worker.process.signal(signal.SIGUSR2)
 
     def _leave(self, number: int) -> None:
@@ -252,6 +254,9 @@ class Agent:
         if orders["merge"] != self._merge:
             self._merge = orders["merge"]
             told.append({"merge": self._merge})
+        if orders["servers"] != self._servers or (orders["servers"] and told):
+            self._servers = orders["servers"]
+            told.append({"servers": self._servers})
         for worker in self._workers.all if told else []:
             if worker.alive:
                 for order in told:
@@ -272,6 +277,8 @@ class Agent:
         together = {}
         for number, wanted in workers.items():
             worker, life = self._workers.now.get(number), wanted["life"]
+            if worker is None and number >= SERVERS and number not in self._declined:
+                self._start_again({number: life}, partial(self._workers.again, number, life))
             if worker is None or worker.life > life or (worker.life == life and not wanted["out"]):
                 continue
             self._workers.lose(worker)
@@ -306,7 +313,8 @@ class Agent:
             if error:
                 self.say(error, always=True)
             for number, life in lives.items():
-                self._declined[number] = {**self._workers.now[number].said(), "life": life, "declined": True}
+                before = self._workers.now[number].said() if number in self._workers.now else {}
+                self._declined[number] = {**before, "life": life, "declined": True}
 
     def _fail(self, number: int) -> None:
         """This failure ends the run."""

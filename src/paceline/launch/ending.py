@@ -51,7 +51,7 @@ class Ending:
             for w in workers
             if (w.killed and "failed" in w.events) or w.status not in fine or w.vanished or w.rank in failing
         ]
-        final = [w for w in failed if w.counts]
+        final = [w for w in failed if w.counts or (w.serves and w.rank in failing)]
         said = [exception_of(worker) for worker in final]
         return [w for w in failed if w in final or (exception_of(w) is not None and exception_of(w) in said)]
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from paceline.launch.output import Output
-from paceline.observe.figures import ranks
+from paceline.observe.figures import called, ranks
 from paceline.observe.journal import Event
 from paceline.observe.stacks import Hung
 from paceline.observe.traces import read_trace
@@ -105,11 +105,11 @@ def failure_block(
 ) -> str:
     """The block. `failures`: all, with the cause; `stopped`: workers that we ended; `then`: how to go on."""
     step = f", after step {cause.step}" if cause.step is not None else ""
-    lines = [f"worker {cause.rank} failed (host {host}, pid {cause.pid}{step})", f"  {cause.what}"]
+    lines = [f"{ranks([cause.rank])} failed (host {host}, pid {cause.pid}{step})", f"  {cause.what}"]
     if cause.frame:
         lines.append(f"  at {cause.frame}")
     if cause.tail:
-        lines.append(f"the end of {logs / f'worker-{cause.rank}.log'}:")
+        lines.append(f"the end of {logs / f'{called(cause.rank)}.log'}:")
         lines += [f"  | {line}".rstrip() for line in cause.tail]
     alike = [other.rank for other in failures if other.what == cause.what and other is not cause]
     if alike:
@@ -118,7 +118,7 @@ def failure_block(
     for other in sorted(others, key=lambda failure: failure.when):
         if other.weight <= cause.weight:
             place = f" at {other.frame}" if other.frame else ""
-            lines.append(f"worker {other.rank} failed too: {other.what}{place}")
+            lines.append(f"{ranks([other.rank])} failed too: {other.what}{place}")
     followed = [other.rank for other in others if other.weight > cause.weight]
     if followed:
         lines.append(f"{ranks(followed)} ended because of it")

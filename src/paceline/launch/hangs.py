@@ -17,6 +17,7 @@ from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import session_members
 from paceline.launch.workers import Worker, Workers
+from paceline.observe.figures import called
 from paceline.observe.journal import Journal
 from paceline.observe.stacks import Hung, catches, computed, held_up, is_traced, read_place
 from paceline.observe.traces import short
@@ -169,7 +170,7 @@ class Hangs:
             worker.hung = hung
             worker.process.signal(signal.SIGKILL)
             return
-        log = short(self._folder / "logs" / f"worker-{worker.rank}.log")
+        log = short(self._folder / "logs" / f"{called(worker.rank)}.log")
         where = "" if self._alone_here else f" on {socket.gethostname()}"
         stands = f"worker {worker.rank} has made no progress for {hung.seconds:.0f} s: {hung.state}"
         text = f"{stands} at {hung.place or hung.where}\n  all its stacks: {log}{where}"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.observe.figures import ranks
+from paceline.observe.figures import called, ranks
 from paceline.observe.traces import TRACEBACK
 
 WARNING = re.compile(r"^(?P<where>.+?:\d+): (?P<category>\w*Warning): (?P<text>.*)$")
@@ -44,13 +44,20 @@ class Output:
 
     def __init__(self, logs: Path, workers: Sequence[int], show: Callable[[str], None], raw: int | None) -> None:
         self._show, self._raw = show, raw
-        self._feeds = {rank: _Feed(_open_log(logs / f"worker-{rank}.log")) for rank in workers}
+        self._logs, self._feeds = logs, dict[int, _Feed]()
+        for rank in workers:
+            self.open(rank)
         self._warnings: dict[str, set[int]] = {}  # by text; kept when shown, so as not to show them again
         self._due: dict[str, float] = {}  # when to show a warning
         self._held: list[str] | None = None
         self._release = 0.0
         self._failing = self._log_lost = False
         self.shown = min(workers)  # the worker whose lines are shown
+
+    def open(self, rank: int) -> None:
+        """Another one will write."""
+        if rank not in self._feeds:
+            self._feeds[rank] = _Feed(_open_log(self._logs / f"{called(rank)}.log"))
 
     def lead(self, rank: int) -> None:
         """From now on this worker's lines are shown."""

@@ -25,12 +25,13 @@ from paceline.launch.output import Output
 from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, reap_strangers
 from paceline.launch.tuning import pin, surround
 from paceline.launch.warm import ColdError, Wanted, Warm
+from paceline.observe.figures import called
 from paceline.observe.journal import Journal
 from paceline.observe.stacks import Hung
 from paceline.observe.traces import before_the_trace, read_trace
 from paceline.pulse import View
 from paceline.team.coordinator import STOPPED
-from paceline.world import starts_cold, worker_environment
+from paceline.world import SERVERS, starts_cold, worker_environment
 
 CHUNK = 1 << 16
 DRAIN = 100  # pieces that are read at most of what an ended worker left: its children may go on writing
@@ -74,6 +75,11 @@ class Worker:
         return self.status is None
 
     @property
+    def serves(self) -> bool:
+        """Whether it is a parameter server."""
+        return self.rank >= SERVERS
+
+    @property
     def counts(self) -> bool:
         """Whether the run depends on it."""
         return not self.out and (not self.newcomer or "formed" in self.events)
@@ -107,7 +113,8 @@ class Worker:
             "replica": max(events.get(word, {}).get("replica", 1) for word in ("ready", "waiting")),
             "ready": "ready" in events,
             "waiting": "waiting" in events,
-            "at": events.get("waiting", {}).get("at"),
+            "at": events.get("serving" if self.serves else "waiting", {}).get("at"),
+            "servers": events.get("servers", {}).get("count", 0),
             "current": "current" in events,
             "formed": events.get("formed", {}).get("number", -1),
             "alone": events.get("alone", {}).get("number", -1),
@@ -238,6 +245,8 @@ class Workers:
         return listener
 
     def _start(self, rank: int, life: int, listener: socket.socket, store: tuple[str, int], newcomer: bool) -> None:
+        place = self.numbers.index(rank) if rank in self.numbers else None  # of a parameter server
+        self._output.open(rank)
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
         orders, theirs = socket.socketpair()
         pulse = View()
@@ -246,11 +255,11 @@ class Workers:
         if not self._options.max_restarts:
             del descriptors["ORDERS"]
         wanted = Wanted(
-            f"paceline {rank}",
+            f"paceline {called(rank)}",
             self._options.program,
             self._environment(
                 PACELINE_RANK=str(rank),
-                PACELINE_LOCAL_RANK=str(self.numbers.index(rank)),
+                PACELINE_LOCAL_RANK=str(place or 0),
                 PACELINE_NEWCOMER="1" if newcomer else None,
                 PACELINE_HOLD="1" if not newcomer and len(self.numbers) < self._options.min_workers else None,
                 PACELINE_STORE=f"{store[0]}:{store[1]}",
@@ -268,7 +277,8 @@ class Workers:
             theirs.close()
             for _, write in pipes.values():
                 os.close(write)
-        pin(process.pid, self._pins[self.numbers.index(rank)])
+        if place is not None:
+            pin(process.pid, self._pins[place])
         worker = Worker(
             rank, life, process, MemoryKills(process.pid), orders, listener.getsockname(), self._output, pulse
         )
@@ -317,8 +327,11 @@ class Workers:
     def _note(self, worker: Worker, what: str, cause: str = "") -> None:
         """What happened to a worker's process."""
         more = {"cause": cause} if cause else {}
-        fields = {"worker": worker.rank, "life": worker.life, "host": socket.gethostname(), "pid": worker.process.pid}
-        self._journal.write("worker", **fields, what=what, **more)
+        fields = {"life": worker.life, "host": socket.gethostname(), "pid": worker.process.pid, "what": what, **more}
+        if worker.serves:
+            self._journal.write("server", server=worker.rank - SERVERS, **fields)
+        else:
+            self._journal.write("worker", worker=worker.rank, **fields)
 
     def lose(self, worker: Worker) -> None:
         """The others go on without it."""

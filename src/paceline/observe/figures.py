@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from paceline.world import SERVERS
+
 
 def number(value: float | None) -> str:
     """`2.314`, `5,321`, `3e-05`; None, which the journal writes for NaN and infinity, is ``not finite``."""
@@ -95,9 +97,20 @@ def trainer_names(models: Mapping[Any, str]) -> dict[Any, str]:
     return {number: kind if kind and kinds[kind] == 1 else f"trainer {number}" for number, kind in models.items()}
 
 
+def called(number: int) -> str:
+    """`worker-2`, `server-0`: what a process and its log are called."""
+    return f"server-{number - SERVERS}" if number >= SERVERS else f"worker-{number}"
+
+
 def ranks(workers: Iterable[int]) -> str:
-    """`worker 2`, `workers 0-3`, `workers 0, 2-3`."""
-    numbers = sorted(set(workers))
+    """`worker 2`, `workers 0-3`, `workers 0, 2-3`, `worker 1 and server 0`."""
+    numbers = {*workers}
+    servers = {number for number in numbers if number >= SERVERS}
+    some = ("worker", sorted(numbers - servers)), ("server", sorted(number - SERVERS for number in servers))
+    return " and ".join(_spans(kind, those) for kind, those in some if those or (kind == "worker" and not servers))
+
+
+def _spans(kind: str, numbers: list[int]) -> str:
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][1] == number - 1:
@@ -105,4 +118,4 @@ def ranks(workers: Iterable[int]) -> str:
         else:
             spans.append([number, number])
     text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
-    return f"worker{'s' if len(numbers) > 1 else ''} {text}"
+    return f"{kind}{'s' if len(numbers) > 1 else ''} {text}"

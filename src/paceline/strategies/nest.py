@@ -20,6 +20,7 @@ from paceline.strategies.job import Job
 from paceline.strategies.layout import Layout
 from paceline.strategies.replica import Replica
 from paceline.strategies.schedule import KINDS, kept, table
+from paceline.strategies.servers import Served
 from paceline.strategies.shard import Shard
 from paceline.strategies.state import held, kept_for_each
 from paceline.strategies.values import Values
@@ -55,6 +56,8 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
         found = found.in_islands(isles, here, own)
         if replicas > 1:
             found.sent["merges"] = isles.sent(own, sum(map(Shards(mesh.shard).width, facts.shapes)))
+    if plan.server:
+        found = replace(found, optimizer=0, sent={"servers": facts.bytes()})
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
     return replace(found, in_flight=max(map(kept, rows)))
 
@@ -141,6 +144,12 @@ def nest(
     codec = Codec(plan.codec) if plan.codec else None
     if codec is not None and job.device.type != "cpu":
         raise PlanError(f"codec={plan.codec} is not built for CUDA yet", f"leave codec={plan.codec} out")
+    if plan.server:
+        if job.device.type != "cpu":
+            raise PlanError(f"server={plan.server} is not built for {job.device.type} yet", "leave server out")
+        if group.serves:
+            return Replica(job, Layout(job), group, outer, mesh)
+        return Served(job, group, mesh, plan.server)
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
         return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec, team)

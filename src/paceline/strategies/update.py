@@ -67,6 +67,10 @@ class Update:
             for optimizer in self.job.optimizers:
                 optimizer.step()
         self.home.applied()
+        self.follow_schedule(agreed)
+
+    def follow_schedule(self, agreed: Agreed) -> None:
+        """The rates of the next step."""
         for scheduler in self.job.schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(agreed.loss / agreed.count)

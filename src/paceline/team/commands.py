@@ -51,6 +51,7 @@ class Orders:
     def __init__(self, fd: int | None, heard: Callable[[Generation], None], comes: Callable[[Coming], None]) -> None:
         self.newest: Generation | None = None
         self.coming: Coming = {}
+        self.servers: dict[int, At] = {}  # where parameter servers are
         self.merge: dict[str, Any] = {}  # which islands are in the one that was decided last
         self.wait_here = False  # whether to make no further step for the time being
         self._heard, self._comes = heard, comes
@@ -68,6 +69,9 @@ class Orders:
                 if "coming" in said:
                     self.coming = {int(number): tuple(at) for number, at in said["coming"].items()}
                     self._comes(self.coming)
+                    continue
+                if "servers" in said:
+                    self.servers = {int(number): tuple(at) for number, at in said["servers"].items()}
                     continue
                 if "merge" in said:
                     with self._news:

@@ -16,15 +16,16 @@ from paceline.observe.figures import plural, ranks
 from paceline.team.commands import Coming
 from paceline.team.merges import Merges
 from paceline.team.roster import Announcement, Roster
-from paceline.team.seats import UNKNOWN, Said, Seat, state_of
+from paceline.team.seats import UNKNOWN, Said, Seat, generation_of, go_on, left_of, pause_of, state_of
+from paceline.team.servers import can_go_back, seat_servers, serving
 from paceline.team.stops import OVER, Stops
+from paceline.world import SERVERS
 
 BEAT = 0.25  # seconds between two reports of an agent
 HELD = 20.0  # seconds that its request for orders is held open
 ALIKE = 0.1  # seconds within which an exception of all workers comes from all
 TOGETHER = 0.3  # seconds within which notices to all workers arrive, where the whole run is meant
 ALONE = 3.0  # seconds a worker may miss others that nobody knows to be lost, before the team forms anew
-PAUSE, LONGEST = 1.0, 30.0  # seconds before one that failed as a newcomer is started again; twice as long each time
 RETURN = 3.0  # seconds that agents have to come back to a coordinator that was started again
 LINES = 50  # lines for the console that are kept for agents that did not hear them yet
 STOPPED = 75  # EX_TEMPFAIL: exit code of who left, or stopped politely; the same command goes on
@@ -66,6 +67,7 @@ class Coordinator:
         self._causes: Counter[str] = Counter()
         self._detection = 0.0  # of the generation that was announced
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
+        self.first = self.roster.members  # the workers of the first generation
         self._late = 0.0  # after a restart: when it is said who is waited for
 
     # ---- agents
@@ -78,7 +80,8 @@ class Coordinator:
         self.logs[agent], self.standbys[agent] = logs, standby
         self.gone.discard(agent)
         known = numbers or [number for number, seat in self.seats.items() if seat.agent == agent]
-        first, members = max([-1, *self.seats, *self.roster.members]) + 1, set(self.roster.members)
+        members, servers = set(self.roster.members), {n for n in self.seats if n >= SERVERS}
+        first = max({-1, *self.seats, *members} - servers) + 1
         for number in known or range(first, first + count):
             seat = self.seats.setdefault(number, Seat(agent, newcomer=True))
             if seat.agent not in (agent, ""):
@@ -98,6 +101,7 @@ class Coordinator:
         if places > self.roster.places:
             self.roster.in_replicas(places)
         self.gone.discard(agent)
+        self.version += seat_servers(self.seats, agent, workers)
         changed = []
         for number, said in workers.items():
             seat = self.seats.get(number)
@@ -143,7 +147,9 @@ class Coordinator:
             return
         lost = [number for number in gone if self.seats[number].alive]
         members = [number for number in lost if not self.seats[number].newcomer]
-        if members and not self._survivors(lost):  # nobody else could go on: it may come back
+        if servers := [number for number in lost if number >= SERVERS and not self.over]:
+            self._fail(servers, f"is lost ({why})")
+        if servers or (members and not self._survivors(lost)):  # nobody else could go on: it may come back
             return
         if members and not self.max_restarts:
             self._fail(members)
@@ -214,18 +220,9 @@ class Coordinator:
 
     def orders(self, agent: str) -> dict[str, Any]:
         """The state that an agent is to bring about: of each worker which life, and whether it is of the team."""
-        order = self.order
-        generation = None
-        if order is not None:
-            first = self.seats.get(order.members[0])
-            generation = {
-                "number": order.number,
-                "members": list(order.members),
-                "store": list(first.said.store) if first else ["", 0],
-                "at_once": self.roster.at_once,
-                "detection": self._detection,
-                "hold": self._too_few(order.members),
-            }
+        generation = generation_of(self.order, self.seats) if self.order is not None else None
+        if generation is not None:
+            generation |= {"at_once": self.roster.at_once, "detection": self._detection, "hold": self._paused}
         return {
             "epoch": self.epoch,
             "version": self.version,
@@ -240,6 +237,7 @@ class Coordinator:
             "stop": self.stop,
             "coming": self.coming,
             "merge": self.merges.last,
+            "servers": serving(self.seats),
             "lines": self.lines,
         }
 
@@ -274,6 +272,7 @@ class Coordinator:
     def _advanced(self, number: int, seat: Seat, before: Said, now: float) -> None:
         """How far it has come."""
         said, roster = seat.said, self.roster
+        self.version += number >= SERVERS and said.at != before.at
         if said.ready and not before.ready and not seat.newcomer:
             roster.ready(number)
         if said.formed > before.formed:
@@ -294,7 +293,9 @@ class Coordinator:
     def _ended(self, number: int, seat: Seat, before: Said, now: float) -> None:
         """How it ended, or that it is about to."""
         said = seat.said
-        if said.declined and not seat.newcomer and not self.roster.begun:
+        if self.seats[number] is not seat:  # all have gone back
+            return
+        if said.declined and (number >= SERVERS or (not seat.newcomer and not self.roster.begun)):
             self._fail([number], "cannot be started anew")
         elif said.declined:
             seat.out = True
@@ -312,7 +313,7 @@ class Coordinator:
             told = number in self.roster.leaving
             self.roster.end(number)
             if told:
-                self._say(f"{ranks([number])} left, as it was told: {_go_on(self.roster.members)}")
+                self._say(f"{ranks([number])} left, as it was told: {go_on(self.roster.members)}")
             else:  # its mate was
                 self._restart(number)
         elif said.status in (0, STOPPED) and (said.status or not self._vanished(said)):
@@ -339,6 +340,9 @@ class Coordinator:
             if self._stops.hear(number, self.seats[number].said, now):
                 self._say(f"{ranks([number])} goes on")
         stopped, begun = self._stops.stopped(self.seats), self.roster.begun
+        servers = [number for number in stopped if number >= SERVERS]
+        if servers and begun and not self.over and not self._go_back(servers, "was stopped"):
+            self._fail(servers, "was stopped")
         if not stopped or self.over or self.failing:
             return
         if self.max_restarts and begun and self._survivors(stopped):
@@ -358,14 +362,27 @@ class Coordinator:
         elif over:
             self._causes["was stopped"] += 1
             self.record("lost", workers=stopped, why="was stopped before the first step", step=self.step)
-            self._start_anew()
+            self._start_anew(self.roster.members)
 
-    def _start_anew(self) -> None:
-        """The workers of the first generation, of whom none has made a step, in processes that meet each other."""
-        self.roster, self._again = Roster(self.roster.members), math.inf
-        for number in self.roster.members:
+    def _go_back(self, servers: list[int], why: str) -> bool:
+        """Without these nobody has what they kept: all begin anew at the last checkpoint, if all are of one host."""
+        self._causes["servers"] += 1
+        if self.stop or self._causes["servers"] > self.max_restarts or not can_go_back(self.seats, self.first):
+            return False
+        self.record("lost", workers=servers, why=why, step=self.step)
+        self._say(
+            f"{ranks(servers)} {why}: all go back to the last checkpoint{left_of(servers, self.seats, self.logs)}"
+        )
+        self.order, self._left, self._raised_now, self._judged = None, set(), [], math.inf
+        self._start_anew(self.first, [n for n, seat in self.seats.items() if n in servers or seat.alive])
+        return True
+
+    def _start_anew(self, members: tuple[int, ...], others: Iterable[int] = ()) -> None:
+        """The workers of the first generation in processes that meet each other, and these others as newcomers."""
+        self.roster, self._again = Roster(members, self.roster.number, places=self.roster.places), math.inf
+        for number in {*members, *others}:
             seat = self.seats[number]
-            self.seats[number] = Seat(seat.agent, seat.life + 1)
+            self.seats[number] = Seat(seat.agent, seat.life + 1, newcomer=number not in members)
         self.version += 1
 
     def _judge(self) -> None:
@@ -441,10 +458,12 @@ class Coordinator:
         left = self._survivors([number])
         self._causes[why] += 1
         restarts = not known and self._causes[why] <= self.max_restarts
+        if number >= SERVERS:
+            return restarts and self._go_back([number], why)
         few = not left or (len(left) < self.min_workers and not restarts)
         if not seat.newcomer and (known or few or (said.failed and not restarts)):
             return False
-        pause = self._pause(seat)
+        pause = pause_of(seat)
         soon = f"; it is started again in {pause:.0f} s" if pause else ""
         self._lose([number], why, soon if restarts else "; it is not started again")
         if restarts:
@@ -454,7 +473,7 @@ class Coordinator:
     def _restart(self, number: int) -> None:
         """Its agent starts another process in its place, after a pause where the one before never came to the team."""
         seat = self.seats[number]
-        if pause := self._pause(seat):
+        if pause := pause_of(seat):
             self._starts[number] = (self._now + pause, seat.life + 1)
         else:
             self._start(number, seat.life + 1)
@@ -465,11 +484,6 @@ class Coordinator:
             failures = seat.failures + (seat.said.status is not None) if seat.newcomer else 0
             self.seats[number] = Seat(seat.agent, life, newcomer=True, failures=failures)
             self.version += 1
-
-    @staticmethod
-    def _pause(seat: Seat) -> float:
-        failed = seat.newcomer and seat.said.status is not None
-        return min(LONGEST, PAUSE * 2.0**seat.failures) if failed else 0.0
 
     def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:
         new = all(self.seats[number].newcomer for number in lost)
@@ -484,29 +498,22 @@ class Coordinator:
         if order is not None:
             start = "starts" if len(mates) == 1 else "start"
             too = f", and {ranks(mates)} of the same replica {start} anew" if mates else ""
-            self._say(f"{ranks(lost)} {why}{too}: {self._how_on(order.members)}{then}{self._left_of(lost)}")
+            self._say(
+                f"{ranks(lost)} {why}{too}: {self._how_on(order.members)}{then}{left_of(lost, self.seats, self.logs)}"
+            )
         elif new:
             before = "before it was back" if len(lost) == 1 else "before they were back"
-            self._say(f"{ranks(lost)} {why} {before}{then}{self._left_of(lost)}")
+            self._say(f"{ranks(lost)} {why} {before}{then}{left_of(lost, self.seats, self.logs)}")
         self._announce(order, detection)
         for mate in mates:
             self._restart(mate)
         self._let_in()
         self.version += 1
 
-    def _left_of(self, lost: list[int]) -> str:
-        """Lines below the one that says who is lost: why, and where to read on."""
-        lines: list[str] = []
-        for number in lost:
-            agent, said = self.seats[number].agent, self.seats[number].said
-            where = f" on {agent.partition(' ')[0]}" if len(self.logs) > 1 else ""
-            lines += said.epitaph(f"{self.logs.get(agent, 'logs')}/worker-{number}.log{where}")
-        return "".join(f"\n  {line}" for line in lines)
-
     def _how_on(self, members: Collection[int]) -> str:
         if self._too_few(members):
             return f"{plural(len(members), 'worker')} left, paused until there are {self.min_workers}"
-        return _go_on(members)
+        return go_on(members)
 
     def _announce(self, order: Announcement | None, detection: float = 0.0) -> None:
         """A generation: it is in the journal before anybody hears of it. The loss it follows was not known so long."""
@@ -529,7 +536,7 @@ class Coordinator:
         if alone and (self._causes[what] > self.max_restarts or any(seat.said.ended for seat in self.seats.values())):
             self._fail(alone, "lost its connections to the others")
         elif alone:
-            self._say(f"{what}: {_go_on(self.roster.members)} over new ones")
+            self._say(f"{what}: {go_on(self.roster.members)} over new ones")
             self._announce(self.roster.renew())
 
     # ---- after a coordinator was started again
@@ -593,7 +600,3 @@ class Coordinator:
             self._late = math.inf
             self._say(f"{ranks(missing)} did not come back yet, and nobody else has the state of the training: waiting")
         self.recovering = now + RETURN
-
-
-def _go_on(members: Collection[int]) -> str:
-    return f"{plural(len(members), 'worker')} go{'es' if len(members) == 1 else ''} on"

@@ -25,7 +25,7 @@ from paceline.observe.account import Account
 from paceline.pulse import PULSE
 from paceline.step import Moment, StateLostError, Status, Transaction, resolve, spread
 from paceline.team.chaos import Chaos, parse_faults
-from paceline.team.commands import Coming, Generation, Orders
+from paceline.team.commands import At, Coming, Generation, Orders
 from paceline.team.migration import Learner, Migration, Taker, digests
 from paceline.world import World
 
@@ -113,6 +113,7 @@ class Operations:
         self._chaos = Chaos(faults, world.rank, Path(world.run_dir or ".")) if faults else None
         self._entering = threading.Lock()
         self.migration = Migration(self.worker)
+        self.ahead = True  # the sums of steps, which newcomers are sent, are known here
         self._followed = False  # much of the state came ahead
         self._orders = Orders(world.orders_fd, self._heard, self._comes)
 
@@ -142,6 +143,11 @@ class Operations:
         told = self._orders.merge
         present = (told.get("turn"), told.get("number")) == (self.done, self.number)
         return list(told["islands"]) if present else None
+
+    @property
+    def servers(self) -> dict[int, At]:
+        """Where parameter servers are."""
+        return self._orders.servers
 
     def await_merge(self, ends: Callable[[], bool]) -> None:
         """Waits until that is decided, or it `ends` otherwise. PeerLostError: another generation forms."""
@@ -261,7 +267,7 @@ class Operations:
         """A newcomer's first need of the team: waits until it belongs to it, and has its state."""
         assert self.holder is not None
         assert self.world.store is not None
-        if self._group.mesh.replica > 1:  # which rows it is to have is not known before
+        if self._group.mesh.replica > 1 or not self.ahead:  # which rows it is to have is not known before
             self.world.tell("waiting", replica=self._group.mesh.replica)
         else:
             taker = Taker(self.world.store[0])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.observe.figures import called, plural
 from paceline.team.commands import At
 from paceline.team.merges import Told
-from paceline.team.roster import Roster
+from paceline.team.roster import Announcement, Roster
+from paceline.world import SERVERS
 
 WIDEST = 300  # characters of a line that is told of a loss
+PAUSE, LONGEST = 1.0, 30.0  # seconds before one that failed as a newcomer is started again; twice as long each time
 UNKNOWN = -1  # the life of a worker that was started before the coordinator was
 
 
@@ -23,7 +26,8 @@ class Said:
     `final` one that another worker would raise as well; it has been `stopped` for `since` seconds; it was
     ended because it `hung` at that line, or what people are to know of how it `stands` still; `status` is its exit
     code and `why` how it ended, in words, `cause` what else is known of that, and `tail` the last lines of its log;
-    `declined`: it cannot be started again; `round` is what its team last said of a round of islands.
+    `declined`: it cannot be started again; `round` is what its team last said of a round of islands; its
+    plan wants so many parameter `servers`.
     """
 
     life: int = 0
@@ -50,6 +54,7 @@ class Said:
     tail: tuple[str, ...] = ()
     declined: bool = False
     round: Told | None = None
+    servers: int = 0
 
     @property
     def loss(self) -> str:
@@ -96,8 +101,36 @@ def read_said(given: Mapping[str, Any]) -> Said:
     lines: dict[str, Any] = {
         name: tuple(str(line)[:WIDEST] for line in getattr(said, name)) for name in ("cause", "tail")
     }
-    lines |= {"round": Told.read(given.get("round"))}
+    lines |= {"round": Told.read(given.get("round")), "servers": int(said.servers)}
     return Said(**{**given, "store": (str(host), int(port)), "failed": failed, "at": at, **lines})
+
+
+def left_of(lost: Iterable[int], seats: Mapping[int, Seat], logs: Mapping[str, str]) -> str:
+    """Lines below the one that says who is lost: why, and where to read on."""
+    lines: list[str] = []
+    for number in lost:
+        agent, said = seats[number].agent, seats[number].said
+        where = f" on {agent.partition(' ')[0]}" if len(logs) > 1 else ""
+        lines += said.epitaph(f"{logs.get(agent, 'logs')}/{called(number)}.log{where}")
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def generation_of(order: Announcement, seats: Mapping[int, Seat]) -> dict[str, Any]:
+    """What agents are told of it."""
+    first = seats.get(order.members[0])
+    store = list(first.said.store) if first else ["", 0]
+    return {"number": order.number, "members": list(order.members), "store": store}
+
+
+def pause_of(seat: Seat) -> float:
+    """Seconds before another process is started in its place."""
+    failed = seat.newcomer and seat.said.status is not None
+    return min(LONGEST, PAUSE * 2.0**seat.failures) if failed else 0.0
+
+
+def go_on(members: Collection[int]) -> str:
+    """What the others do."""
+    return f"{plural(len(members), 'worker')} go{'es' if len(members) == 1 else ''} on"
 
 
 def state_of(number: int, seat: Seat, roster: Roster) -> dict[str, Any]:
@@ -112,5 +145,6 @@ def state_of(number: int, seat: Seat, roster: Roster) -> dict[str, Any]:
     elif number in roster.members:
         state = "member" if number in roster.entered else "forming"
     else:
-        state = "waiting" if said.waiting else "starting"
-    return {"agent": seat.agent, "life": seat.life, "state": state}
+        serves = number >= SERVERS and said.at is not None
+        state = "serving" if serves else "waiting" if said.waiting else "starting"
+    return {"role": "server" if number >= SERVERS else "worker", "agent": seat.agent, "life": seat.life, "state": state}

@@ -1,0 +1,314 @@
+"""Parameter servers give what one process gives, on any number of workers and servers, through losses and resumes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+from functools import cache
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import served
+import torch
+from agents import until
+from by_hand import built, grid
+from launching import SCRIPTS, paceline, train_basics
+from oracle import apart
+from safetensors.torch import load_file
+from served import BATCH, CLIP, MICRO, ROWS, SEED
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from warm import Process, environment
+
+from paceline import Trainer, stream_seed
+from paceline.comm.frames import HELLO, PUSH, STATE, Frame, Link
+from paceline.errors import PlanError
+from paceline.observe.journal import read_journal
+from paceline.strategies.servers import spread
+from paceline.team.chaos import read_log
+from paceline.team.coordinator import STOPPED
+
+STEPS, TOLERANCE = 8, 1e-12
+
+
+@cache
+def by_hand(steps: int = STEPS) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
+    torch.set_num_threads(1)
+    model = built(served.net, SEED)
+    optimizer = served.groups(model.named_parameters())
+    schedule, figures = LambdaLR(optimizer, served.rate), []
+    for number, batch in enumerate(grid(served.data(), BATCH, MICRO, count=steps, seed=SEED)):
+        optimizer.zero_grad()
+        total, count = 0.0, sum(len(part[0]) for part in batch)
+        for index, part in enumerate(batch):
+            torch.manual_seed(stream_seed(SEED, number, index))
+            found = (model(part[0]) - part[1]).square().sum()
+            found.backward()
+            total += found.item()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad /= count
+        norm, rate = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)), optimizer.param_groups[0]["lr"]
+        figures.append([number + 1, total / count, rate, norm])
+        optimizer.step()
+        schedule.step()
+    return model.state_dict(), figures
+
+
+def trained(folder: Path, workers: int, plan: str, *options: str, code: int = 0, **env: str) -> str:
+    said = ("--workers", str(workers), "--run-dir", "run", "--plan", f"micro={MICRO} {plan}", *options)
+    done = paceline("run", *said, SCRIPTS / "served.py", ".", str(STEPS), cwd=folder, code=code, **env)
+    return done.stdout + done.stderr
+
+
+def right(folder: Path, first: int = 1) -> None:
+    """Weights, and the figures of the steps from this one on, as by hand."""
+    weights, figures = by_hand()
+    assert apart(load_file(folder / "out.safetensors"), weights) <= TOLERANCE
+    told = json.loads((folder / "told.json").read_text())
+    for mine, theirs in zip(told["figures"], figures[first - 1 :], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9)
+    assert [one["n"] for one in told["evaluated"]] == [ROWS, ROWS]
+
+
+def test_two_servers_give_what_one_process_gives(tmp_path: Path) -> None:
+    said = trained(tmp_path, 2, "server=2")
+    right(tmp_path)
+    assert "2 workers" in said
+    assert "failed" not in said
+    told = [one for one in read_journal(tmp_path / "run") if one["event"] == "server"]
+    started = [one["server"] for one in told if one["what"] == "started"]
+    assert sorted(started) == [0, 1]
+    assert (tmp_path / "run" / "logs" / "server-1.log").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (1, 3), (2, 1), (2, 3), (5, 1), (5, 2), (5, 3)])
+def test_any_number_of_servers_and_workers(tmp_path: Path, workers: int, servers: int) -> None:
+    trained(tmp_path, workers, f"server={servers}")
+    right(tmp_path)
+
+
+def test_a_run_goes_on_under_other_plans(tmp_path: Path) -> None:
+    trained(tmp_path, 2, "server=2", "--steps", "3")
+    trained(tmp_path, 2, "data=2", "--steps", "5")
+    trained(tmp_path, 1, "server=3")
+    right(tmp_path, first=6)
+
+
+MOMENTS = ["forward", "backward", "reduced", "applied", "loading", "summed", "saving"]
+LOST = [(worker, moment) for worker in (0, 1) for moment in MOMENTS if (worker, moment) != (1, "reduced")]
+LOST += [(0, "writing")]  # the first alone writes so little
+
+
+@pytest.mark.parametrize(
+    ("worker", "moment"), [(1, "reduced"), *(pytest.param(*lost, marks=pytest.mark.slow) for lost in LOST)]
+)
+def test_a_worker_is_lost(tmp_path: Path, worker: int, moment: str) -> None:
+    options = ("--save-every", "2") if moment in ("saving", "writing") else ()
+    trained(tmp_path, 2, "server=2", *options, PACELINE_CHAOS=f"kill:{worker}@3.{moment}")
+    assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
+    weights, _ = by_hand()
+    assert apart(load_file(tmp_path / "out.safetensors"), weights) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("server", "moment"),
+    [
+        (1, "applied"),
+        *(pytest.param(s, m, marks=pytest.mark.slow) for s in (0, 1) for m in ("summed", "reduced")),
+    ],
+)
+def test_a_server_is_lost(tmp_path: Path, server: int, moment: str) -> None:
+    chaos = f"kill:{1000000 + server}@5.{moment}"
+    said = trained(tmp_path, 2, "server=2", "--save-every", "2", PACELINE_CHAOS=chaos)
+    assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
+    assert f"server {server} was killed by SIGKILL: all go back to the last checkpoint" in said
+    right(tmp_path, first=len(by_hand()[1]) + 1 - len(json.loads((tmp_path / "told.json").read_text())["figures"]))
+
+
+def test_connections_that_are_lost_change_nothing(tmp_path: Path) -> None:
+    """Not a bit: what was pushed or asked for before is so again, and heeded once."""
+    for name, env in (("whole", {}), ("cut", {"CUT": "3"})):
+        (tmp_path / name).mkdir()
+        trained(tmp_path / name, 2, "server=2", **env)
+    assert len((tmp_path / "cut" / "cuts").read_text().splitlines()) > 2 * STEPS
+    assert not (tmp_path / "whole" / "cuts").exists()
+    whole, cut = ((tmp_path / name / "out.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert whole == cut
+
+
+def test_a_stop_saves_and_ends(tmp_path: Path) -> None:
+    said = ("--workers", "2", "--run-dir", "run", "--plan", f"micro={MICRO} server=2")
+    command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "served.py"), ".", str(STEPS)]
+    with Process(command, environment(SLOW="10"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((tmp_path / "reached").exists)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, told
+    [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
+    trained(tmp_path, 2, "server=1")
+    right(tmp_path, first=int(saved.name.removeprefix("step-")) + 1)
+
+
+def test_a_stop_before_servers_are_there_ends_at_once(tmp_path: Path) -> None:
+    body = """
+import os, time
+trainer = make(plan="server=1")
+if int(os.environ["PACELINE_RANK"]) >= 1000000:
+    open("waits", "w").close()
+    time.sleep(600)
+for _ in trainer.steps(data, epochs=1): pass
+"""
+    (tmp_path / "train.py").write_text("from basics import *\n" + body)
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "2", "--run-dir", "run", "train.py"]
+    with Process(command, environment(), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((tmp_path / "waits").exists)
+        until(lambda: "phase" in (tmp_path / "run" / "journal.jsonl").read_text())
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=20)
+    assert process.returncode == STOPPED, told
+
+
+def test_a_server_that_fails_ends_the_run(tmp_path: Path) -> None:
+    body = """
+import os
+trainer = make(plan="server=1")
+if int(os.environ["PACELINE_RANK"]) >= 1000000:
+    raise ValueError("no room here")
+for _ in trainer.steps(data, epochs=1): pass
+"""
+    told = train_basics(tmp_path, body, 2, code=1).stderr
+    assert "server 0 failed (host" in told
+    assert "ValueError: no room here" in told
+    assert "the end of out/logs/server-0.log:" in told
+
+
+LATER = "this Trainer is made after training began, and parameter servers run the script up to there alone"
+LATER += "; make all trainers before the first loop over steps(), or the first step()"
+
+
+def test_a_trainer_made_later_is_refused(tmp_path: Path) -> None:
+    body = """
+trainer = make(plan="server=1")
+for _ in trainer.steps(data, count=2): pass
+make(plan="server=1")
+"""
+    assert LATER in train_basics(tmp_path, body, 1, code=2).stderr
+
+
+def test_servers_are_refused_without_our_launcher() -> None:
+    with pytest.raises(PlanError) as found:
+        Trainer(served.net, served.loss, served.groups, global_batch=BATCH, plan="server=2")
+    assert str(found.value) == (
+        "server=2 needs processes beside the workers, which `paceline run` alone starts; "
+        "start the script with `paceline run`, without --max-restarts 0, or leave server out"
+    )
+
+
+def test_several_trainers_and_own_rows_share_servers(tmp_path: Path) -> None:
+    body = """
+from paceline import join
+torch.manual_seed(0)
+one, two = make(plan="server=2"), make(plan="server=2", global_batch=12)
+before = [p.detach().clone() for p in one.model.parameters()]
+part = slice(join().rank, None, join().size)
+while one.steps_done < 3:
+    rows = data[24 * one.steps_done : 24 * one.steps_done + 24]
+    one.step(tuple(t[part] for t in rows))
+for _ in two.steps(data, count=2): pass
+for trainer, number, size in ((one, 3, 24), (two, 2, 12)):
+    trainer.export(f"{number}.safetensors")
+"""
+    train_basics(tmp_path, body, 2)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    train_basics(alone, body.replace("server=2", "data=1"), 1)
+    for number in (2, 3):
+        name = f"{number}.safetensors"
+        assert apart(load_file(tmp_path / name), load_file(alone / name)) <= TOLERANCE
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_spread_evenly_by_bytes() -> None:
+    sizes = [8, 100, 3, 60, 50, 8, 40]
+    for servers in (1, 2, 3, 9):
+        owners = spread(sizes, servers)
+        loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == one) for one in range(servers)]
+        assert owners == spread(sizes, servers)
+        assert sum(loads) == sum(sizes)
+        assert max(loads) - min(loads) <= max(sizes)
+    assert spread([5, 5, 5, 5], 2) == [0, 1, 0, 1]
+
+
+def linked(place: Any, secret: str) -> tuple[Link, Link]:
+    ours, theirs = socket.socketpair()
+    return Link(ours, lambda frame: []), Link(theirs, place, secret)
+
+
+def moved(*links: Link) -> None:
+    for _ in range(200):
+        for link in links:
+            link.advance()
+
+
+def test_frames_land_in_memory_that_is_there() -> None:
+    landing = {0: torch.zeros(300_000, dtype=torch.float64), 1: torch.zeros(3), 2: torch.zeros(0)}
+    sender, taker = linked(lambda frame: [landing[number] for number in frame.numbers], "secret")
+    sent = {0: torch.randn(300_000, dtype=torch.float64), 1: torch.randn(3), 2: torch.zeros(0)}
+    sender.put(HELLO, content=b"secret 7")
+    sender.put(PUSH, 1, (5, 2, 1), (1, 2, 0), [sent[number] for number in (1, 2, 0)])
+    sender.put(STATE, content=b"all of it")
+    moved(sender, taker)
+    hello, push, state = taker.inbox
+    assert taker.greeting == b"7"
+    assert hello.kind == HELLO
+    assert push == Frame(PUSH, 1, (5, 2, 1), (1, 2, 0), bytearray())
+    assert state.text == b"all of it"
+    assert all(torch.equal(landing[number], sent[number]) for number in sent)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        lambda link: link.put(HELLO, content=b"another 7"),
+        lambda link: link.put(STATE, content=b"secret 7"),
+        lambda link: link.put(HELLO, content=bytes(1 << 20)),
+        lambda link: link.put(PUSH, 0, (0, 0, 0), (0,), [torch.zeros(3)]),
+    ],
+)
+def test_who_does_not_know_the_secret_is_not_heard(said: Any) -> None:
+    def place(frame: Frame) -> list[torch.Tensor]:
+        raise AssertionError(frame)
+
+    sender, taker = linked(place, "secret")
+    said(sender)
+    moved(sender, taker)
+    assert taker.broken
+    assert not taker.inbox
+
+
+def test_tensors_of_another_size_end_the_connection() -> None:
+    sender, taker = linked(lambda frame: [torch.zeros(2)], "")
+    sender.put(PUSH, 0, (0, 0, 0), (0,), [torch.zeros(3)])
+    moved(sender, taker)
+    assert taker.broken
+    assert not taker.inbox
+
+
+def test_what_has_to_wait_comes_later() -> None:
+    ready: list[bool] = []
+    sender, taker = linked(lambda frame: [] if ready else None, "")
+    sender.put(STATE, content=b"x")
+    moved(sender, taker)
+    assert taker.paused
+    assert not taker.inbox
+    ready.append(True)
+    moved(taker)
+    assert [frame.text for frame in taker.inbox] == [b"x"]
