@@ -27,9 +27,10 @@ PACKAGE = ROOT / "src" / "paceline"
 # divided; 28,900 until a plan was explained before it is run, a loss could be over the whole global batch, sums
 # between hosts could go as codes, and a run could be launched on other hosts; 32,000 until links between hosts were
 # measured, a codec was chosen for each bucket by what it costs, and a training could be that of several islands; 33,600
-# until islands could be late, be merged in fragments and send codes, and gradients were looked at for their noise.
+# until islands could be late, be merged in fragments and send codes, and gradients were looked at for their noise;
+# 35,200 until a run could be watched from its journal alone.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 35_200, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 36_400, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.data.order import sample_index as sample_index
     from paceline.errors import PacelineError as PacelineError
     from paceline.launch.function import launch as launch
+    from paceline.observe.loggers import TensorBoard as TensorBoard
     from paceline.plan import Plan as Plan
     from paceline.schedules import cosine as cosine
     from paceline.schedules import linear as linear
@@ -39,6 +40,7 @@ _HOMES = {
     "buffer": "paceline.strategies.buffers",
     "join": "paceline.team.team",
     "Plan": "paceline.plan",
+    "TensorBoard": "paceline.observe.loggers",
     "PacelineError": "paceline.errors",
     "sample_index": "paceline.data.order",
     "stream_seed": "paceline.step",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
+    from paceline.comm.group import Group
     from paceline.run import Run
 
 _MODES = {"max": 1, "min": -1}
@@ -69,6 +70,11 @@ class Best:
         except (TypeError, ValueError, RuntimeError):
             what = f"keep_best() follows {self.name!r}, which is {values[self.name]!r:.60} and no number"
             raise UsageError(what, "evaluate or log a number by that name") from None
+
+    def agree(self, group: Group, value: float) -> dict[str, Any]:
+        """Worker 0's value, which was logged, on all. Collective."""
+        group.enter(f"log({self.name}=), which keep_best() follows")
+        return {self.name: group.gather_json(value)[0]}
 
     def offer(self, values: Mapping[str, Any], step: int) -> None:
         """Values that were found with the weights of `step`, the same on all workers."""

@@ -32,6 +32,7 @@ from paceline.loops import Phase, State
 from paceline.observe.account import process_began
 from paceline.observe.figures import duration, plural, size_of
 from paceline.observe.journal import Journal, plain
+from paceline.observe.loggers import Loggers
 from paceline.observe.memory import advice, whole_memory
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
@@ -114,7 +115,8 @@ class Run:
         team.operations.holder = self
         alone = self.main and world.launcher != "paceline"  # without an agent, which holds the lock for its workers
         self._lock = hold_lock(self.folder) if self.folder is not None and alone else None
-        self.journal = Journal(self.folder if self.main else None)
+        self.loggers = Loggers(self.folder, world.tensorboard)
+        self.journal = Journal(self.folder if self.main else None, self.loggers)
         self.progress = Progress() if self.main and world.events_fd is None else None
         self.tree: dict[str, Any] = {}
         self._streams: list[Any] = []  # the user's own, by rank, as they were saved; one where all had the same
@@ -198,7 +200,7 @@ class Run:
 
     def formed(self, generation: Generation, seconds: float) -> None:
         if self.main and not self._opened:  # those before it are gone
-            self._opened, self.journal = True, Journal(self.folder)
+            self._opened, self.journal = True, Journal(self.folder, self.loggers)
             for member in self.members:
                 member.follow()
         self.saving.losses += not generation.planned

@@ -281,7 +281,7 @@ class Trainer:
         cure = grid.against_single_rows(phase.rows or grid.global_batch)
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
         feed = Feed(source, grid, span, self._stepper.place or self._place, run.team.world.tell)
-        self._stepper.waiting_since = time.perf_counter()
+        self._stepper.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
         alike = Fingerprint(source, run.team.world.tell)
         with run.loop(phase):
             while feed.has(phase.done):
@@ -461,12 +461,13 @@ class Trainer:
         self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
         value = self.best.heard(values, "log()", self._run.say)
         if value is not None and self.best.seen != (self._run.step, value):
+            self._run.outside(settling(partial(self.best.agree, self._group, value), self._offer))
 
-            def agree() -> dict[str, Any]:
-                self._group.enter(f"log({self.best.name}=), which keep_best() follows")
-                return {self.best.name: self._group.gather_json(value)[0]}
-
-            self._run.outside(settling(agree, self._offer))
+    def log_to(self, logger: Any) -> None:
+        """Hands what is known of each step to `logger.write(step, values)`, on whoever is main: see docs/watching.md.
+        Called by all workers. Raises UsageError.
+        """
+        self._run.loggers.add(logger, self._run.say)
 
     def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
         self.best.offer(values, self._run.step)

@@ -33,7 +33,7 @@ class World:
     generation by rank, where one has formed. `chaos` are faults on purpose. `save_every` is seconds (``60s``), steps
     (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
     stay; a `mirror` is a folder in memory for a copy of a lone worker's state, every so many steps; `max_steps` ends
-    the run early.
+    the run early; `tensorboard`: its figures go to TensorBoard's files, too.
     """
 
     rank: int = 0
@@ -60,6 +60,7 @@ class World:
     newcomer: bool = False
     hold: bool = False
     chaos: str = ""
+    tensorboard: bool = False
     members: tuple[int, ...] = ()
 
     @property
@@ -203,6 +204,7 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         newcomer=newcomer,
         hold=bool(env.get("PACELINE_HOLD")),
         chaos=env.get("PACELINE_CHAOS", ""),
+        tensorboard=bool(env.get("PACELINE_TENSORBOARD")),
     )
 
 

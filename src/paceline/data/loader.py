@@ -27,6 +27,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 from paceline.data.collating import Collated
 from paceline.data.order import sample_index
+from paceline.data.tokens import Tokens
 from paceline.errors import DatasetError, Noting, UsageError, a
 from paceline.mesh import run_of
 from paceline.pulse import PULSE
@@ -74,6 +75,11 @@ class Source:
     order: Order = sample_index
     options: Mapping[str, Any] | None = None
     first_epoch: int = 0
+
+    @property
+    def tokens(self) -> int | None:
+        """Those of a row, where they are known."""
+        return self.dataset.length if isinstance(self.dataset, Tokens) else None
 
     @staticmethod
     def of(

@@ -26,6 +26,7 @@ from paceline.launch.mirror import mirror
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.warm import Kept
 from paceline.observe.journal import Journal
+from paceline.observe.loggers import TensorBoard
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
 from paceline.plan import Plan
@@ -180,6 +181,8 @@ def _check(options: LaunchOptions) -> None:
         parse_shares(options.shares, options.workers)
     if options.listen is not None:
         address_of(options.listen)
+    if options.tensorboard is not None:
+        TensorBoard()
     if options.store is not None:
         parse_store(options.store)
     if options.save_every is not None:

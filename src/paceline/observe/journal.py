@@ -13,9 +13,8 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.errors import UsageError
 
@@ -26,7 +25,7 @@ THIN = 4 << 20  # bytes of a journal, after each of which the records of its ste
 FIRST, RAREST = 0.25, 60.0  # seconds between two of them that are added up: at first, and at most
 TOGETHER = 2048  # steps in one, at most: half of what the other workers remember, should the writer be lost
 APART = 1 << 14  # records of steps that a reader keeps apart
-_SUMS, _TABLES = ("samples", "steps", "seconds", "bytes"), ("time", "waited_for", "account")
+_SUMS, _TABLES = ("samples", "tokens", "steps", "seconds", "bytes"), ("time", "waited_for", "computed", "account")
 Event = dict[str, Any]
 
 
@@ -47,15 +46,23 @@ def plain(value: Any) -> Any:
     return plain(str(value))
 
 
+class Hears(Protocol):
+    """Who wants to know of a journal in this process."""
+
+    def hear(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Journal:
     """Appends events to the journal of a run folder, which is made if missing; without a folder does nothing.
 
     A journal that cannot be written (a full disk) warns once and does not end the training: the checkpoint,
-    which cannot be written either, does.
+    which cannot be written either, does. Who `hears` is told after each line, and of the end.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, hears: Hears | None = None) -> None:
         self._fd: int | None = None
+        self._hears = hears
         self._torn = self._warned = False
         self._held: dict[Any, tuple[float, Event]] = {}  # records of steps, by trainer, since when
         if folder is None:
@@ -83,6 +90,8 @@ class Journal:
                 what = f"{self._path} cannot be written ({error.strerror})"
                 then = "the training goes on, its report will have gaps; free space on that disk"
                 warnings.warn(f"{what}: {then}", stacklevel=2)
+        if self._hears is not None:
+            self._hears.hear()
 
     def steps(self, **fields: Any) -> None:
         """Appends a record of steps. The longer the journal, the more of them become one."""
@@ -121,6 +130,8 @@ class Journal:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+            if self._hears is not None:
+                self._hears.close()
 
 
 def added(before: Event, after: Event) -> Event:
@@ -165,29 +176,52 @@ def lines_from_end(path: Path, since: int = 0) -> Iterator[bytes]:
             yield rest
 
 
-def read_journal(folder: Path) -> list[Event]:
-    """The events of a run, oldest first, without the version line; none where there is no journal. Where there are very
-    many records of steps, neighbours are added up.
-
-    Lines torn by a crash in mid-write are skipped. UsageError: the journal is of a later version.
+class Reader:
+    """Reads a journal from byte `at` on as it grows. `number` counts the events that were read, without the version
+    line: it is the same for everybody who has read as much. `events` are these; where there are very many records of
+    steps, neighbours are added up.
     """
-    path = folder / NAME
-    events: list[Event] = []
-    steps, most = 0, APART
-    with path.open("rb") if path.exists() else nullcontext(()) as lines:
-        for line in lines:
-            event = event_of(line)
-            if event.get("event", "journal") != "journal":
-                events.append(event)
-            elif event.get("version", VERSION) > VERSION:
-                what = f"{path} is of version {event['version']}, this Paceline reads up to {VERSION}"
-                raise UsageError(what, "install a newer Paceline")
-            steps += event.get("event") == "step"
-            if steps >= most:
-                events = _thinned(events)
-                steps = sum(event["event"] == "step" for event in events)
-                most = max(APART, 2 * steps)
-    return events
+
+    def __init__(self, folder: Path, at: int = 0) -> None:
+        self._path, self.at, self.number = folder / NAME, at, 0
+        self.events: list[Event] = []
+        self._steps, self._most = 0, APART
+
+    def news(self) -> Iterator[tuple[int, Event]]:
+        """The events since the last time, each with the byte where its line begins. Lines torn by a crash in mid-write
+        are skipped, one without its end is left for later. UsageError: the journal is of a later version.
+        """
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self.at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                start, self.at = self.at, self.at + len(line)
+                event = event_of(line)
+                if event.get("event", "journal") != "journal":
+                    self.number += 1
+                    yield start, event
+                elif event.get("version", VERSION) > VERSION:
+                    what = f"{self._path} is of version {event['version']}, this Paceline reads up to {VERSION}"
+                    raise UsageError(what, "install a newer Paceline")
+
+    def read(self) -> list[Event]:
+        """All events until now, oldest first; none where there is no journal."""
+        for _, event in self.news():
+            self.events.append(event)
+            self._steps += event["event"] == "step"
+            if self._steps >= self._most:
+                self.events = _thinned(self.events)
+                self._steps = sum(event["event"] == "step" for event in self.events)
+                self._most = max(APART, 2 * self._steps)
+        return self.events
+
+
+def read_journal(folder: Path) -> list[Event]:
+    """The events of a run as they are now; see `Reader`."""
+    return Reader(folder).read()
 
 
 def _thinned(events: list[Event]) -> list[Event]:

@@ -9,16 +9,19 @@ from typing import Any
 
 EVERY = 0.25  # seconds between records; a step that takes longer is a record of its own
 KEPT = 4096  # steps
+TOLD = 64  # workers, whose own seconds are told one by one
 PARTS = ("data", "compute", "reduce", "update", "other")
 
 
 class Ledger:
     """Adds steps up; `take` gives the sums since the last record, in the journal's fields.
 
-    Every worker keeps one: whoever writes the journal may be lost, and the next one goes on where it ended.
+    Every worker keeps one: whoever writes the journal may be lost, and the next one goes on where it ended. `tokens`
+    are those of a row, where they are known.
     """
 
     def __init__(self) -> None:
+        self.tokens: int | None = None
         self._sent, self._last = 0, 0.0
         self._steps: list[_Step] = []
 
@@ -52,14 +55,21 @@ class Ledger:
             if len(one.workers) > 1:
                 first, second = sorted(one.workers, key=lambda worker: -one.workers[worker])[:2]
                 waited_for[first] = waited_for.get(first, 0.0) + one.workers[first] - one.workers[second]
-        record = {
+        computed: dict[int, float] = {}
+        for one in self._steps:
+            for worker, seconds in one.workers.items() if len(one.workers) <= TOLD else ():
+                computed[worker] = computed.get(worker, 0.0) + seconds
+        record: dict[str, Any] = {
             "samples": sum(one.samples for one in self._steps),
             "steps": len(self._steps),
             "seconds": sum(spent.values()),
             "time": spent,
             "waited_for": waited_for,
+            "computed": computed,
             "bytes": sent - self._sent,
         }
+        if self.tokens is not None:
+            record["tokens"] = self.tokens * sum(one.samples for one in self._steps)
         self._sent, self._last = sent, time.monotonic()
         self._steps.clear()
         return record

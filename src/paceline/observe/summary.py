@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import UsageError
 from paceline.observe.account import COSTS, USEFUL
@@ -23,29 +24,32 @@ from paceline.observe.figures import (
     totals,
     trainer_names,
 )
-from paceline.observe.journal import NAME, Event, effective_steps, read_journal
+from paceline.observe.journal import NAME, Event, Reader, effective_steps
 
 Rows = list[tuple[str, str]]
 SHORT = 60.0  # seconds
 
 
 class Summary:
-    """A run, summed up over its attempts from its journal. What a later attempt did again counts once, but in
-    `wall_seconds`. UsageError: there is no journal, or it is of a later version.
+    """A run, summed up over its attempts from its journal up to the event of a `number`. What a later attempt did again
+    counts once, but in `wall_seconds` and `made`. UsageError: there is no journal, or it is of a later version.
 
     `start` is the last attempt's record, `outcome` how it ended (None: killed, or still running), `compare` the run
     to compare with. `steps` are the step records by trainer ("" where there is one); `series` the numbers evaluated
     or logged, as (step, value) by name; `texts` the logged strings, the last of each name, with its step.
     `samples_per_second` is that of the last attempt without the first tenth of its steps. `time` are seconds on worker
-    0, `bytes_moved` what it sent, `waited_for` the seconds a worker kept the others waiting. `collectives` are calls,
+    0, `bytes_moved` what it sent, `waited_for` the seconds a worker kept the others waiting. `made` and `made_by` are
+    counts of all trainers, with what was done again; `up` says which workers are of the team. `collectives` are calls,
     bytes and seconds waited by kind. Of several trainers, `steps_done`, `samples`, speed and times are the first one's.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, reader: Reader | None = None) -> None:
         if not (folder / NAME).exists():
             raise UsageError(f"{folder} is no run folder: it has no {NAME}", "name one that --run-dir made")
         self.folder = folder
-        events = read_journal(folder)
+        reader = reader or Reader(folder)
+        events, self.number = reader.read(), reader.number
+        self.heard = float(events[-1].get("at") or 0.0) if events else 0.0
         starts = [place for place, event in enumerate(events) if event["event"] == "start"] or [0]
         while len(starts) > 1 and any(event.get("already") for event in events[starts[-1] :]):
             events = events[: starts.pop()]  # an attempt that found nothing left to do
@@ -81,9 +85,11 @@ class Summary:
         self.notes = _once(events, "note", "text")
         self.decisions = _once(events, "decision", "what")
         if len({event["trainer"] for event in events if "trainer" in event}) > 1:
-            for event in self.decisions:
-                if "trainer" in event:
-                    event["what"] = f"trainer {event['trainer']}: {event.get('what')}"
+            self.decisions = [
+                {**event, "what": f"trainer {event['trainer']}: {event.get('what')}"} if "trainer" in event else event
+                for event in self.decisions
+            ]
+        self.up = {} if self.outcome else _up(last)
         self._add_steps(events, last)
         self._add_account(events)
         self._add_values(events)
@@ -108,6 +114,9 @@ class Summary:
         counted, steps = any(record.get("bytes") is not None for record in records), total(own, "steps")
         self.bytes_per_step = self.bytes_moved / steps if counted and steps > 0 else None
         self.time, self.waited_for = totals(own, "time"), totals(own, "waited_for")
+        every = [event for event in events if event["event"] == "step"]
+        self.made = {field: total(every, field) for field in ("steps", "samples", "bytes")}
+        self.made_by = {field: totals(every, field) for field in ("computed", "waited_for")}
 
     def _add_account(self, events: list[Event]) -> None:
         """Where the wall clock went. Steps that a later attempt did again were made for nothing."""
@@ -196,6 +205,19 @@ def _span(attempt: list[Event]) -> list[tuple[float, float]]:
     own = (e for e in attempt if e["event"] != "compare" and (e["event"] != "decision" or "trainer" in e))
     stamps = [float(event.get("began") or event["at"]) for event in own if event.get("at")]
     return [(stamps[0], stamps[-1])] if stamps else []
+
+
+def _up(attempt: list[Event]) -> dict[str, bool]:
+    """The workers that an attempt has had, and whether they are of its team now."""
+    up: dict[str, bool] = {}
+    for event in attempt:
+        if event["event"] in ("start", "generation", "formed"):
+            members: Any = event.get("workers") or []
+            now = range(members or 0) if event["event"] == "start" else members
+            up = {**dict.fromkeys(up, False), **dict.fromkeys(map(str, now), True)}
+        elif event["event"] == "lost":
+            up |= dict.fromkeys(map(str, [*(event.get("workers") or []), *(event.get("mates") or [])]), False)
+    return up
 
 
 def _once(events: list[Event], kind: str, key: str) -> list[Event]:

@@ -1,0 +1,189 @@
+"""Loggers of other makers, and TensorBoard's event files: they are told what the journal holds. No torch.
+
+Whoever writes the journal also reads it again and hands it on; how far, it writes down. So one who takes over, or
+resumes, begins where the last one was, and what that one had not handed on yet is in the journal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from paceline.errors import UsageError
+from paceline.observe.journal import Event, Reader
+from paceline.observe.metrics import values_of
+
+EVERY = 0.25  # seconds between two looks at the journal
+NAME = "loggers.json"  # in the run folder: how far each logger is
+FOLDER = "tensorboard"  # in the run folder
+
+
+class Loggers:
+    """The loggers of a run. Told of the journal's lines by whoever writes it; nobody else's do anything."""
+
+    def __init__(self, folder: Path | None, tensorboard: bool = False) -> None:
+        self._folder, self._all, self._looked = folder, list[_Fed](), 0.0
+        if tensorboard and folder is not None:
+            self.add(TensorBoard(), lambda text: None)
+
+    def add(self, logger: Any, say: Callable[..., None]) -> None:
+        """One more. UsageError: it cannot be written to."""
+        if not callable(getattr(logger, "write", None)):
+            what = f"log_to() is given {logger!r:.60}, which has no write(step, values)"
+            raise UsageError(what, "give paceline.TensorBoard(), or an object with that method")
+        kind = type(logger).__name__
+        if self._folder is None:
+            say(f"nothing is logged to {kind}: there is no run folder", once=True)
+            return
+        same = [fed for fed in self._all if type(fed.logger).__name__ == kind]
+        if isinstance(logger, TensorBoard):
+            if same:  # by --tensorboard, too
+                return
+            logger.folder = logger.folder or self._folder / FOLDER
+        name = kind + (f" {len(same) + 1}" if same else "")
+        self._all.append(_Fed(logger, name, self._folder))
+
+    def hear(self) -> None:
+        """There is more in the journal."""
+        if self._all and time.monotonic() - self._looked >= EVERY:
+            self._hand_on()
+
+    def close(self) -> None:
+        """The journal has ended."""
+        if self._all:
+            self._hand_on()
+        for fed in self._all:
+            getattr(fed.logger, "close", lambda: None)()
+        self._all.clear()
+
+    def _hand_on(self) -> None:
+        assert self._folder is not None
+        path, known = self._folder / NAME, dict[str, Any]()
+        if path.exists():
+            known = json.loads(path.read_text())
+        now = {**known, **{fed.name: fed.hand_on(known.get(fed.name)) for fed in self._all}}
+        self._looked = time.monotonic()
+        if now != known:
+            _replace(path, json.dumps(now))
+
+
+class _Fed:
+    """A logger, and how far it is: at a byte of the journal, before which there is nothing of the last step."""
+
+    def __init__(self, logger: Any, name: str, folder: Path) -> None:
+        self.logger, self.name, self._folder = logger, name, folder
+        self._reader: Reader | None = None
+        self._at, self._step = 0, 0
+
+    def hand_on(self, known: Any) -> list[int]:
+        """What is new in the journal; `known` is how far another process was. Returns how far we are."""
+        if self._reader is None:
+            self._at, self._step = known or (0, 0)
+            self._reader = Reader(self._folder, self._at)
+            self._rewind(self._step)
+        for start, event in self._reader.news():
+            self._event(start, event)
+        return [self._at, self._step]
+
+    def _event(self, start: int, event: Event) -> None:
+        if event["event"] == "start":
+            resumed = event.get("resumed_from") or 0
+            self._at, self._step = start, resumed + (resumed > 0)
+            self._rewind(self._step)
+        values = values_of(event)
+        step = event.get("step", self._step)
+        if not values or step is None:
+            return
+        if step > self._step:
+            self._at, self._step = start, step
+        if isinstance(self.logger, TensorBoard):
+            self.logger.at = event["at"]
+        if event.get("trainer"):
+            values = {f"trainer {event['trainer']}/{tag}": value for tag, value in values.items()}
+        self.logger.write(step, values)
+
+    def _rewind(self, step: int) -> None:
+        getattr(self.logger, "rewind", lambda step: None)(step)
+
+
+class TensorBoard:
+    """TensorBoard's event files, in `folder` (by default ``tensorboard`` in the run folder). Each process that writes
+    adds a file, which begins with the step from which on it takes the place of those before: TensorBoard's readers drop
+    these. UsageError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        if find_spec("tensorboard") is None:
+            what = "TensorBoard's files cannot be written: the package tensorboard is not installed"
+            raise UsageError(what, "pip install 'paceline[tensorboard]'")
+        self.folder = None if folder is None else Path(folder)
+        self.at = 0.0  # Unix seconds of what is written next
+        self._file: BinaryIO | None = None
+        self._warned = False
+
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Adds values of a step: numbers as scalars, texts as texts."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        summary = Summary()
+        for tag, value in values.items():
+            if isinstance(value, str):
+                summary.value.extend(text_pb(tag, value).value)
+            else:
+                summary.value.add(tag=tag, simple_value=value)
+        self._put(step=step, summary=summary)
+
+    def rewind(self, step: int) -> None:
+        """What was written of this step and later ones does not count: it comes again."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._put(step=step, session_log=SessionLog(status=SessionLog.START))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _put(self, **fields: Any) -> None:
+        """Appends one record by one system call: what was written survives the death of this process."""
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        try:
+            if self._file is None:
+                self._file = self._open()
+                first = Record(wall_time=time.time(), file_version="brain.Event:2")
+                RecordWriter(self._file).write(first.SerializeToString())
+            record = Record(wall_time=self.at or time.time(), **fields)
+            RecordWriter(self._file).write(record.SerializeToString())
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                what = f"TensorBoard's file in {self.folder} cannot be written ({error.strerror})"
+                warnings.warn(f"{what}: the training goes on; free space on that disk", stacklevel=2)
+
+    def _open(self) -> BinaryIO:
+        """A new file that its readers take after those that are there: they go by the name."""
+        assert self.folder is not None
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = (re.match(r"events\.out\.tfevents\.(\d+)", name) for name in os.listdir(self.folder))
+        number = max([int(time.time()), *(1 + int(earlier[1]) for earlier in found if earlier)])
+        path = self.folder / f"events.out.tfevents.{number:010}.{socket.gethostname()}.{os.getpid()}"
+        return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb", buffering=0)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    half = path.with_name(f".{path.name}")
+    with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    half.replace(path)

@@ -1,0 +1,213 @@
+"""What a run is measured by: one table, of which TensorBoard, /metrics, its dashboard and the docs are made. No torch.
+
+Each figure is made of a `Summary`, which is the journal up to the event of a number: whoever has read as far has the
+same ones. Those of steps are of the newest record of steps, and a logger gets them of every record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from paceline.observe.journal import Event
+from paceline.observe.summary import Summary
+
+MOST = 100  # values of a label
+Values = Mapping[str, float | None]  # by the label, "" without one
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`name` is Prometheus's, `tag` TensorBoard's, in which {} stands for the `label`; "": it is not there. It is `of`
+    a summary, or of a record of steps (`record`), of which the newest counts. `counter`: it only grows.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    tag: str = ""
+    label: str = ""
+    counter: bool = False
+    of: Callable[[Summary], Values] | None = None
+    record: Callable[[Event], Values] | None = None
+
+    def values(self, summary: Summary) -> Iterator[tuple[tuple[str, str], float]]:
+        """((trainer, label), value): the trainer's name where there are several."""
+        if self.of is not None:
+            found = {("", label): value for label, value in self.of(summary).items()}
+        else:
+            newest = {trainer: records[-1] for trainer, records in summary.steps.items()}
+            found = {
+                (trainer, label): value
+                for trainer, record in newest.items()
+                for label, value in (self.record(record) if self.record else {}).items()
+            }
+        yield from ((key, math.nan if value is None else value) for key, value in islice(found.items(), MOST))
+
+
+def _of(field: str) -> Callable[[Event], Values]:
+    return lambda record: {"": record.get(field)} if field in record else {}
+
+
+def _known(field: str) -> Callable[[Event], Values]:
+    return lambda record: {"": record[field]} if record.get(field) is not None else {}
+
+
+def _a_second(field: str) -> Callable[[Event], Values]:
+    return lambda r: {"": r[field] / r["seconds"]} if r.get(field) and r.get("seconds") else {}
+
+
+def _a_step(record: Event) -> Values:
+    return {"": record["seconds"] / record["steps"]} if record.get("steps") else {}
+
+
+def _parts(record: Event) -> Values:
+    return {part: seconds / record["steps"] for part, seconds in (record.get("time") or {}).items() if record["steps"]}
+
+
+def _memory(event: Event) -> Values:
+    return {part: float(event[part]) for part in ("parameters", "gradients", "optimizer", "process") if event.get(part)}
+
+
+METRICS = (
+    Metric("paceline_loss", "1", "mean loss of the newest step", tag="loss", record=_of("loss")),
+    Metric("paceline_learning_rate", "1", "learning rate of the first group", tag="lr", record=_of("lr")),
+    Metric("paceline_gradient_norm", "1", "norm of the mean gradient", tag="grad_norm", record=_known("grad_norm")),
+    Metric(
+        *("paceline_step_metric", "1", "a metric that the loss returns, by name"),
+        tag="{}",
+        label="name",
+        record=lambda record: record.get("metrics") or {},
+    ),
+    Metric(
+        *("paceline_value", "1", "what `evaluate()` or `trainer.log()` told last, by name"),
+        tag="{}",
+        label="name",
+        of=lambda s: {name: curve[-1][1] for name, curve in s.series.items()},
+    ),
+    Metric(
+        *("paceline_samples_per_second", "1/s", "rows trained on in a second"),
+        tag="throughput/samples_per_s",
+        record=_a_second("samples"),
+    ),
+    Metric(
+        *("paceline_tokens_per_second", "1/s", "tokens trained on in a second, of a `Tokens` dataset"),
+        tag="throughput/tokens_per_s",
+        record=_a_second("tokens"),
+    ),
+    Metric("paceline_step_seconds", "s", "seconds of a step, on worker 0", tag="time/step", record=_a_step),
+    Metric(
+        *("paceline_step_part_seconds", "s", "the same by part: data, compute, reduce, update, other"),
+        tag="time/{}",
+        label="part",
+        record=_parts,
+    ),
+    Metric(
+        *("paceline_memory_bytes", "B", "what worker 0 held at most, by kind, at the end of a loop"),
+        tag="memory/{}",
+        label="kind",
+        of=lambda s: _memory(s.memory[-1]) if s.memory else {},
+    ),
+    Metric("paceline_step", "1", "optimizer steps done, of the first trainer", of=lambda s: {"": s.steps_done}),
+    Metric(
+        *("paceline_steps_total", "1", "steps that were made, with those that were made again"),
+        counter=True,
+        of=lambda s: {"": s.made["steps"]},
+    ),
+    Metric(
+        *("paceline_samples_total", "1", "rows trained on, with those of steps that were made again"),
+        counter=True,
+        of=lambda s: {"": s.made["samples"]},
+    ),
+    Metric(
+        *("paceline_bytes_total", "B", "bytes that worker 0 handed to collectives"),
+        counter=True,
+        of=lambda s: {"": s.made["bytes"]},
+    ),
+    Metric("paceline_workers", "1", "workers of the team", of=lambda s: {"": sum(s.up.values())}),
+    Metric(
+        *("paceline_worker_up", "1", "whether a worker is of the team: 1, or 0"),
+        label="worker",
+        of=lambda s: {worker: float(up) for worker, up in s.up.items()},
+    ),
+    Metric(
+        *("paceline_worker_compute_seconds_total", "s", "a worker's seconds of forward and backward"),
+        label="worker",
+        counter=True,
+        of=lambda s: s.made_by["computed"],
+    ),
+    Metric(
+        *("paceline_worker_waited_for_seconds_total", "s", "seconds that the others waited for a worker"),
+        label="worker",
+        counter=True,
+        of=lambda s: s.made_by["waited_for"],
+    ),
+    Metric(
+        *("paceline_lost_workers_total", "1", "workers that were lost while the others went on"),
+        counter=True,
+        of=lambda s: {"": float(sum(len(event.get("workers") or []) for event in s.lost))},
+    ),
+    Metric("paceline_attempts_total", "1", "starts of the run", counter=True, of=lambda s: {"": len(s.attempts)}),
+    Metric(
+        *("paceline_goodput_ratio", "1", "the part of the wall clock that brought the training forward"),
+        of=lambda s: {"": s.goodput} if s.goodput is not None else {},
+    ),
+    Metric(
+        *("paceline_account_seconds", "s", "the wall clock by account, see goodput"),
+        label="account",
+        of=lambda s: s.account,
+    ),
+    Metric(
+        *("paceline_checkpoint_step", "1", "the step of the newest checkpoint"),
+        of=lambda s: {"": s.checkpoints[-1]["step"]} if s.checkpoints else {},
+    ),
+    Metric("paceline_running", "1", "1 until the run has ended", of=lambda s: {"": float(s.outcome is None)}),
+    Metric(
+        *("paceline_failed", "1", "1 where the run, or its last attempt, failed"),
+        of=lambda s: {"": float(s.outcome is not None and s.outcome["event"] == "failed")},
+    ),
+    Metric("paceline_last_event_timestamp_seconds", "s", "Unix time of the newest event", of=lambda s: {"": s.heard}),
+    Metric(
+        *("paceline_journal_events_total", "1", "the number of the newest event that all of this is made of"),
+        counter=True,
+        of=lambda s: {"": s.number},
+    ),
+)
+
+
+RESERVED = {metric.tag for metric in METRICS}
+
+
+def values_of(event: Event) -> dict[str, float | str]:
+    """What a logger is told of an event, by TensorBoard's tag; a value that was not finite is NaN. The user's own names
+    are as they are, but for those that are ours already.
+    """
+    found: dict[str, Any] = {}
+    own: Mapping[str, Any] = {}
+    if event["event"] == "step":
+        for metric in METRICS:
+            if metric.record is not None and metric.tag != "{}":
+                found |= {metric.tag.format(label): value for label, value in metric.record(event).items()}
+        own = event.get("metrics") or {}
+    elif event["event"] == "memory":
+        found |= {f"memory/{kind}": value for kind, value in _memory(event).items()}
+    elif event["event"] in ("evaluate", "log"):
+        own = event.get("results") or event.get("values") or {}
+    for name, value in own.items():
+        if value is None or (isinstance(value, int | float | str) and not (name == "n" and "results" in event)):
+            found[f"own/{name}" if name in RESERVED else name] = value
+    return {tag: math.nan if value is None else value for tag, value in found.items()}
+
+
+def table() -> str:
+    """The table as docs/watching.md has it."""
+    rows = ["| Prometheus | TensorBoard | unit | what it is |", "| --- | --- | --- | --- |"]
+    for metric in METRICS:
+        labels = f"{{{metric.label}}}" if metric.label else ""
+        tag = metric.tag.replace("{}", metric.label.upper() or "{}")
+        shown = f"`{tag}`" if tag else ""
+        rows.append(f"| `{metric.name}{labels}` | {shown} | {metric.unit} | {metric.meaning} |")
+    return "\n".join(rows)
