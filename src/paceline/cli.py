@@ -1,4 +1,4 @@
-"""The command line: run, launch, check, chaos, tokenize, export, import, inspect, explain, report."""
+"""The command line: run, launch, check, chaos, tokenize, export, import, inspect, explain, report, metrics."""
 
 from __future__ import annotations
 
@@ -106,6 +106,12 @@ def _explain(what: str, script: str | None, workers: int | None, svg: Path | Non
     if svg is not None:
         save(told, svg)
     return told.text()
+
+
+def _metrics(what: str) -> str:
+    from paceline.observe import alerts, metrics
+
+    return {"table": metrics.table, "rules": alerts.rules, "dashboard": alerts.dashboard}[what]()
 
 
 def _export(**options: Any) -> str:
@@ -356,6 +362,7 @@ def _parser() -> argparse.ArgumentParser:
     _running(option)
     option("--shares", metavar="A,B,..", help="weights of unequal workers in dealing rows, as 3,1")
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
+    option("--metrics", metavar="ADDR:PORT", help="serve figures to Prometheus there, with the run's reading_key")
     option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")
     option("script", nargs="?", help="the training script")
@@ -383,6 +390,16 @@ def _parser() -> argparse.ArgumentParser:
     option("--svg", type=Path, metavar="FILE", help="write the drawing, as the report has it")
     option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
     option("arguments", blank=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
+    option = add(
+        "metrics",
+        _metrics,
+        "print what a run is measured by, and files for Prometheus and Grafana",
+        "examples:\n"
+        "  paceline metrics --rules > paceline-rules.yml           for rule_files of prometheus.yml\n"
+        "  paceline metrics --dashboard > paceline-dashboard.json  to import into Grafana",
+    )
+    for what, does in {"rules": "alert rules", "dashboard": "a dashboard"}.items():
+        option(f"--{what}", dest="what", action="store_const", const=what, default="table", help=f"print {does}")
     does = "write RUN/report.html again and print its summary"
     option = add("report", write_report, does, "example:\n  paceline report runs/a")
     option("folder", type=Path, metavar="RUN", help="the run folder")

@@ -23,7 +23,7 @@ from paceline.launch.ending import Ending
 from paceline.launch.hangs import Hangs
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
-from paceline.launch.processes import end_sessions
+from paceline.launch.processes import Child, end_sessions
 from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import Journal
@@ -111,6 +111,19 @@ class Agent:
         self._progress.close()
         orders = self._link.newest
         return self._ending.verdict(self._workers.all, self._stop, self._at_once, self._leaving, orders)
+
+    def look_after(self, process: Child, what: str) -> None:
+        """Says so if a process beside the run ends before it, which changes nothing else."""
+        if process.status is not None:
+            return  # in an attempt before this one, which said so
+
+        def ends() -> None:
+            status = process.status or 0
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
+            self._workers.selector.unregister(process.pidfd)
+            self.say(f"{what} {how}: the run goes on without it", always=True)
+
+        self._workers.selector.register(process.pidfd, selectors.EVENT_READ, ends)
 
     @property
     def in_pieces(self) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from paceline.launch.agent import Agent
 from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
 from paceline.launch.mirror import mirror
 from paceline.launch.options import GIVEN, LaunchOptions
+from paceline.launch.serving import Serving, check_metrics
 from paceline.launch.warm import Kept
 from paceline.observe.journal import Journal
 from paceline.observe.loggers import TensorBoard
@@ -58,14 +60,21 @@ def launch(options: LaunchOptions) -> int:
         options = replace(options, run_dir=str(_folder(options)), environment=environment, kept=kept)
         source = "what is in memory" if variables else "the last checkpoint"
         restarts = 0
-        while True:
-            code, in_pieces = _begin(options, compared)
-            restarts += 1
-            # Of several replicas one goes on; the last one, if it is of several workers, cannot without one of them.
-            again = in_pieces or bool(variables)
-            if not again or code <= 128 or code == 130 or restarts > options.max_restarts:  # not killed, or too often
-                return code
-            print(f"starting again with {source} ({restarts} of {options.max_restarts})", file=sys.stderr)
+        with Serving(options.metrics, partial(_say, options)) as serving:
+            while True:
+                code, in_pieces = _begin(options, compared, serving)
+                restarts += 1
+                # Of several replicas one goes on; the last one, if of several workers, cannot without one of them.
+                again = in_pieces or bool(variables)
+                killed = 128 < code != 130
+                if not again or not killed or restarts > options.max_restarts:  # too often
+                    return code
+                print(f"starting again with {source} ({restarts} of {options.max_restarts})", file=sys.stderr)
+
+
+def _say(options: LaunchOptions, text: str) -> None:
+    if not options.quiet:
+        print(text, file=sys.stderr)
 
 
 def _as_node(options: LaunchOptions) -> LaunchOptions:
@@ -84,7 +93,7 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     return replace(options, workers=workers, token=token, token_file=None, patience=PATIENCE, **where)
 
 
-def _begin(options: LaunchOptions, compared: Summary | None) -> tuple[int, bool]:
+def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving) -> tuple[int, bool]:
     """A run of our own, or one that is resumed: its exit code, and whether a model was in pieces, all of them here."""
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
@@ -105,6 +114,8 @@ def _begin(options: LaunchOptions, compared: Summary | None) -> tuple[int, bool]
         link.run |= {"same": likeness(options), "given": given}
         with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
             agent = Agent(options, folder, journal, progress, link, numbers, listener)
+            if (served := serving.start(folder)) is not None:
+                agent.look_after(served, "the process that serves /metrics")
             with signals() as wakeup:
                 return agent.run(wakeup), agent.in_pieces
 
@@ -183,6 +194,8 @@ def _check(options: LaunchOptions) -> None:
         address_of(options.listen)
     if options.tensorboard is not None:
         TensorBoard()
+    if options.metrics is not None:
+        check_metrics(options.metrics)
     if options.store is not None:
         parse_store(options.store)
     if options.save_every is not None:

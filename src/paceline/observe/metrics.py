@@ -15,7 +15,7 @@ from typing import Any
 from paceline.observe.journal import Event
 from paceline.observe.summary import Summary
 
-MOST = 100  # values of a label
+MOST = 1000  # values of a label
 Values = Mapping[str, float | None]  # by the label, "" without one
 
 
