@@ -259,7 +259,7 @@ def test_the_transport_is_used_as_documented(tmp_path: Path) -> None:
     "command",
     [
         *("run", "launch ssh", "launch slurm", "check", "tokenize"),
-        *("export", "import", "inspect", "explain", "report", "metrics"),
+        *("export", "import", "inspect", "explain", "report", "metrics", "watch"),
     ],
 )
 def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:

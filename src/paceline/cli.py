@@ -1,4 +1,4 @@
-"""The command line: run, launch, check, chaos, tokenize, export, import, inspect, explain, report, metrics."""
+"""The command line: run, launch, check, chaos, tokenize, export, import, inspect, explain, report, metrics, watch."""
 
 from __future__ import annotations
 
@@ -106,6 +106,12 @@ def _explain(what: str, script: str | None, workers: int | None, svg: Path | Non
     if svg is not None:
         save(told, svg)
     return told.text()
+
+
+def _watch(folder: Path | None, once: bool) -> int:
+    from paceline.observe.watch import watch  # not with every run
+
+    return watch(folder, once)
 
 
 def _metrics(what: str) -> str:
@@ -325,6 +331,32 @@ def _far(option: Callable[..., Any], engine: str) -> None:
     option("arguments", blank=True, nargs=argparse.REMAINDER, help="its own arguments")
 
 
+def _showing(add: Callable[..., Any]) -> None:
+    """The commands that read a run's journal."""
+    option = add(
+        "metrics",
+        _metrics,
+        "print what a run is measured by, and files for Prometheus and Grafana",
+        "examples:\n"
+        "  paceline metrics --rules > paceline-rules.yml           for rule_files of prometheus.yml\n"
+        "  paceline metrics --dashboard > paceline-dashboard.json  to import into Grafana",
+    )
+    for what, does in {"rules": "alert rules", "dashboard": "a dashboard"}.items():
+        option(f"--{what}", dest="what", action="store_const", const=what, default="table", help=f"print {does}")
+    option = add(
+        "watch",
+        _watch,
+        "show a run in the terminal while it trains, or as it ended",
+        "examples:\n  paceline watch\n  paceline watch runs/a",
+        "Follows the journal in the run folder; Ctrl-C ends the watching alone.",
+    )
+    option("folder", type=Path, nargs="?", metavar="RUN", help="the run folder (default: the newest under runs/)")
+    option("--once", action="store_true", help="show it once, as it is now")
+    does = "write RUN/report.html again and print its summary"
+    option = add("report", write_report, does, "example:\n  paceline report runs/a")
+    option("folder", type=Path, metavar="RUN", help="the run folder")
+
+
 def _parser() -> argparse.ArgumentParser:
     """The options of a command have the names of its function's parameters."""
     parser = argparse.ArgumentParser(
@@ -390,19 +422,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--svg", type=Path, metavar="FILE", help="write the drawing, as the report has it")
     option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
     option("arguments", blank=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
-    option = add(
-        "metrics",
-        _metrics,
-        "print what a run is measured by, and files for Prometheus and Grafana",
-        "examples:\n"
-        "  paceline metrics --rules > paceline-rules.yml           for rule_files of prometheus.yml\n"
-        "  paceline metrics --dashboard > paceline-dashboard.json  to import into Grafana",
-    )
-    for what, does in {"rules": "alert rules", "dashboard": "a dashboard"}.items():
-        option(f"--{what}", dest="what", action="store_const", const=what, default="table", help=f"print {does}")
-    does = "write RUN/report.html again and print its summary"
-    option = add("report", write_report, does, "example:\n  paceline report runs/a")
-    option("folder", type=Path, metavar="RUN", help="the run folder")
+    _showing(add)
     return parser
 
 

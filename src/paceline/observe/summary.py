@@ -39,7 +39,8 @@ class Summary:
     or logged, as (step, value) by name; `texts` the logged strings, the last of each name, with its step.
     `samples_per_second` is that of the last attempt without the first tenth of its steps. `time` are seconds on worker
     0, `bytes_moved` what it sent, `waited_for` the seconds a worker kept the others waiting. `made` and `made_by` are
-    counts of all trainers, with what was done again; `up` says which workers are of the team. `collectives` are calls,
+    counts of all trainers, with what was done again; `up` says which workers are of the team, `hosts` where they
+    were. `collectives` are calls,
     bytes and seconds waited by kind. Of several trainers, `steps_done`, `samples`, speed and times are the first one's.
     """
 
@@ -90,6 +91,7 @@ class Summary:
                 for event in self.decisions
             ]
         self.up = {} if self.outcome else _up(last)
+        self.hosts = {str(e["worker"]): str(e.get("host") or "") for e in last if e["event"] == "worker"}
         self._add_steps(events, last)
         self._add_account(events)
         self._add_values(events)
