@@ -98,7 +98,7 @@ def test_figures_of_a_run_are_scraped_to_the_last(tmp_path: Path) -> None:
     port = free_port()
     with running(tmp_path, "--metrics", f"127.0.0.1:{port}") as process:
         run = tmp_path / "out"
-        until(lambda: (run / "reading_key").exists())
+        until(lambda: (run / "metrics.json").exists())
         key = (run / "reading_key").read_text().strip()
         assert (run / "reading_key").stat().st_mode & 0o777 == 0o600
         assert json.loads((run / "metrics.json").read_text()) == [{"targets": [f"127.0.0.1:{port}"]}]

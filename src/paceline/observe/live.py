@@ -17,7 +17,6 @@ import hashlib
 import hmac
 import re
 import secrets
-import time
 from collections import deque
 from collections.abc import Collection
 from pathlib import Path
@@ -26,9 +25,8 @@ from typing import Any
 from tornado.iostream import StreamClosedError
 from tornado.web import RequestHandler
 
-from paceline.observe.journal import Reader
 from paceline.observe.page import STYLE, panels
-from paceline.observe.summary import Summary
+from paceline.observe.summary import Newest
 
 OFTEN = 1.0  # seconds for which a view is not made anew
 SESSIONS, STREAMS = 1000, 600
@@ -86,17 +84,14 @@ class Views:
     """A run's panels, made at most so often however many ask. `key` is the reading key; who had it has a session."""
 
     def __init__(self, folder: Path, key: str, hosts: Collection[str]) -> None:
-        self._folder, self._reader, self._made = folder, Reader(folder), -OFTEN
+        self._newest = Newest(folder, OFTEN, panels)
         self.key, self.hosts = key, hosts
         self.sessions: deque[str] = deque(maxlen=SESSIONS)
         self.streams, self.html, self.number = 0, "", -1
 
     def look(self) -> int:
         """The number of the last event that the panels hold."""
-        if time.monotonic() - self._made >= OFTEN:
-            summary, self._made = Summary(self._folder, self._reader), time.monotonic()
-            if summary.number > self.number:
-                self.number, self.html = summary.number, panels(summary)
+        self.number, self.html = self._newest.get()
         return self.number
 
 

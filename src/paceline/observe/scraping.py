@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import time
 from asyncio import Event
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from tornado.web import RequestHandler
 
-from paceline.observe.journal import Reader
 from paceline.observe.metrics import METRICS
-from paceline.observe.summary import Summary
+from paceline.observe.summary import Newest, Summary
 
 OFTEN = 0.25  # seconds for which figures are not read again
 
@@ -24,13 +22,14 @@ class Figures:
     """All of the table, as the client of Prometheus collects it; read again at most so often."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._reader, self._read = folder, Reader(folder), -OFTEN
-        self._families: list[Any] = []
+        self._newest = Newest(folder, OFTEN, lambda summary: [*families(summary)])
 
-    def collect(self, anew: bool = False) -> Iterator[Any]:
-        if anew or time.monotonic() - self._read >= OFTEN:
-            self._families, self._read = [*families(Summary(self._folder, self._reader))], time.monotonic()
-        yield from self._families
+    def collect(self) -> Iterator[Any]:
+        yield from self._newest.get()[1]
+
+    def look(self) -> None:
+        """Reads what there is now, whenever it was read before."""
+        self._newest.get(anew=True)
 
 
 def families(summary: Summary) -> Iterator[Any]:
@@ -64,7 +63,7 @@ class Handler(RequestHandler):
         encode, kind = choose_encoder(self.request.headers.get("Accept", ""))
         last = self._ended.is_set() and not self._scraped.is_set()
         if last:
-            list(self._figures.collect(anew=True))
+            self._figures.look()
         self.set_header("Content-Type", kind)
         self.finish(encode(self._figures))
         if last:

@@ -14,8 +14,8 @@ from rich.text import Text
 from paceline.errors import UsageError
 from paceline.observe.charts import thin
 from paceline.observe.figures import duration, number, plural, rate_of, shares_of, size_of
-from paceline.observe.journal import NAME, Reader
-from paceline.observe.summary import Rows, Summary, facts
+from paceline.observe.journal import NAME
+from paceline.observe.summary import Newest, Rows, Summary, facts
 from paceline.observe.team import HEAD, a_step, happened, team
 
 EVERY = 0.5  # seconds between two looks
@@ -28,8 +28,8 @@ def watch(folder: Path | None = None, once: bool = False, console: Console | Non
     terminal, as it is now. UsageError: there is none. Ctrl-C ends the watching, and nothing else.
     """
     folder, console = folder or _newest(), console or Console()
-    reader = Reader(folder)
-    summary = Summary(folder, reader)
+    newest = Newest(folder, EVERY, lambda summary: summary)
+    number, summary = newest.get()
     if once or not console.is_terminal:
         console.print(frame(summary, time.time()))
         return 0
@@ -38,8 +38,8 @@ def watch(folder: Path | None = None, once: bool = False, console: Console | Non
         with Live(frame(summary, time.time()), console=console, auto_refresh=False) as live:
             while summary.outcome is None or time.monotonic() - changed < QUIET:
                 time.sleep(EVERY)
-                before, summary = summary.number, Summary(folder, reader)
-                if summary.number > before:
+                before, (number, summary) = number, newest.get()
+                if number > before:
                     changed = time.monotonic()
                 live.update(frame(summary, time.time()), refresh=True)
     except KeyboardInterrupt:
