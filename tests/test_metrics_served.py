@@ -179,6 +179,11 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         "paceline: --metrics 203.0.113.7:9464: Cannot assign requested address; "
         "give an address of this host, and a port that is free\n"
     )
+    joins = paceline("run", "--join", "out", "--page", "127.0.0.1:0", "train.py", cwd=tmp_path, code=2)
+    assert joins.stderr == (
+        "paceline: a run is served where it was begun, and --join comes to one; "
+        "give --metrics and --page to the command that begins it\n"
+    )
     monkeypatch.setattr("paceline.launch.serving.find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
         check_serving("127.0.0.1:9464", None)

@@ -195,6 +195,9 @@ def _check(options: LaunchOptions) -> None:
     if options.tensorboard is not None:
         TensorBoard()
     check_serving(options.metrics, options.page)
+    if options.join is not None and (options.metrics or options.page):
+        what = "a run is served where it was begun, and --join comes to one"
+        raise UsageError(what, "give --metrics and --page to the command that begins it")
     if options.store is not None:
         parse_store(options.store)
     if options.save_every is not None:
