@@ -23,11 +23,12 @@ from warm import Process
 
 from paceline.cli import main
 from paceline.errors import UsageError
-from paceline.launch.serving import check_metrics
+from paceline.launch.serving import check_serving
 from paceline.observe.alerts import ALERTS, dashboard
 from paceline.observe.journal import Reader, effective_steps, read_journal
 from paceline.observe.metrics import METRICS
-from paceline.observe.serving import families, reading_key
+from paceline.observe.scraping import families
+from paceline.observe.serving import reading_key
 from paceline.observe.summary import Summary
 
 LONG = """
@@ -82,13 +83,13 @@ def answers(port: int, key: str) -> bool:
 
 
 def serving_process(folder: Path) -> int:
-    told = str((folder / "out").absolute())
+    told = json.dumps(str((folder / "out").absolute()))
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = entry.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"paceline.observe.serving" in words and told.encode() in words:
+        if b"paceline.observe.serving" in words and told in entry.read_text():
             return int(entry.parent.name)
     return 0
 
@@ -97,7 +98,7 @@ def test_figures_of_a_run_are_scraped_to_the_last(tmp_path: Path) -> None:
     port = free_port()
     with running(tmp_path, "--metrics", f"127.0.0.1:{port}") as process:
         run = tmp_path / "out"
-        until(lambda: (run / "reading_key").exists())
+        until(lambda: (run / "metrics.json").exists())
         key = (run / "reading_key").read_text().strip()
         assert (run / "reading_key").stat().st_mode & 0o777 == 0o600
         assert json.loads((run / "metrics.json").read_text()) == [{"targets": [f"127.0.0.1:{port}"]}]
@@ -123,7 +124,7 @@ def test_figures_of_a_run_are_scraped_to_the_last(tmp_path: Path) -> None:
     assert last["paceline_loss"] == {"": effective_steps(read_journal(run))[-1]["loss"]}
     assert last["paceline_goodput_ratio"] == {"": summary.goodput}
     assert last["paceline_samples_total"] == {"": summary.samples}
-    assert (run / "logs" / "metrics.log").read_text() == ""
+    assert (run / "logs" / "serving.log").read_text() == ""
 
 
 FIXED = LONG.replace("10_000", "60").replace("0.02", "0.03")
@@ -139,7 +140,7 @@ def test_who_kills_what_serves_costs_the_run_nothing(tmp_path: Path) -> None:
         os.kill(serving_process(killed), signal.SIGKILL)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
-    line = "the process that serves /metrics was killed by SIGKILL: the run goes on without it\n"
+    line = "the process that serves figures was killed by SIGKILL: the run goes on without it\n"
     assert said.count(line) == 1
     assert (killed / "out.safetensors").read_bytes() == (whole / "out.safetensors").read_bytes()
 
@@ -170,7 +171,7 @@ def test_the_key_is_made_once(tmp_path: Path) -> None:
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as caught:
-        check_metrics("127.0.0.1")
+        check_serving("127.0.0.1", None)
     assert str(caught.value) == "--metrics 127.0.0.1 has no port; give --metrics 127.0.0.1:PORT, as 127.0.0.1:9464"
     (tmp_path / "train.py").write_text("")
     ended = paceline("run", "--metrics", "203.0.113.7:9464", "--run-dir", "out", "train.py", cwd=tmp_path, code=2)
@@ -178,9 +179,14 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         "paceline: --metrics 203.0.113.7:9464: Cannot assign requested address; "
         "give an address of this host, and a port that is free\n"
     )
+    joins = paceline("run", "--join", "out", "--page", "127.0.0.1:0", "train.py", cwd=tmp_path, code=2)
+    assert joins.stderr == (
+        "paceline: a run is served where it was begun, and --join comes to one; "
+        "give --metrics and --page to the command that begins it\n"
+    )
     monkeypatch.setattr("paceline.launch.serving.find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
-        check_metrics("127.0.0.1:9464")
+        check_serving("127.0.0.1:9464", None)
     assert str(caught.value) == (
         "--metrics cannot be served: the package prometheus_client is not installed; pip install 'paceline[prometheus]'"
     )

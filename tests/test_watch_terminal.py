@@ -19,7 +19,8 @@ from warm import Process, environment
 from paceline.errors import UsageError
 from paceline.observe.journal import Journal, read_journal
 from paceline.observe.summary import Summary
-from paceline.observe.watch import SHOWN, watch
+from paceline.observe.team import SHOWN
+from paceline.observe.watch import watch
 
 
 def seen(folder: Path) -> str:

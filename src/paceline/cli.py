@@ -1,6 +1,4 @@
-"""The command line: run, launch, stop, logs, check, chaos, tokenize, export, import, inspect, explain, report, metrics,
-watch.
-"""
+"""The command line: run, launch, check, chaos, tokenize, export, import, inspect, explain, report, metrics, watch."""
 
 from __future__ import annotations
 
@@ -450,6 +448,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--shares", metavar="A,B,..", help="weights of unequal workers in dealing rows, as 3,1")
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
     option("--metrics", metavar="ADDR:PORT", help="serve figures to Prometheus there, with the run's reading_key")
+    option("--page", metavar="ADDR:PORT", help="serve the live page there, with the run's reading_key")
     option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")
     option("script", nargs="?", help="the training script")

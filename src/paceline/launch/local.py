@@ -25,7 +25,7 @@ from paceline.launch.agent import Agent
 from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
 from paceline.launch.mirror import mirror
 from paceline.launch.options import GIVEN, LaunchOptions
-from paceline.launch.serving import Serving, check_metrics
+from paceline.launch.serving import Serving, check_serving
 from paceline.launch.warm import Kept
 from paceline.observe.journal import Journal
 from paceline.observe.loggers import TensorBoard
@@ -60,7 +60,7 @@ def launch(options: LaunchOptions) -> int:
         options = replace(options, run_dir=str(_folder(options)), environment=environment, kept=kept)
         source = "what is in memory" if variables else "the last checkpoint"
         restarts = 0
-        with Serving(options.metrics, partial(_say, options)) as serving:
+        with Serving(options.metrics, options.page, partial(_say, options)) as serving:
             while True:
                 code, in_pieces = _begin(options, compared, serving)
                 restarts += 1
@@ -115,7 +115,7 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving) -
         with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
             agent = Agent(options, folder, journal, progress, link, numbers, listener)
             if (served := serving.start(folder)) is not None:
-                agent.look_after(served, "the process that serves /metrics")
+                agent.look_after(served, "the process that serves figures")
             with signals() as wakeup:
                 return agent.run(wakeup), agent.in_pieces
 
@@ -194,8 +194,10 @@ def _check(options: LaunchOptions) -> None:
         address_of(options.listen)
     if options.tensorboard is not None:
         TensorBoard()
-    if options.metrics is not None:
-        check_metrics(options.metrics)
+    check_serving(options.metrics, options.page)
+    if options.join is not None and (options.metrics or options.page):
+        what = "a run is served where it was begun, and --join comes to one"
+        raise UsageError(what, "give --metrics and --page to the command that begins it")
     if options.store is not None:
         parse_store(options.store)
     if options.save_every is not None:

@@ -10,6 +10,8 @@ from paceline.observe.drawing import draw
 from paceline.observe.figures import duration, number, plural, shares_of, total
 from paceline.observe.journal import Event
 from paceline.observe.summary import Rows, Summary, facts
+from paceline.observe.team import HEAD as HEADINGS
+from paceline.observe.team import team
 
 TIMES = "\u00d7"
 STYLE = """
@@ -61,8 +63,19 @@ HEAD = (
 
 
 def render(summary: Summary) -> str:
-    """The whole page. A section whose data is missing is left out."""
-    name = escape(summary.script.rsplit("/", 1)[-1] or "A run")
+    """The whole page."""
+    head = f"{HEAD}<title>{_name(summary)} - Paceline</title><style>{STYLE}</style></head>"
+    return f"{head}<body><main>{panels(summary)}</main></body></html>\n"
+
+
+def _name(summary: Summary) -> str:
+    return escape(summary.script.rsplit("/", 1)[-1] or "A run")
+
+
+def panels(summary: Summary) -> str:
+    """What it shows, also live: made of the journal up to the event that it names last. A section whose data is missing
+    is left out.
+    """
     tables = facts(summary)
     curves = "".join(_curve(*curve) for curve in _curves(summary) if len(curve[1]) > 1)
     sections = {
@@ -76,12 +89,25 @@ def render(summary: Summary) -> str:
         "Environment": _table(tables["Environment"]),
     }
     body = _section("Curves", f'<div class="many">{curves}</div>' if curves else "")
+    body += _section("Team", _team(summary))
     body += _section("Workers", "".join(map(draw, summary.explained)) + _table(tables["Workers"]))
     body += f'<div class="two">{"".join(_section(*section) for section in sections.items())}</div>'
     body += _section("Logged text", _texts(summary))
-    foot = f"<footer>{escape(str(summary.folder))}</footer>"
-    head = f"{HEAD}<title>{name} - Paceline</title><style>{STYLE}</style></head>"
-    return f"{head}<body><main>{_header(summary, name)}{body}{foot}</main></body></html>\n"
+    foot = f"<footer>{escape(str(summary.folder))}, up to event {summary.number}</footer>"
+    return _header(summary, _name(summary)) + body + foot
+
+
+def _team(summary: Summary) -> str:
+    rows, more = team(summary)
+    if not rows:
+        return ""
+    cells = [
+        [f"<th>{escape(cell)}</th>" for cell in HEADINGS],
+        *([f"<td>{escape(c)}</td>" for c in row] for row in rows),
+    ]
+    rest = f'<p class="soft">and {plural(more, "faster one")}</p>' if more else ""
+    lines = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+    return f"<table>{lines}</table>{rest}"
 
 
 def _section(title: str, inner: str) -> str:

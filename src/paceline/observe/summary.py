@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from paceline.errors import UsageError
 from paceline.observe.account import COSTS, USEFUL
@@ -27,6 +29,7 @@ from paceline.observe.figures import (
 from paceline.observe.journal import NAME, Event, Reader, effective_steps
 
 Rows = list[tuple[str, str]]
+Made = TypeVar("Made")
 SHORT = 60.0  # seconds
 
 
@@ -197,6 +200,27 @@ class Summary:
         module = self.start.get("module")  # unless it is an older version's
         script = ["-m", str(module)] if module else [self.script] if self.script else []
         return [*script, *(args[1:] if args and self.script.endswith(args[0]) else args)]
+
+
+class Newest(Generic[Made]):
+    """What is to `make` of the newest summary of a run that goes on: anew at most every so many seconds, and so seldom
+    that it takes a twentieth of the time at most, however long the journal is. UsageError as for a `Summary`.
+    """
+
+    def __init__(self, folder: Path, every: float, make: Callable[[Summary], Made]) -> None:
+        self._folder, self._every, self._make, self._reader = folder, every, make, Reader(folder)
+        self._due = 0.0
+        self._made: tuple[int, Made] | None = None
+
+    def get(self, anew: bool = False) -> tuple[int, Made]:
+        """With the number of its last event; with `anew` as it is now."""
+        began = time.monotonic()
+        if self._made is None or anew or began >= self._due:
+            summary = Summary(self._folder, self._reader)
+            if self._made is None or summary.number > self._made[0]:
+                self._made = summary.number, self._make(summary)
+            self._due = began + max(self._every, 20 * (time.monotonic() - began))
+        return self._made
 
 
 def _span(attempt: list[Event]) -> list[tuple[float, float]]:

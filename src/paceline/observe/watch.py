@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -15,12 +14,12 @@ from rich.text import Text
 from paceline.errors import UsageError
 from paceline.observe.charts import thin
 from paceline.observe.figures import duration, number, plural, rate_of, shares_of, size_of
-from paceline.observe.journal import NAME, Event, Reader
-from paceline.observe.summary import Rows, Summary, facts
+from paceline.observe.journal import NAME
+from paceline.observe.summary import Newest, Rows, Summary, facts
+from paceline.observe.team import HEAD, a_step, happened, team
 
 EVERY = 0.5  # seconds between two looks
 QUIET = 1.0  # seconds without news after which a run that has ended is over
-SHOWN, LATEST = 16, 6  # workers, and things that happened, at most
 HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
@@ -29,8 +28,8 @@ def watch(folder: Path | None = None, once: bool = False, console: Console | Non
     terminal, as it is now. UsageError: there is none. Ctrl-C ends the watching, and nothing else.
     """
     folder, console = folder or _newest(), console or Console()
-    reader = Reader(folder)
-    summary = Summary(folder, reader)
+    newest = Newest(folder, EVERY, lambda summary: summary)
+    number, summary = newest.get()
     if once or not console.is_terminal:
         console.print(frame(summary, time.time()))
         return 0
@@ -39,8 +38,8 @@ def watch(folder: Path | None = None, once: bool = False, console: Console | Non
         with Live(frame(summary, time.time()), console=console, auto_refresh=False) as live:
             while summary.outcome is None or time.monotonic() - changed < QUIET:
                 time.sleep(EVERY)
-                before, summary = summary.number, Summary(folder, reader)
-                if summary.number > before:
+                before, (number, summary) = number, newest.get()
+                if number > before:
                     changed = time.monotonic()
                 live.update(frame(summary, time.time()), refresh=True)
     except KeyboardInterrupt:
@@ -62,8 +61,8 @@ def frame(summary: Summary, now: float) -> RenderableType:
     head.append(f"  {_clean(_state(summary, now))}", style)
     rows = [*_figures(summary), *_costs(summary), *facts(summary)["Plan"]]
     parts: list[RenderableType] = [head, _grid(rows), _workers(summary)]
-    if happened := _happened(summary):
-        parts.append(_grid(happened))
+    if rows := happened(summary):
+        parts.append(_grid(rows))
     parts.append(Text(f"event {summary.number} of {summary.folder / NAME}", "dim"))
     return Group(*parts)
 
@@ -106,15 +105,10 @@ def _figures(summary: Summary) -> Rows:
             speed = f"{number(round(last['samples'] / last['seconds'], 1))} samples/s"
             tokens = f", {number(round(last['tokens'] / last['seconds']))} tokens/s" if last.get("tokens") else ""
             parts = " ".join(f"{name} {share:.0%}" for name, share in shares_of(last.get("time") or {}))
-            step = f", {_step(last['seconds'] / last['steps'])} a step ({parts})" if last.get("steps") else ""
+            step = f", {a_step(last['seconds'] / last['steps'])} a step ({parts})" if last.get("steps") else ""
             rows.append((f"speed {trainer}".strip(), speed + tokens + step))
     values = ", ".join(f"{name} {number(curve[-1][1])}" for name, curve in summary.series.items())
     return [*rows, ("evaluated", values), ("goodput", f"{summary.goodput:.0%}" if summary.goodput is not None else "")]
-
-
-def _step(seconds: float) -> str:
-    """Of a step, so that two can be told apart."""
-    return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _curve(points: Sequence[tuple[float, float]], cells: int = 32) -> str:
@@ -136,53 +130,12 @@ def _costs(summary: Summary) -> Rows:
 
 
 def _workers(summary: Summary) -> Table:
-    """A line for each: where it is, its share, and its part of the newest record of steps. Of very many the slowest."""
     table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    for name in ("worker", "", "host", "share", "computing", "others waited for it"):
+    for name in HEAD:
         table.add_column(name, no_wrap=True)
-    last: Event = next((records[-1] for records in summary.steps.values()), {})
-    steps = last.get("steps") or 1
-    computed, waited = last.get("computed") or {}, last.get("waited_for") or {}
-    states = {**dict.fromkeys(summary.hosts, False), **summary.up}
-    slowest = sorted(states, key=lambda worker: -(computed.get(worker) or waited.get(worker) or 0.0))[:SHOWN]
-    shares = _shares(summary)
-    for worker in sorted(slowest, key=lambda worker: (len(worker), worker)):
-        state = ("up", "green") if states[worker] else ("ended" if summary.outcome else "lost", "dim")
-        known = worker in computed
-        table.add_row(
-            worker,
-            Text(*state),
-            Text(_clean(summary.hosts.get(worker, ""))),
-            shares.get(worker, ""),
-            f"{_step(computed[worker] / steps)} a step" if known else "",
-            f"{_step(waited[worker] / steps)} a step" if waited.get(worker) else "",
-        )
-    if len(states) > SHOWN:
-        table.add_row("", Text(f"and {plural(len(states) - SHOWN, 'faster one')}", "dim"))
+    rows, more = team(summary)
+    for worker, state, *rest in rows:
+        table.add_row(worker, Text(state, "green" if state == "up" else "dim"), *map(_clean, rest))
+    if more:
+        table.add_row("", Text(f"and {plural(more, 'faster one')}", "dim"))
     return table
-
-
-def _shares(summary: Summary) -> dict[str, str]:
-    """The part of a global batch that each worker has; of those in units, nothing."""
-    if summary.shares:
-        parts, workers = summary.shares[-1].get("parts") or [], summary.shares[-1].get("workers") or []
-    else:
-        grid: Event = summary.grids[-1] if summary.grids else {}
-        parts = grid.get("shares") or [] if grid.get("unit", 1) == 1 else []
-        workers = list(range(len(parts)))
-    whole = sum(parts) if all(isinstance(part, int | float) for part in parts) else 0
-    return {str(w): f"{part / whole:.0%}" for w, part in zip(workers, parts, strict=False)} if whole else {}
-
-
-def _happened(summary: Summary) -> Rows:
-    """What happened last to the team and its checkpoints, the newest at the end."""
-    told: list[tuple[float, str]] = []
-    for event in summary.lost:
-        told.append((event["at"], f"lost: {', '.join(map(str, event.get('workers') or []))}, {event.get('why')}"))
-    for event in summary.formed:
-        told.append((event["at"], f"formed anew with {plural(len(event.get('workers') or []), 'worker')}"))
-    for event in summary.failures:
-        told.append((event["at"], f"failed: {event.get('cause')}"))
-    for event in summary.checkpoints[-LATEST:]:
-        told.append((event["at"], f"checkpoint of step {event.get('step')}"))
-    return [(f"{datetime.fromtimestamp(at):%H:%M:%S}", text) for at, text in sorted(told)[-LATEST:]]

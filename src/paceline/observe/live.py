@@ -1,0 +1,180 @@
+"""The live page: what the report shows, while the run goes on. Served from the journal alone, and only read. No torch.
+
+    GET /           the page, which holds nothing of the run
+    GET /session    with the reading key as bearer token: a cookie for what follows
+    GET /view       the report's panels up to an event of the journal, whose number is told
+    GET /events     server-sent events: that number, whenever there are more
+
+The key stands in the address behind #, which a browser sends to nobody. Host and Origin must be ours, so that no other
+page can ask, also by a name that it lets point here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import re
+import secrets
+from collections import deque
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from tornado.iostream import StreamClosedError
+from tornado.web import RequestHandler
+
+from paceline.observe.page import STYLE, panels
+from paceline.observe.summary import Newest
+
+OFTEN = 1.0  # seconds for which a view is not made anew
+SESSIONS, STREAMS = 1000, 600
+SCRIPT = """
+(async () => {
+  const live = document.querySelector("#live"), main = document.querySelector("main");
+  const say = (text) => { if (live.textContent !== text) live.textContent = text; };
+  const key = location.hash.slice(1);
+  if (key) {
+    history.replaceState(null, "", location.pathname);
+    const told = await fetch("/session", {headers: {Authorization: "Bearer " + key}});
+    if (!told.ok) return say("this key is not the one of the run");
+  }
+  let shown = -1, wanted = 0, busy = false;
+  const show = async () => {
+    if (busy) return;
+    busy = true;
+    while (wanted > shown) {
+      const view = await fetch("/view");
+      if (!view.ok) { say("open the address that stands in the file page of the run folder"); break; }
+      const parsed = new DOMParser().parseFromString(await view.text(), "text/html");
+      main.replaceChildren(...parsed.body.childNodes);
+      shown = Number(view.headers.get("X-Event"));
+      say("live, up to event " + shown);
+    }
+    busy = false;
+  };
+  const stream = new EventSource("/events");
+  stream.onopen = () => { if (shown >= 0) say("live, up to event " + shown); };
+  stream.onmessage = (event) => { wanted = Number(event.data); show().catch(() => { busy = false; }); };
+  stream.onerror = () => say(shown < 0 ? "open the address that stands in the file page of the run folder"
+    : "no connection: the run has ended, or what serves this page; up to event " + shown);
+})();
+"""
+LIVE = "#live{position:sticky;top:0;margin:0;padding:.4rem 1.5rem;background:var(--wash);color:var(--soft)}"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+SHELL = (
+    '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Paceline</title>'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    f'<style>{STYLE}{LIVE}</style></head><body><p id="live" role="status">connecting</p><main></main>'
+    f"<noscript>Without JavaScript: paceline watch, or report.html</noscript><script>{SCRIPT}</script></body></html>\n"
+)
+POLICY = (
+    f"default-src 'none'; script-src {_hash(SCRIPT)}; style-src {_hash(STYLE + LIVE)}; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Views:
+    """A run's panels, made at most so often however many ask. `key` is the reading key; who had it has a session."""
+
+    def __init__(self, folder: Path, key: str, hosts: Collection[str]) -> None:
+        self._newest = Newest(folder, OFTEN, panels)
+        self.key, self.hosts = key, hosts
+        self.sessions: deque[str] = deque(maxlen=SESSIONS)
+        self.streams, self.html, self.number = 0, "", -1
+
+    def look(self) -> int:
+        """The number of the last event that the panels hold."""
+        self.number, self.html = self._newest.get()
+        return self.number
+
+
+class Page(RequestHandler):
+    """One request. Where the host, the origin or the session is not ours, it gets nothing."""
+
+    def initialize(self, views: Views) -> None:
+        self._views = views
+
+    def set_default_headers(self) -> None:
+        self.clear_header("Server")
+        for name, value in {
+            "Content-Security-Policy": POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-store",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        }.items():
+            self.set_header(name, value)
+
+    def prepare(self) -> None:
+        host = str(self.request.headers.get("Host", ""))
+        origin = self.request.headers.get("Origin")
+        name = re.sub(r":\d+$", "", host).strip("[]").lower()
+        if name not in self._views.hosts or origin not in (None, f"http://{host}"):
+            self._refuse(403, "not from here")
+        elif self.request.path in ("/view", "/events") and not self._known():
+            self._refuse(401, "no session")
+
+    def _known(self) -> bool:
+        given = self.get_cookie(self._cookie(), "") or ""
+        return any(hmac.compare_digest(given.encode(), session.encode()) for session in self._views.sessions)
+
+    def _cookie(self) -> str:
+        """Cookies are for a host and all its ports, so each run has a name of its own."""
+        return f"paceline_{hashlib.sha256(self._views.key.encode()).hexdigest()[:12]}"
+
+    def _refuse(self, code: int, why: str) -> None:
+        self.set_status(code)
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(why + "\n")
+
+    async def get(self) -> None:
+        await getattr(self, f"_{self.request.path.strip('/') or 'shell'}")()
+
+    async def _shell(self) -> None:
+        self.finish(SHELL)
+
+    async def _session(self) -> None:
+        given = self.request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {self._views.key}".encode()):
+            self._refuse(401, "a wrong key")
+            return
+        self._views.sessions.append(secrets.token_hex(32))
+        self.set_cookie(self._cookie(), self._views.sessions[-1], httponly=True, samesite="Strict", path="/")
+        self.set_status(204)
+        self.finish()
+
+    async def _view(self) -> None:
+        self._views.look()
+        self.set_header("X-Event", str(self._views.number))
+        self.set_header("Content-Type", "text/html; charset=utf-8")
+        self.finish(self._views.html)
+
+    async def _events(self) -> None:
+        views, told = self._views, -1
+        if views.streams >= STREAMS:
+            self._refuse(503, "too many are watching")
+            return
+        self.set_header("Content-Type", "text/event-stream")
+        views.streams += 1
+        try:
+            while True:
+                number = views.look()
+                self.write(f"id: {number}\ndata: {number}\n\n" if number > told else ":\n\n")
+                told = number
+                await self.flush()  # a slow reader waits here, and holds nothing but its connection
+                await asyncio.sleep(OFTEN)
+        except StreamClosedError:
+            pass
+        finally:
+            views.streams -= 1
+
+
+def routes(views: Views) -> list[Any]:
+    return [("/(?:|session|view|events)", Page, {"views": views})]
