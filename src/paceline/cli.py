@@ -1,4 +1,6 @@
-"""The command line: run, launch, check, chaos, tokenize, export, import, inspect, explain, report, metrics, watch."""
+"""The command line: run, launch, stop, logs, check, chaos, tokenize, export, import, inspect, explain, report, metrics,
+watch.
+"""
 
 from __future__ import annotations
 
