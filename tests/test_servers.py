@@ -117,17 +117,22 @@ def test_a_worker_is_lost(tmp_path: Path, worker: int, moment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "moment"),
+    ("server", "moment", "kind", "how"),
     [
-        (1, "applied"),
-        *(pytest.param(s, m, marks=pytest.mark.slow) for s in (0, 1) for m in ("summed", "reduced")),
+        (1, "applied", "kill", "was killed by SIGKILL"),
+        pytest.param(1, "reduced", "stop", "was stopped", marks=pytest.mark.slow),
+        *(
+            pytest.param(server, moment, "kill", "was killed by SIGKILL", marks=pytest.mark.slow)
+            for server in (0, 1)
+            for moment in ("summed", "reduced")
+        ),
     ],
 )
-def test_a_server_is_lost(tmp_path: Path, server: int, moment: str) -> None:
-    chaos = f"kill:{1000000 + server}@5.{moment}"
+def test_a_server_is_lost(tmp_path: Path, server: int, moment: str, kind: str, how: str) -> None:
+    chaos = f"{kind}:{1000000 + server}@5.{moment}"
     said = trained(tmp_path, 2, "server=2", "--save-every", "2", PACELINE_CHAOS=chaos)
     assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
-    assert f"server {server} was killed by SIGKILL: all go back to the last checkpoint" in said
+    assert f"server {server} {how}: all go back to the last checkpoint" in said
     right(tmp_path, first=len(by_hand()[1]) + 1 - len(json.loads((tmp_path / "told.json").read_text())["figures"]))
 
 
