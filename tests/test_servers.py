@@ -215,6 +215,12 @@ def test_servers_are_refused_without_our_launcher() -> None:
     )
 
 
+def test_paceline_check_knows_servers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from basics import *\nfor _ in make().steps(data, epochs=2): pass\n")
+    told = paceline("check", "--workers", "2", "--steps", "3", "--plan", "server=1", "train.py", cwd=tmp_path).stdout
+    assert "the same" in told
+
+
 def test_several_trainers_and_own_rows_share_servers(tmp_path: Path) -> None:
     body = """
 from paceline import join
