@@ -160,6 +160,20 @@ def test_a_stop_saves_and_ends(tmp_path: Path) -> None:
     right(tmp_path, first=int(saved.name.removeprefix("step-")) + 1)
 
 
+@pytest.mark.slow
+def test_a_worker_joins(tmp_path: Path) -> None:
+    script = (str(SCRIPTS / "served.py"), ".", str(STEPS))
+    said = ("--workers", "1", "--run-dir", "run", "--plan", f"micro={MICRO} server=2")
+    command = [sys.executable, "-m", "paceline", "run", *said, *script]
+    with Process(command, environment(SLOW="7"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((tmp_path / "reached").exists)
+        paceline("run", "--join", "run", "--workers", "1", "--run-dir", "other", *script, cwd=tmp_path)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    assert "worker 1 has joined: 2 workers" in told
+    right(tmp_path)
+
+
 def test_a_stop_before_servers_are_there_ends_at_once(tmp_path: Path) -> None:
     body = """
 import os, time
@@ -218,7 +232,7 @@ def test_servers_are_refused_without_our_launcher() -> None:
 def test_paceline_check_knows_servers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from basics import *\nfor _ in make().steps(data, epochs=2): pass\n")
     told = paceline("check", "--workers", "2", "--steps", "3", "--plan", "server=1", "train.py", cwd=tmp_path).stdout
-    assert "the same" in told
+    assert "verdict: the same training on 2 workers as on one" in told
 
 
 def test_several_trainers_and_own_rows_share_servers(tmp_path: Path) -> None:
