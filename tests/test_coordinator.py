@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from replay import Replay
 
-from paceline.team.coordinator import ALONE, LONGEST, RETURN, Coordinator
+from paceline.team.coordinator import ALONE, RETURN, Coordinator
 from paceline.team.roster import Announcement, Roster
-from paceline.team.seats import Said
+from paceline.team.seats import LONGEST, Said
 
 HOSTS = {  # by the workers of a replica; those of "a" begin the run
     1: {"a": [0, 1], "b": [2, 3], "c": [4]},

@@ -51,6 +51,7 @@ ROWS = [
             "rounds",
             "served",
             "serving",
+            "tickets",
             "loops",
             "arguments",
             "hints",

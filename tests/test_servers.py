@@ -117,17 +117,22 @@ def test_a_worker_is_lost(tmp_path: Path, worker: int, moment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "moment"),
+    ("server", "moment", "kind", "how"),
     [
-        (1, "applied"),
-        *(pytest.param(s, m, marks=pytest.mark.slow) for s in (0, 1) for m in ("summed", "reduced")),
+        (1, "applied", "kill", "was killed by SIGKILL"),
+        pytest.param(1, "reduced", "stop", "was stopped", marks=pytest.mark.slow),
+        *(
+            pytest.param(server, moment, "kill", "was killed by SIGKILL", marks=pytest.mark.slow)
+            for server in (0, 1)
+            for moment in ("summed", "reduced")
+        ),
     ],
 )
-def test_a_server_is_lost(tmp_path: Path, server: int, moment: str) -> None:
-    chaos = f"kill:{1000000 + server}@5.{moment}"
+def test_a_server_is_lost(tmp_path: Path, server: int, moment: str, kind: str, how: str) -> None:
+    chaos = f"{kind}:{1000000 + server}@5.{moment}"
     said = trained(tmp_path, 2, "server=2", "--save-every", "2", PACELINE_CHAOS=chaos)
     assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
-    assert f"server {server} was killed by SIGKILL: all go back to the last checkpoint" in said
+    assert f"server {server} {how}: all go back to the last checkpoint" in said
     right(tmp_path, first=len(by_hand()[1]) + 1 - len(json.loads((tmp_path / "told.json").read_text())["figures"]))
 
 
@@ -153,6 +158,20 @@ def test_a_stop_saves_and_ends(tmp_path: Path) -> None:
     [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
     trained(tmp_path, 2, "server=1")
     right(tmp_path, first=int(saved.name.removeprefix("step-")) + 1)
+
+
+@pytest.mark.slow
+def test_a_worker_joins(tmp_path: Path) -> None:
+    script = (str(SCRIPTS / "served.py"), ".", str(STEPS))
+    said = ("--workers", "1", "--run-dir", "run", "--plan", f"micro={MICRO} server=2")
+    command = [sys.executable, "-m", "paceline", "run", *said, *script]
+    with Process(command, environment(SLOW="7"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((tmp_path / "reached").exists)
+        paceline("run", "--join", "run", "--workers", "1", "--run-dir", "other", *script, cwd=tmp_path)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    assert "worker 1 has joined: 2 workers" in told
+    right(tmp_path)
 
 
 def test_a_stop_before_servers_are_there_ends_at_once(tmp_path: Path) -> None:
@@ -208,6 +227,12 @@ def test_servers_are_refused_without_our_launcher() -> None:
         "server=2 needs processes beside the workers, which `paceline run` alone starts; "
         "start the script with `paceline run`, without --max-restarts 0, or leave server out"
     )
+
+
+def test_paceline_check_knows_servers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from basics import *\nfor _ in make().steps(data, epochs=2): pass\n")
+    told = paceline("check", "--workers", "2", "--steps", "3", "--plan", "server=1", "train.py", cwd=tmp_path).stdout
+    assert "verdict: the same training on 2 workers as on one" in told
 
 
 def test_several_trainers_and_own_rows_share_servers(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def check(options: LaunchOptions, steps: int) -> int:
     """
     results, workers = [], options.workers
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder, Kept() as kept:
-        several = replace(options, max_restarts=0, kept=kept)  # a worker lost in so few steps is to be seen
+        # A worker lost in so few steps is to be seen; but servers are told of to those who may be started again.
+        several = replace(options, max_restarts=int("server=" in (options.plan or "")), kept=kept)
         alone = replace(several, workers=1, plan=None)
         cases = (
             ("one worker", alone, False),

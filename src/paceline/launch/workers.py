@@ -255,7 +255,7 @@ class Workers:
         if not self._options.max_restarts:
             del descriptors["ORDERS"]
         wanted = Wanted(
-            f"paceline {called(rank)}",
+            f"paceline {called(rank).removeprefix('worker-')}",
             self._options.program,
             self._environment(
                 PACELINE_RANK=str(rank),

@@ -61,13 +61,12 @@ class Coordinator:
         self._asked = self._judged = self._again = math.inf  # when to act on notices, on exceptions, on who is alone
         self._now = 0.0  # when we were last told something
         self._starts: dict[int, tuple[float, int]] = {}  # who is started again later: when, and in which life
-        self._stops = Stops()
+        self._stops, self.first = Stops(), self.roster.members  # the latter: the workers of the first generation
         self._raised_now: list[int] = []
         self._raised: set[Any] = set()  # the exceptions, and lines that a worker hung at, that were survived
         self._causes: Counter[str] = Counter()
         self._detection = 0.0  # of the generation that was announced
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
-        self.first = self.roster.members  # the workers of the first generation
         self._late = 0.0  # after a restart: when it is said who is waited for
 
     # ---- agents
@@ -220,13 +219,11 @@ class Coordinator:
 
     def orders(self, agent: str) -> dict[str, Any]:
         """The state that an agent is to bring about: of each worker which life, and whether it is of the team."""
-        generation = generation_of(self.order, self.seats) if self.order is not None else None
-        if generation is not None:
-            generation |= {"at_once": self.roster.at_once, "detection": self._detection, "hold": self._paused}
+        more = {"at_once": self.roster.at_once, "detection": self._detection, "hold": self._paused}
         return {
             "epoch": self.epoch,
             "version": self.version,
-            "generation": generation,
+            "generation": generation_of(self.order, self.seats, more),
             "workers": {number: seat.wanted for number, seat in self.seats.items() if seat.agent == agent},
             "failing": [[number, self.seats[number].agent, why] for number, why in self.failing.items()],
             "over": self.over,
@@ -340,9 +337,9 @@ class Coordinator:
             if self._stops.hear(number, self.seats[number].said, now):
                 self._say(f"{ranks([number])} goes on")
         stopped, begun = self._stops.stopped(self.seats), self.roster.begun
-        servers = [number for number in stopped if number >= SERVERS]
-        if servers and begun and not self.over and not self._go_back(servers, "was stopped"):
-            self._fail(servers, "was stopped")
+        if begun and not self.over and (servers := [number for number in stopped if number >= SERVERS]):
+            self._go_back(servers, "was stopped")
+            return
         if not stopped or self.over or self.failing:
             return
         if self.max_restarts and begun and self._survivors(stopped):
@@ -364,18 +361,18 @@ class Coordinator:
             self.record("lost", workers=stopped, why="was stopped before the first step", step=self.step)
             self._start_anew(self.roster.members)
 
-    def _go_back(self, servers: list[int], why: str) -> bool:
-        """Without these nobody has what they kept: all begin anew at the last checkpoint, if all are of one host."""
+    def _go_back(self, servers: list[int], why: str, can: bool = True) -> None:
+        """Without these nobody has what they kept: all begin anew at the last checkpoint, or the run ends."""
         self._causes["servers"] += 1
-        if self.stop or self._causes["servers"] > self.max_restarts or not can_go_back(self.seats, self.first):
-            return False
+        can &= not self.stop and self._causes["servers"] <= self.max_restarts and can_go_back(self.seats, self.first)
+        if not can:
+            self._fail(servers, why)
+            return
         self.record("lost", workers=servers, why=why, step=self.step)
-        self._say(
-            f"{ranks(servers)} {why}: all go back to the last checkpoint{left_of(servers, self.seats, self.logs)}"
-        )
+        lines = left_of(servers, self.seats, self.logs)
+        self._say(f"{ranks(servers)} {why}: all go back to the last checkpoint{lines}")
         self.order, self._left, self._raised_now, self._judged = None, set(), [], math.inf
         self._start_anew(self.first, [n for n, seat in self.seats.items() if n in servers or seat.alive])
-        return True
 
     def _start_anew(self, members: tuple[int, ...], others: Iterable[int] = ()) -> None:
         """The workers of the first generation in processes that meet each other, and these others as newcomers."""
@@ -459,7 +456,8 @@ class Coordinator:
         self._causes[why] += 1
         restarts = not known and self._causes[why] <= self.max_restarts
         if number >= SERVERS:
-            return restarts and self._go_back([number], why)
+            self._go_back([number], why, restarts)
+            return True
         few = not left or (len(left) < self.min_workers and not restarts)
         if not seat.newcomer and (known or few or (said.failed and not restarts)):
             return False

@@ -115,11 +115,15 @@ def left_of(lost: Iterable[int], seats: Mapping[int, Seat], logs: Mapping[str, s
     return "".join(f"\n  {line}" for line in lines)
 
 
-def generation_of(order: Announcement, seats: Mapping[int, Seat]) -> dict[str, Any]:
-    """What agents are told of it."""
+def generation_of(
+    order: Announcement | None, seats: Mapping[int, Seat], more: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """What agents are told of it, if there is one."""
+    if order is None:
+        return None
     first = seats.get(order.members[0])
     store = list(first.said.store) if first else ["", 0]
-    return {"number": order.number, "members": list(order.members), "store": store}
+    return {"number": order.number, "members": list(order.members), "store": store, **more}
 
 
 def pause_of(seat: Seat) -> float:

@@ -13,7 +13,8 @@ def seat_servers(seats: dict[int, Seat], agent: str, told: Mapping[int, Said]) -
     """Seats for the parameter servers that an agent's workers want, on its host; whether any is new."""
     wanted = range(SERVERS, SERVERS + max((said.servers for said in told.values()), default=0))
     new = [number for number in wanted if number not in seats]
-    seats |= {number: Seat(agent, newcomer=True) for number in new}
+    # To a coordinator that was started again they may be new in a later life.
+    seats |= {n: Seat(agent, told[n].life if n in told else 0, newcomer=True) for n in new}
     return bool(new)
 
 

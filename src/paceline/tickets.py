@@ -1,0 +1,95 @@
+"""Tickets and the clock of training that is not in step, as a state machine: who may compute what, from which weights.
+
+A *ticket* is one global batch, computed by one worker, whose push is one update. Tickets of a *window* are dealt until
+they are out; it ends when all are applied, each once, whoever is lost. A worker's clock *ticks* with each of its
+tickets; it reads weights when it is dealt one, and then it is at most `bound` ticks ahead of the slowest that lives
+(stale synchronous parallel: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server", NIPS 2013). No torch, no clock, no sockets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Push(Enum):
+    """What becomes of a push: it is to be applied, or was before, or comes from who is not heard any more."""
+
+    APPLY = "apply"
+    AGAIN = "again"
+    VOID = "void"
+
+
+@dataclass
+class Tickets:
+    """Of the updates from `start` to `end`: the window. `bound` may be infinite. `clocks` are of who lives, `open`
+    the tickets that are dealt and not applied, with who has them and how many updates were `applied` when it read the
+    weights. `missed` counts updates by how many others came between their reading and their being applied.
+    """
+
+    bound: float
+    start: int = 0
+    end: int = 0
+    clocks: dict[int, int] = field(default_factory=dict)
+    open: dict[int, tuple[int, int]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)  # of the window
+    missed: Counter[int] = field(default_factory=Counter)
+    by: Counter[int] = field(default_factory=Counter)  # updates of each worker
+
+    @property
+    def applied(self) -> int:
+        """Updates in all."""
+        return self.start + len(self.done)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all tickets of the window are applied."""
+        return self.applied == self.end
+
+    def turn(self, updates: int) -> None:
+        """The next window, of so many updates."""
+        if not self.ended:
+            raise RuntimeError(f"{self.end - self.applied} tickets of the window before are not applied")
+        self.start, self.end = self.end, self.end + updates
+        self.done.clear()
+
+    def join(self, worker: int) -> None:
+        """One who comes starts at the slowest's clock."""
+        self.clocks[worker] = min(self.clocks.values(), default=0)
+
+    def lose(self, worker: int) -> None:
+        """One who is lost leaves the clock at once, and its tickets are dealt again."""
+        self.clocks.pop(worker, None)
+        self.open = {ticket: (who, read) for ticket, (who, read) in self.open.items() if who != worker}
+
+    def may_read(self, worker: int) -> bool:
+        """Whether it is not too far ahead of the slowest."""
+        return worker in self.clocks and self.clocks[worker] - min(self.clocks.values()) <= self.bound
+
+    def deal(self, worker: int) -> int | None:
+        """Its next ticket, with which it reads the weights: the one that it has, if the word of that was lost; None:
+        there is none, or it has to wait.
+        """
+        mine = next((ticket for ticket, (who, _) in self.open.items() if who == worker), None)
+        if mine is not None or not self.may_read(worker):
+            return mine
+        left = (ticket for ticket in range(self.start, self.end) if ticket not in self.done and ticket not in self.open)
+        if (ticket := next(left, None)) is not None:
+            self.open[ticket] = worker, self.applied
+        return ticket
+
+    def push(self, worker: int, ticket: int) -> Push:
+        """A worker's result; to be applied before anything else happens."""
+        if ticket < self.start or ticket in self.done:
+            return Push.AGAIN
+        who, read = self.open.get(ticket, (None, 0))
+        if who != worker:
+            return Push.VOID
+        del self.open[ticket]
+        self.missed[self.applied - read] += 1
+        self.done.add(ticket)
+        self.clocks[worker] += 1
+        self.by[worker] += 1
+        return Push.APPLY

@@ -1,0 +1,226 @@
+"""Tickets: every interleaving of small teams, larger ones at random, through losses, arrivals and lost words.
+
+Whatever happens, each ticket is applied once, nobody reads too far ahead of the slowest, and somebody can go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.tickets import Push, Tickets
+
+
+class World:
+    """Workers that take tickets and push them, over a line on which any word may be late, or said twice."""
+
+    def __init__(self, workers: int, bound: float, window: int, updates: int, faults: int) -> None:
+        self.tickets, self.window, self.updates, self.faults = Tickets(bound), window, updates, faults
+        self.has: dict[int, int] = {}  # by worker: what it computes
+        self.late: tuple[tuple[int, int], ...] = ()  # pushes that come again
+        self.applied: Counter[int] = Counter()
+        self.next = workers
+        for worker in range(workers):
+            self.tickets.join(worker)
+        self.tickets.turn(min(window, updates))
+
+    def twin(self) -> World:
+        """Copying by hand takes a tenth of the time."""
+        made, tickets = object.__new__(World), object.__new__(type(self.tickets))
+        vars(made).update(vars(self))
+        vars(tickets).update({n: v.copy() if hasattr(v, "copy") else v for n, v in vars(self.tickets).items()})
+        made.tickets, made.has, made.applied = tickets, self.has.copy(), self.applied.copy()
+        return made
+
+    @property
+    def over(self) -> bool:
+        return self.tickets.applied == self.updates
+
+    def actions(self) -> Iterator[tuple[Any, ...]]:
+        alive = sorted(self.tickets.clocks)
+        for worker in alive:
+            if worker in self.has:
+                yield "push", worker
+            elif self.tickets.may_read(worker) and len(self.tickets.open) < self.tickets.end - self.tickets.applied:
+                yield "deal", worker
+        if self.tickets.ended and not self.over:
+            yield ("turn",)
+        for number in range(len(self.late)):
+            yield "again", number
+        if self.faults:
+            if len(alive) > 1:
+                yield from (("lose", worker) for worker in alive)
+            yield ("join",)
+            yield from (("twice", worker) for worker in alive if worker in self.has)
+
+    def act(self, what: str, worker: int = -1) -> None:
+        tickets = self.tickets
+        if what in ("lose", "join", "twice"):
+            self.faults -= 1
+        if what == "deal":
+            ahead = tickets.clocks[worker] - min(tickets.clocks.values())
+            ticket = tickets.deal(worker)
+            assert ticket is not None
+            assert ahead <= tickets.bound
+            assert tickets.deal(worker) == ticket  # it asks again
+            assert ticket not in self.has.values()
+            self.has[worker] = ticket
+        elif what == "push":
+            self.push(worker, self.has.pop(worker))
+        elif what == "twice":  # it comes at once, and again at some time
+            ticket = self.has.pop(worker)
+            self.push(worker, ticket)
+            self.late += ((worker, ticket),)
+        elif what == "again":
+            late = self.late[worker]
+            self.late = self.late[:worker] + self.late[worker + 1 :]
+            assert tickets.push(*late) is not Push.APPLY
+        elif what == "lose":
+            tickets.lose(worker)
+            if worker in self.has:  # what it sent may still come
+                self.late += ((worker, self.has.pop(worker)),)
+        elif what == "join":
+            tickets.join(self.next)
+            assert tickets.clocks[self.next] == min(tickets.clocks.values())
+            self.next += 1
+        else:
+            tickets.turn(min(self.window, self.updates - tickets.applied))
+
+    def push(self, worker: int, ticket: int) -> None:
+        assert self.tickets.push(worker, ticket) is Push.APPLY
+        self.applied[ticket] += 1
+        assert self.applied[ticket] == 1
+
+    def check(self) -> None:
+        tickets = self.tickets
+        assert len(tickets.open) == len(self.has)
+        assert tickets.applied == self.applied.total() == tickets.by.total() == tickets.missed.total()
+        if self.over:
+            assert self.applied == Counter(range(self.updates))
+        else:  # somebody can go on, without any fault
+            assert any(what in ("push", "deal", "turn") for what, *_ in self.actions())
+
+    def frozen(self) -> tuple[Any, ...]:
+        tickets, least = self.tickets, min(self.tickets.clocks.values(), default=0)
+        clocks = tuple(sorted((worker, clock - least) for worker, clock in tickets.clocks.items()))
+        has = tuple(sorted(self.has.items()))
+        return clocks, has, tuple(sorted(tickets.done)), tickets.start, tickets.end, self.late, self.faults, self.next
+
+
+@pytest.mark.parametrize(
+    ("workers", "bound", "window", "updates", "faults"),
+    [
+        (2, 0, 2, 4, 2),
+        (2, 1, 3, 5, 2),
+        (3, 0, 2, 4, 1),
+        (2, math.inf, 2, 4, 2),
+        pytest.param(3, 1, 4, 4, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_every_interleaving_of_a_small_team(workers: int, bound: float, window: int, updates: int, faults: int) -> None:
+    first = World(workers, bound, window, updates, faults)
+    seen, rest, ends = {first.frozen()}, [first], 0
+    while rest:
+        world = rest.pop()
+        world.check()
+        ends += world.over
+        for action in world.actions():
+            after = world.twin()
+            after.act(*action)
+            if (state := after.frozen()) not in seen:
+                seen.add(state)
+                rest.append(after)
+    assert ends
+    assert len(seen) > 100
+
+
+class Careless(Tickets):
+    """Hears those that are lost."""
+
+    def lose(self, worker: int) -> None:
+        self.clocks.pop(worker, None)
+
+
+class Hasty(Tickets):
+    """Lets everybody read."""
+
+    def may_read(self, worker: int) -> bool:
+        return worker in self.clocks
+
+
+@pytest.mark.parametrize("wrong", [Careless, Hasty])
+def test_the_model_finds_what_is_wrong(wrong: type[Tickets]) -> None:
+    first = World(2, 0, 3, 3, 1)
+    first.tickets.__class__ = wrong
+    rest, seen = [first], set()
+    with pytest.raises((AssertionError, KeyError)):
+        while rest:
+            world = rest.pop()
+            world.check()
+            for action in world.actions():
+                after = world.twin()
+                after.act(*action)
+                if (state := after.frozen()) not in seen:
+                    seen.add(state)
+                    rest.append(after)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 6),
+    st.sampled_from([0, 1, 4, math.inf]),
+    st.integers(1, 20),
+    st.integers(0, 8),
+    st.lists(st.integers(0, 1 << 16), min_size=50, max_size=400),
+)
+def test_larger_teams_at_random(workers: int, bound: float, window: int, faults: int, choices: list[int]) -> None:
+    world = World(workers, bound, window, 60, faults)
+    for choice in choices:
+        actions = [*world.actions()]
+        if not actions:
+            break
+        world.act(*actions[choice % len(actions)])
+        world.check()
+    while not world.over:
+        world.act(*next(action for action in world.actions() if action[0] in ("push", "deal", "turn")))
+    world.check()
+
+
+def test_a_dead_slowest_releases_the_clock() -> None:
+    tickets = Tickets(1, end=20)
+    for worker in (0, 1):
+        tickets.join(worker)
+    assert tickets.deal(1) == 0  # and it is not heard of again
+    for ticket in (1, 2):
+        assert tickets.deal(0) == ticket
+        assert tickets.push(0, ticket) is Push.APPLY
+    assert tickets.deal(0) is None
+    tickets.lose(1)
+    assert tickets.deal(0) == 0  # what was its
+    assert tickets.push(1, 0) is Push.VOID
+
+
+def test_missed_updates_are_counted() -> None:
+    tickets = Tickets(math.inf, end=3)
+    for worker in (0, 1):
+        tickets.join(worker)
+    slow, fast = tickets.deal(0), tickets.deal(1)
+    assert (slow, fast) == (0, 1)
+    assert tickets.push(1, 1) is Push.APPLY
+    assert tickets.deal(1) == 2
+    assert tickets.push(1, 2) is Push.APPLY
+    assert tickets.push(0, 0) is Push.APPLY
+    assert (tickets.missed, tickets.by) == (Counter({0: 2, 2: 1}), Counter({1: 2, 0: 1}))
+    assert tickets.ended
+
+
+def test_a_window_that_is_not_over_goes_on() -> None:
+    tickets = Tickets(0, end=2)
+    with pytest.raises(RuntimeError, match="2 tickets of the window before are not applied"):
+        tickets.turn(2)
