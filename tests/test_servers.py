@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from warm import Process, environment
 
 from paceline import Trainer, stream_seed
-from paceline.comm.frames import HELLO, PUSH, STATE, Frame, Link
+from paceline.comm.frames import HELLO, PUSH, STATE, Connection, Frame
 from paceline.errors import PlanError
 from paceline.observe.journal import read_journal
 from paceline.strategies.servers import spread
@@ -272,12 +272,12 @@ def test_parameters_are_spread_evenly_by_bytes() -> None:
     assert spread([5, 5, 5, 5], 2) == [0, 1, 0, 1]
 
 
-def linked(place: Any, secret: str) -> tuple[Link, Link]:
+def linked(place: Any, secret: str) -> tuple[Connection, Connection]:
     ours, theirs = socket.socketpair()
-    return Link(ours, lambda frame: []), Link(theirs, place, secret)
+    return Connection(ours, lambda frame: []), Connection(theirs, place, secret)
 
 
-def moved(*links: Link) -> None:
+def moved(*links: Connection) -> None:
     for _ in range(200):
         for link in links:
             link.advance()

@@ -38,7 +38,7 @@ from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
 from paceline.script import changed_since, module_name, script_text, versions
-from paceline.serving import Serving
+from paceline.serving import ParameterServer
 from paceline.step import Agreed
 from paceline.strategies.job import Job
 from paceline.strategies.own import Owns
@@ -84,7 +84,7 @@ class Run:
         place = world.checkpoints or (self.folder / FOLDER if self.folder is not None else None)
         mirror = (world.mirror[0], storage_at(Path(world.mirror[1]))) if world.mirror else None
         storage = storage_at(place) if place is not None and not world.serves else None
-        self.serving = Serving(world) if world.serves else None  # this process is a parameter server
+        self.serving = ParameterServer(world) if world.serves else None  # this process is a parameter server
         self.servers: Servers | None = None  # whom this worker pushes gradients to
         self.saving = Saving(team, storage, world.save_every, world.keep, mirror)
         self.agreement = Agreement(team, self.saving.copied)

@@ -17,7 +17,20 @@ from typing import Any, Never, Protocol
 import torch
 
 from paceline.checkpoint.tree import pack, unpack
-from paceline.comm.frames import COMMIT, HELLO, KEPT, PUSH, SQUARES, STATE, WEIGHTS, WELCOME, Frame, Key, Link, exchange
+from paceline.comm.frames import (
+    COMMIT,
+    HELLO,
+    KEPT,
+    PUSH,
+    SQUARES,
+    STATE,
+    WEIGHTS,
+    WELCOME,
+    Connection,
+    Frame,
+    Key,
+    exchange,
+)
 from paceline.errors import PacelineError
 from paceline.plan import Plan
 from paceline.step import NOTHING
@@ -46,7 +59,7 @@ class Client:
     asked: dict[int, tuple[Key, int, int]] = field(default_factory=dict)
 
 
-class Part:
+class Holding:
     """What this server has of a trainer: the parameters of these numbers, after `applied` steps. `ready` is the
     contribution whose sums are their gradients, `squares` what it, or else the last step, told.
     """
@@ -84,18 +97,18 @@ class Part:
         return [optimizer_state(one, updater.names, {}, 0)["state"] for one in self.replica.job.optimizers]
 
 
-class Serving:
+class ParameterServer:
     """This process's end of all connections. `steppers` are those of its trainers."""
 
     def __init__(self, world: World) -> None:
         assert world.store is not None
         self.number = world.rank - SERVERS
         self.steppers: list[Steps] = []
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, Holding] = {}
         self._listener = socket.create_server((world.store[0], 0), backlog=128)
         self._listener.setblocking(False)
         self._secret, self._state = secrets.token_hex(16), b""
-        self._clients: list[tuple[Link, Client]] = []
+        self._clients: list[tuple[Connection, Client]] = []
         world.tell("serving", at=[world.store[0], self._listener.getsockname()[1], self._secret])
 
     def take(self) -> Any:
@@ -108,7 +121,7 @@ class Serving:
         self._reached = reached
         for number, stepper in enumerate(self.steppers):
             if stepper.plan.server:
-                self._parts[number] = Part(stepper, stepper.plan.server, self.number)
+                self._parts[number] = Holding(stepper, stepper.plan.server, self.number)
         self._until(lambda: False)
         raise AssertionError
 
@@ -131,7 +144,7 @@ class Serving:
         except OSError:  # none, or it has gone again
             return
         client = Client()
-        self._clients.append((Link(connection, partial(self._place, client), self._secret), client))
+        self._clients.append((Connection(connection, partial(self._place, client), self._secret), client))
 
     def _place(self, client: Client, frame: Frame) -> list[torch.Tensor] | None:
         """Where pushed gradients land. Before this server serves it takes the state alone."""
@@ -149,7 +162,7 @@ class Serving:
             client.buffers[key] = torch.empty(param.numel(), dtype=param.dtype)
         return client.buffers[key]
 
-    def _hear(self, link: Link, client: Client, frame: Frame) -> None:
+    def _hear(self, link: Connection, client: Client, frame: Frame) -> None:
         if frame.kind == HELLO:
             link.put(WELCOME, content=b"1" if self._state else b"0")
         elif frame.kind == STATE:
@@ -165,14 +178,14 @@ class Serving:
         elif frame.kind == KEPT:
             link.put(KEPT, frame.trainer, frame.key, content=[pack(self._parts[frame.trainer].kept())])
 
-    def _look(self, link: Link, frame: Frame) -> None:
+    def _look(self, link: Connection, frame: Frame) -> None:
         """Whether all have pushed their contributions; what is known is told again to whoever asks again."""
         part, key = self._parts[frame.trainer], frame.key
         told = SQUARED.pack(part.squares)
         if part.applied > key[0] or part.ready == key:
             link.put(SQUARES, frame.trainer, key, content=told)
             return
-        asking, size = dict[int, tuple[Link, Client]](), 0  # by rank; who has come again counts once
+        asking, size = dict[int, tuple[Connection, Client]](), 0  # by rank; who has come again counts once
         for other, client in self._clients:
             if frame.trainer in client.asked and client.asked[frame.trainer][0] == key:
                 _, rank, size = client.asked[frame.trainer]
@@ -185,7 +198,7 @@ class Serving:
         for other, _ in asking.values():
             other.put(SQUARES, frame.trainer, key, content=SQUARED.pack(part.squares))
 
-    def _commit(self, link: Link, frame: Frame) -> None:
+    def _commit(self, link: Connection, frame: Frame) -> None:
         """Applies a step that all servers can apply, unless it has, and tells what became of the weights."""
         part, key = self._parts[frame.trainer], frame.key
         if part.applied == key[0] and part.ready == key:

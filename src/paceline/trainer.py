@@ -372,8 +372,7 @@ class Trainer:
         ends = (loss, metrics, one.whole.rows, seconds, one.lr, one.norm, one.steps)
         report = StepReport(self.steps_done, one.whole.epoch, *ends)
         run.took_step, run.team.step, self._last = True, run.step, report
-        members = run.team.operations.members
-        workers = dict(zip(members, agreed.seconds, strict=False))
+        workers = dict(zip(run.team.operations.members, agreed.seconds, strict=False))
         self._ledger.add(report.step, report.samples, one.spent, workers, one.steps)
         if self._ledger.due():
             self.flush()

@@ -41,7 +41,7 @@ class Frame(NamedTuple):
 Place = Callable[[Frame], "Sequence[torch.Tensor] | None"]
 
 
-class Link:
+class Connection:
     """One connection. What has arrived whole is in `inbox`; it is `broken` once the other end is gone. One that has to
     `greet` says this first, or the link breaks.
     """
@@ -159,7 +159,7 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 
 
 def exchange(
-    links: Callable[[], Sequence[Link]],
+    links: Callable[[], Sequence[Connection]],
     until: Callable[[], bool],
     look: Callable[[], None],
     listener: socket.socket | None = None,

@@ -44,7 +44,7 @@ def families(summary: Summary) -> Iterator[Any]:
         yield family
 
 
-class Handler(RequestHandler):
+class ScrapeHandler(RequestHandler):
     """One request. `scraped` is set by the first one after the run has `ended`."""
 
     def initialize(self, figures: Figures, key: str, ended: Event, scraped: Event) -> None:

@@ -49,10 +49,10 @@ async def serve(given: Mapping[str, Any]) -> None:
     ended, scraped = asyncio.Event(), asyncio.Event()
     key = reading_key(folder)
     if given.get("metrics") is not None:
-        from paceline.observe.scraping import Figures, Handler  # needs the client of Prometheus
+        from paceline.observe.scraping import Figures, ScrapeHandler  # needs the client of Prometheus
 
         about = {"figures": Figures(folder), "key": key, "ended": ended, "scraped": scraped}
-        _answer(given["metrics"], [("/metrics", Handler, about)])
+        _answer(given["metrics"], [("/metrics", ScrapeHandler, about)])
     if given.get("page") is not None:
         from paceline.observe.live import Views, routes
 

@@ -20,7 +20,20 @@ from typing import Any
 import torch
 
 from paceline.comm.buckets import Bucket, zeros
-from paceline.comm.frames import COMMIT, HELLO, KEPT, PUSH, SQUARES, STATE, WEIGHTS, WELCOME, Frame, Key, Link, exchange
+from paceline.comm.frames import (
+    COMMIT,
+    HELLO,
+    KEPT,
+    PUSH,
+    SQUARES,
+    STATE,
+    WEIGHTS,
+    WELCOME,
+    Connection,
+    Frame,
+    Key,
+    exchange,
+)
 from paceline.comm.group import Group
 from paceline.comm.transit import Heard, Transit
 from paceline.errors import UsageError
@@ -60,7 +73,7 @@ class Servers:
         state: Callable[[], torch.Tensor | None],
     ) -> None:
         self.count, self.worker, self.find, self.look, self.state = count, worker, find, look, state
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, Connection] = {}
         self.met = False  # all have had the state of this run
         self.landings: dict[int, dict[int, torch.Tensor]] = {}  # by trainer and number: where weights arrive
         self._said: dict[int, bool] = {}  # whether it has the state
@@ -122,7 +135,7 @@ class Servers:
 
     def _connect(self, server: int, at: At) -> None:
         with suppress(OSError):  # it is gone again
-            link = Link(socket.create_connection(at[:2], MEET), self._place)
+            link = Connection(socket.create_connection(at[:2], MEET), self._place)
             link.put(HELLO, content=f"{at[2]} {self.worker}".encode())
             for (other, _), told in self._told.items():
                 for frame in told if other == server else ():
