@@ -29,7 +29,7 @@ from tornado.websocket import websocket_connect
 
 from paceline.observe.journal import Journal, read_journal
 from paceline.observe.page import render
-from paceline.observe.serving import reading_key
+from paceline.observe.reading import reading_key
 from paceline.observe.summary import Summary
 
 BAD = "</script><img src=x onerror=\"document.title='owned'\">"

@@ -27,8 +27,8 @@ from paceline.launch.serving import check_serving
 from paceline.observe.alerts import ALERTS, dashboard
 from paceline.observe.journal import Reader, effective_steps, read_journal
 from paceline.observe.metrics import METRICS
+from paceline.observe.reading import reading_key
 from paceline.observe.scraping import families
-from paceline.observe.serving import reading_key
 from paceline.observe.summary import Summary
 
 LONG = """

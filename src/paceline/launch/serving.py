@@ -18,7 +18,7 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.launch.joining import address_of
 from paceline.launch.processes import Child
-from paceline.observe.serving import KEY, reading_key, write_targets
+from paceline.observe.reading import KEY, reading_key, write_targets
 
 BUSY = 20.0  # seconds to wait for a port where an ended run may still serve its last figures
 PAGE = "page"  # in the run folder: the address of the live page, with its key

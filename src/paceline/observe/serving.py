@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
 import socket
 import sys
 from collections.abc import Mapping
@@ -22,23 +21,10 @@ from typing import Any
 from tornado.httpserver import HTTPServer
 from tornado.web import Application
 
-KEY = "reading_key"  # in the run folder
-TARGETS = "metrics.json"  # in the run folder: what Prometheus's file_sd reads
+from paceline.observe.reading import reading_key, write_targets
+
 LINGER = 15.0  # seconds after the end
 NICE = 10  # the training goes before
-
-
-def reading_key(folder: Path) -> str:
-    """The key for reading a run, mode 0600 in its folder, made if there is none: 32 random bytes in hexadecimal. It is
-    not the run's token, and nothing can be changed with it.
-    """
-    path = folder / KEY
-    if not path.exists():
-        new = folder / f".{KEY}"
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-        new.replace(path)
-    return path.read_text().strip()
 
 
 async def serve(given: Mapping[str, Any]) -> None:
@@ -86,14 +72,6 @@ def _answer(listener: int, routes: list[Any]) -> None:
     found = socket.socket(fileno=listener)
     found.setblocking(False)
     server.add_socket(found)
-
-
-def write_targets(folder: Path, targets: list[str]) -> None:
-    """Where the figures are, for Prometheus's file_sd; no target once the run has ended."""
-    text = json.dumps([{"targets": targets}] if targets else []) + "\n"
-    half = folder / f".{TARGETS}"
-    half.write_text(text)
-    half.replace(folder / TARGETS)
 
 
 if __name__ == "__main__":
