@@ -229,7 +229,7 @@ class Browser:
 def test_a_browser_follows_a_run_to_its_end_and_runs_nothing_of_its(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     journal = Journal(folder)
-    journal.write("start", workers=3, script=f"{BAD}.py", resumed_from=None)
+    journal.write("start", workers=3, plan="data=3", script=f"{BAD}.py", resumed_from=None)
     for worker in range(3):
         journal.write("worker", worker=worker, life=0, host=f"node{worker}", pid=1, what="started")
     for number in range(10, 60, 10):
@@ -244,6 +244,9 @@ def test_a_browser_follows_a_run_to_its_end_and_runs_nothing_of_its(tmp_path: Pa
             assert browser.says("location.href") == f"http://127.0.0.1:{run.port}/"  # the key is not in the history
             assert browser.says("document.cookie") == ""
             assert "node2" in browser.says("document.querySelector('main').textContent")
+            assert "Running, at step 50" in browser.says("document.querySelector('main').textContent")
+            paper = "getComputedStyle(document.querySelector('.plan .paper')).fill"
+            assert browser.says(paper) == "rgb(250, 248, 244)"  # the drawing's own style is let through
             journal.write("lost", workers=[2], why="was killed by SIGKILL", step=50)
             journal.write("step", **step(60, loss=0.125))
             until(lambda: browser.says(said) == f"live, up to event {len(read_journal(folder))}")

@@ -266,3 +266,12 @@ def test_without_a_run_folder_nothing_is_logged(tmp_path: Path) -> None:
     loggers.close()
     assert said == ["nothing is logged to TensorBoard: there is no run folder"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_workers_are_is_known_though_they_begin_before_their_attempt(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for attempt, workers in enumerate((3, 2)):
+        for worker in range(workers):
+            journal.write("worker", worker=worker, life=0, host=f"{'ab'[attempt]}{worker}", pid=1, what="started")
+        journal.write("start", workers=workers, resumed_from=None)
+    assert Summary(tmp_path).hosts == {"0": "b0", "1": "b1"}

@@ -25,6 +25,7 @@ from typing import Any
 from tornado.iostream import StreamClosedError
 from tornado.web import RequestHandler
 
+from paceline.observe.drawing import STYLE as DRAWN
 from paceline.observe.page import STYLE, panels
 from paceline.observe.summary import Newest
 
@@ -75,8 +76,8 @@ SHELL = (
     f"<noscript>Without JavaScript: paceline watch, or report.html</noscript><script>{SCRIPT}</script></body></html>\n"
 )
 POLICY = (
-    f"default-src 'none'; script-src {_hash(SCRIPT)}; style-src {_hash(STYLE + LIVE)}; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    f"default-src 'none'; script-src {_hash(SCRIPT)}; style-src {_hash(STYLE + LIVE)} {_hash(DRAWN)}; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 

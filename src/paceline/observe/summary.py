@@ -37,15 +37,18 @@ class Summary:
     """A run, summed up over its attempts from its journal up to the event of a `number`. What a later attempt did again
     counts once, but in `wall_seconds` and `made`. UsageError: there is no journal, or it is of a later version.
 
-    `start` is the last attempt's record, `outcome` how it ended (None: killed, or still running), `compare` the run
-    to compare with. `steps` are the step records by trainer ("" where there is one); `series` the numbers evaluated
-    or logged, as (step, value) by name; `texts` the logged strings, the last of each name, with its step.
+    `start` is the last attempt's record, `outcome` how it ended (None: killed, or still running), `live` whether it is
+    known to run, `compare` the run to compare with. `steps` are the step records by trainer ("" where there is one);
+    `series` the numbers evaluated or logged, as (step, value) by name; `texts` the logged strings, the last of each
+    name, with its step.
     `samples_per_second` is that of the last attempt without the first tenth of its steps. `time` are seconds on worker
     0, `bytes_moved` what it sent, `waited_for` the seconds a worker kept the others waiting. `made` and `made_by` are
     counts of all trainers, with what was done again; `up` says which workers are of the team, `hosts` where they
     were. `collectives` are calls,
     bytes and seconds waited by kind. Of several trainers, `steps_done`, `samples`, speed and times are the first one's.
     """
+
+    live = False
 
     def __init__(self, folder: Path, reader: Reader | None = None) -> None:
         if not (folder / NAME).exists():
@@ -94,7 +97,9 @@ class Summary:
                 for event in self.decisions
             ]
         self.up = {} if self.outcome else _up(last)
-        self.hosts = {str(e["worker"]): str(e.get("host") or "") for e in last if e["event"] == "worker"}
+        processes = [event for event in events if event["event"] == "worker"]  # which begin before their attempt does
+        here = {*_up(last), *(str(event["worker"]) for event in last if event["event"] == "worker")}
+        self.hosts = {str(e["worker"]): str(e.get("host") or "") for e in processes if str(e["worker"]) in here}
         self._add_steps(events, last)
         self._add_account(events)
         self._add_values(events)
@@ -176,6 +181,8 @@ class Summary:
     def ending(self) -> str:
         """How the run ended, in a few words."""
         event = self.outcome
+        if event is None and self.live:
+            return f"running, at step {self.steps_done}"
         if event is None:
             return f"not ended, last seen at step {self.steps_done}: killed, or still running"
         if event["event"] == "failed":
@@ -217,6 +224,7 @@ class Newest(Generic[Made]):
         began = time.monotonic()
         if self._made is None or anew or began >= self._due:
             summary = Summary(self._folder, self._reader)
+            summary.live = True
             if self._made is None or summary.number > self._made[0]:
                 self._made = summary.number, self._make(summary)
             self._due = began + max(self._every, 20 * (time.monotonic() - began))
