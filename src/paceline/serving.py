@@ -17,20 +17,7 @@ from typing import Any, Never, Protocol
 import torch
 
 from paceline.checkpoint.tree import pack, unpack
-from paceline.comm.frames import (
-    COMMIT,
-    HELLO,
-    KEPT,
-    PUSH,
-    SQUARES,
-    STATE,
-    WEIGHTS,
-    WELCOME,
-    Connection,
-    Frame,
-    Key,
-    exchange,
-)
+from paceline.comm.frames import Connection, Frame, Key, Kind, exchange
 from paceline.errors import PacelineError
 from paceline.plan import Plan
 from paceline.step import NOTHING
@@ -149,8 +136,8 @@ class ParameterServer:
     def _place(self, client: Client, frame: Frame) -> list[torch.Tensor] | None:
         """Where pushed gradients land. Before this server serves it takes the state alone."""
         if not self._parts:
-            return [] if frame.kind == STATE else None
-        if frame.kind != PUSH:
+            return [] if frame.kind == Kind.STATE else None
+        if frame.kind != Kind.PUSH:
             return []
         params = self._parts[frame.trainer].params
         return [self._buffer(client, frame.trainer, number, params[number]) for number in frame.numbers]
@@ -163,27 +150,27 @@ class ParameterServer:
         return client.buffers[key]
 
     def _hear(self, link: Connection, client: Client, frame: Frame) -> None:
-        if frame.kind == HELLO:
-            link.put(WELCOME, content=b"1" if self._state else b"0")
-        elif frame.kind == STATE:
+        if frame.kind == Kind.HELLO:
+            link.put(Kind.WELCOME, content=b"1" if self._state else b"0")
+        elif frame.kind == Kind.STATE:
             if not self._state:
                 self._state = bytes(frame.text)
                 for other, _ in self._clients:
-                    other.put(WELCOME, content=b"1")
-        elif frame.kind == SQUARES:
+                    other.put(Kind.WELCOME, content=b"1")
+        elif frame.kind == Kind.SQUARES:
             client.asked[frame.trainer] = (frame.key, *RANKED.unpack(frame.text))
             self._look(link, frame)
-        elif frame.kind == COMMIT:
+        elif frame.kind == Kind.COMMIT:
             self._commit(link, frame)
-        elif frame.kind == KEPT:
-            link.put(KEPT, frame.trainer, frame.key, content=[pack(self._parts[frame.trainer].kept())])
+        elif frame.kind == Kind.KEPT:
+            link.put(Kind.KEPT, frame.trainer, frame.key, content=[pack(self._parts[frame.trainer].kept())])
 
     def _look(self, link: Connection, frame: Frame) -> None:
         """Whether all have pushed their contributions; what is known is told again to whoever asks again."""
         part, key = self._parts[frame.trainer], frame.key
         told = SQUARED.pack(part.squares)
         if part.applied > key[0] or part.ready == key:
-            link.put(SQUARES, frame.trainer, key, content=told)
+            link.put(Kind.SQUARES, frame.trainer, key, content=told)
             return
         asking, size = dict[int, tuple[Connection, Client]](), 0  # by rank; who has come again counts once
         for other, client in self._clients:
@@ -196,7 +183,7 @@ class ParameterServer:
         part.add(key, [{number: buffers[frame.trainer, number] for number in part.numbers} for buffers in pushed])
         self._reached("summed")
         for other, _ in asking.values():
-            other.put(SQUARES, frame.trainer, key, content=SQUARED.pack(part.squares))
+            other.put(Kind.SQUARES, frame.trainer, key, content=SQUARED.pack(part.squares))
 
     def _commit(self, link: Connection, frame: Frame) -> None:
         """Applies a step that all servers can apply, unless it has, and tells what became of the weights."""
@@ -209,4 +196,4 @@ class ParameterServer:
             what = f"server {self.number} was told to apply step {key[0] + 1}, of which it has not all contributions"
             raise PacelineError(what, "report this with the run's journal")
         weights = [part.params[number].detach().contiguous() for number in part.numbers]
-        link.put(WEIGHTS, frame.trainer, key, part.numbers, weights)
+        link.put(Kind.WEIGHTS, frame.trainer, key, part.numbers, weights)

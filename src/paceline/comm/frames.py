@@ -12,6 +12,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,17 @@ import torch
 from paceline.comm.shared import raw_bytes
 from paceline.pulse import PULSE
 
-HELLO, WELCOME, STATE, PUSH, SQUARES, COMMIT, WEIGHTS, KEPT = range(8)
 LOOK = 0.05  # seconds between two looks at whether to go on waiting
 SOCKET = 4 << 20  # bytes that a socket takes, if the system lets it
 GREETING = 256  # bytes of what one who is not known yet may say
 _HEAD = struct.Struct("<BHIqqqQ")
 Key = tuple[int, int, int]  # of a contribution: the step, the generation of the team, the attempt in it
+
+
+class Kind(IntEnum):
+    """What a frame is for."""
+
+    HELLO, WELCOME, STATE, PUSH, SQUARES, COMMIT, WEIGHTS, KEPT = range(8)
 
 
 class Frame(NamedTuple):
@@ -117,7 +123,7 @@ class Connection:
             head = bytearray(_HEAD.size)
             yield memoryview(head)
             kind, trainer, count, *key, size = _HEAD.unpack(head)
-            if self._secret and (kind != HELLO or count or size > GREETING):
+            if self._secret and (kind != Kind.HELLO or count or size > GREETING):
                 self.close()
                 yield None
             numbers = bytearray(4 * count)

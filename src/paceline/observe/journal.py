@@ -256,3 +256,11 @@ def effective_steps(events: list[Event], kind: str = "step") -> list[Event]:
         elif event["event"] == kind:
             kept.append(event)
     return kept
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a small file of the run folder, mode 0600, whole or not at all."""
+    half = path.with_name(f".{path.name}")
+    with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    half.replace(path)

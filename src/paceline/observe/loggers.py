@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import UsageError
-from paceline.observe.journal import Event, Reader
+from paceline.observe.journal import Event, Reader, replace_file
 from paceline.observe.metrics import values_of
 
 EVERY = 0.25  # seconds between two looks at the journal
@@ -72,7 +72,7 @@ class Loggers:
         now = {**known, **{fed.name: fed.hand_on(known.get(fed.name)) for fed in self._all}}
         self._looked = time.monotonic()
         if now != known:
-            _replace(path, json.dumps(now))
+            replace_file(path, json.dumps(now))
 
 
 class _Fed:
@@ -179,11 +179,3 @@ class TensorBoard:
         number = max([int(time.time()), *(1 + int(earlier[1]) for earlier in found if earlier)])
         path = self.folder / f"events.out.tfevents.{number:010}.{socket.gethostname()}.{os.getpid()}"
         return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb", buffering=0)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
-    half = path.with_name(f".{path.name}")
-    with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    half.replace(path)

@@ -132,13 +132,12 @@ def _bars(rows: list[tuple[str, float, str]]) -> str:
 
 def _header(summary: Summary, name: str) -> str:
     speed, gain, steps = summary.samples_per_second, summary.speedup, summary.steps_done
-    running = summary.live and summary.outcome is None
     figures: Rows = [
         *((number(b), f"loss {trainer}".strip() + f", from {number(a)}") for trainer, (a, b) in summary.losses.items()),
         (number(round(speed)) if speed else "", "samples/s"),
         (f"{gain:.2f}{TIMES}" if gain else "", f"as fast as {plural(summary.compare.get('workers') or 1, 'worker')}"),
         (f"{steps:,}" if steps else "", f"steps, {summary.samples:,} samples"),
-        (duration(summary.wall_seconds) if steps else "", "so far" if running else "from start to end"),
+        (duration(summary.wall_seconds) if steps else "", "so far" if summary.running else "from start to end"),
         (str(summary.workers) if summary.start else "", "worker" if summary.workers == 1 else "workers"),
     ]
     shown = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in figures if value)
@@ -146,7 +145,7 @@ def _header(summary: Summary, name: str) -> str:
     wheels = "".join(f'<circle cx="{7 + 15 * place}" cy="7" r="5.8"/>' for place in range(riders))
     mark = f'<svg viewBox="0 0 {15 * riders} 14" aria-hidden="true">{wheels}</svg>'
     ending = escape(summary.ending[0].upper() + summary.ending[1:])
-    state = f'<p class="{"soft" if summary.finished or running else "bad"}">{ending}</p>'
+    state = f'<p class="{"soft" if summary.finished or summary.running else "bad"}">{ending}</p>'
     top = f'<div class="brand">{mark}<span>paceline</span></div><h1>{name}</h1>{state}'
     return f'<header>{top}<div class="figures">{shown}</div></header>'
 

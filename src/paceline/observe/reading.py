@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from pathlib import Path
+
+from paceline.observe.journal import replace_file
 
 KEY = "reading_key"
 TARGETS = "metrics.json"  # what Prometheus's file_sd reads
@@ -17,10 +18,7 @@ def reading_key(folder: Path) -> str:
     """
     path = folder / KEY
     if not path.exists():
-        new = folder / f".{KEY}"
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-        new.replace(path)
+        replace_file(path, secrets.token_hex(32) + "\n")
     return path.read_text().strip()
 
 

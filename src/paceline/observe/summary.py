@@ -96,9 +96,10 @@ class Summary:
                 {**event, "what": f"trainer {event['trainer']}: {event.get('what')}"} if "trainer" in event else event
                 for event in self.decisions
             ]
-        self.up = {} if self.outcome else _up(last)
+        up = _up(last)
+        self.up = {} if self.outcome else up
         processes = [event for event in events if event["event"] == "worker"]  # which begin before their attempt does
-        here = {*_up(last), *(str(event["worker"]) for event in last if event["event"] == "worker")}
+        here = {*up, *(str(event["worker"]) for event in last if event["event"] == "worker")}
         self.hosts = {str(e["worker"]): str(e.get("host") or "") for e in processes if str(e["worker"]) in here}
         self._add_steps(events, last)
         self._add_account(events)
@@ -178,10 +179,15 @@ class Summary:
         return sorted(((wait, name) for name, wait in self.waited_for.items() if wait > 0), reverse=True)
 
     @property
+    def running(self) -> bool:
+        """Whether it is known to run, and not only to have no end."""
+        return self.live and self.outcome is None
+
+    @property
     def ending(self) -> str:
         """How the run ended, in a few words."""
         event = self.outcome
-        if event is None and self.live:
+        if self.running:
             return f"running, at step {self.steps_done}"
         if event is None:
             return f"not ended, last seen at step {self.steps_done}: killed, or still running"

@@ -20,20 +20,7 @@ from typing import Any
 import torch
 
 from paceline.comm.buckets import Bucket, zeros
-from paceline.comm.frames import (
-    COMMIT,
-    HELLO,
-    KEPT,
-    PUSH,
-    SQUARES,
-    STATE,
-    WEIGHTS,
-    WELCOME,
-    Connection,
-    Frame,
-    Key,
-    exchange,
-)
+from paceline.comm.frames import Connection, Frame, Key, Kind, exchange
 from paceline.comm.group import Group
 from paceline.comm.transit import Heard, Transit
 from paceline.errors import UsageError
@@ -131,12 +118,12 @@ class Servers:
                 self._connect(server, found[server])
             if self._said.get(server) is False and server not in self._given and (state := self.state()) is not None:
                 self._given.add(server)
-                self.links[server].put(STATE, content=[state])
+                self.links[server].put(Kind.STATE, content=[state])
 
     def _connect(self, server: int, at: At) -> None:
         with suppress(OSError):  # it is gone again
             link = Connection(socket.create_connection(at[:2], MEET), self._place)
-            link.put(HELLO, content=f"{at[2]} {self.worker}".encode())
+            link.put(Kind.HELLO, content=f"{at[2]} {self.worker}".encode())
             for (other, _), told in self._told.items():
                 for frame in told if other == server else ():
                     link.put(*frame)
@@ -149,7 +136,7 @@ class Servers:
         return [landing[number] for number in frame.numbers]
 
     def _hear(self, server: int, frame: Frame) -> None:
-        if frame.kind == WELCOME:
+        if frame.kind == Kind.WELCOME:
             self._said[server] = frame.text == b"1"
         else:
             self._replies[server, frame.kind, frame.trainer] = frame
@@ -167,7 +154,7 @@ class Pushes(Transit):
         for server in range(replica.servers.count):
             mine = [number for number in bucket.members if replica.owners[number] == server]
             if mine:
-                replica.servers.put(server, PUSH, replica.number, replica.key, mine, [parts[n] for n in mine])
+                replica.servers.put(server, Kind.PUSH, replica.number, replica.key, mine, [parts[n] for n in mine])
         replica.account(bucket.mine.nbytes)
         replica.servers.advance()
 
@@ -217,8 +204,10 @@ class Served(Replica):
     def norm(self, agreed: Agreed, options: Options) -> float:
         said, asked = RANKED.pack(self.team.rank, self.team.size), range(self.servers.count)
         for server in asked:
-            self.servers.put(server, SQUARES, self.number, self.key, (), said)
-        found = [SQUARED.unpack(frame.text)[0] for frame in self.servers.answers(asked, SQUARES, self.number, self.key)]
+            self.servers.put(server, Kind.SQUARES, self.number, self.key, (), said)
+        found = [
+            SQUARED.unpack(frame.text)[0] for frame in self.servers.answers(asked, Kind.SQUARES, self.number, self.key)
+        ]
         return math.sqrt(exact_sum(found)) * options.expected / agreed.count
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
@@ -226,7 +215,7 @@ class Served(Replica):
         told = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused}
         text = json.dumps({**told, "expected": options.expected, "norm": norm}).encode()
         for server in range(self.servers.count):
-            self.servers.put(server, COMMIT, self.number, self.key, (), text)
+            self.servers.put(server, Kind.COMMIT, self.number, self.key, (), text)
         self.servers.advance()
         self._owed = self.key, agreed
 
@@ -236,7 +225,7 @@ class Served(Replica):
             return
         key, agreed = self._owed
         params, landing = [*self.job.named.values()], self.servers.landings[self.number]
-        for frame in self.servers.answers(range(self.servers.count), WEIGHTS, self.number, key):
+        for frame in self.servers.answers(range(self.servers.count), Kind.WEIGHTS, self.number, key):
             with torch.no_grad():
                 for number in frame.numbers:
                     params[number].copy_(landing[number].view(params[number].shape))
@@ -256,8 +245,8 @@ class Served(Replica):
         """What each server keeps of its parameters, packed."""
         asked = range(self.servers.count)
         for server in asked:
-            self.servers.put(server, KEPT, self.number, self.key)
-        return [frame.text for frame in self.servers.answers(asked, KEPT, self.number, self.key)]
+            self.servers.put(server, Kind.KEPT, self.number, self.key)
+        return [frame.text for frame in self.servers.answers(asked, Kind.KEPT, self.number, self.key)]
 
     def load(self, state: Mapping[str, Any]) -> None:
         if state.get("owed"):

@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.observe.journal import replace_file
 
 NAME = "token"
 SCHEME = "Paceline"
@@ -23,10 +24,7 @@ def make_token(folder: Path) -> bytes:
 
 def keep_token(folder: Path, token: bytes) -> None:
     """Writes a token into a run folder, mode 0600."""
-    new = folder / f".{NAME}"
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(token + b"\n")
-    new.replace(folder / NAME)
+    replace_file(folder / NAME, token.decode() + "\n")
 
 
 def read_token(path: Path) -> bytes:
