@@ -189,7 +189,7 @@ def fitting(sizes: argparse.Namespace, sides: int) -> int:
 
 def gpu_tests() -> dict[str, object]:
     """What `pytest -m gpu` says."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
         assert tests.stdout is not None
         last = ""

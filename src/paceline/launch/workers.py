@@ -264,6 +264,7 @@ class Workers:
                 PACELINE_HOLD="1" if not newcomer and len(self.numbers) < self._options.min_workers else None,
                 PACELINE_STORE=f"{store[0]}:{store[1]}",
                 PACELINE_BEGAN=str(self._began),
+                **({"CUDA_VISIBLE_DEVICES": ""} if place is None else {}),  # GPUs are for workers
             ),
             (pipes["stdout"][1], pipes["stderr"][1]),
             {f"PACELINE_{name}_FD": descriptor for name, descriptor in descriptors.items()},

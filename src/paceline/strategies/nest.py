@@ -145,8 +145,6 @@ def nest(
     if codec is not None and job.device.type != "cpu":
         raise PlanError(f"codec={plan.codec} is not built for CUDA yet", f"leave codec={plan.codec} out")
     if plan.server:
-        if job.device.type != "cpu":
-            raise PlanError(f"server={plan.server} is not built for {job.device.type} yet", "leave server out")
         if group.serves:
             return Replica(job, Layout(job), group, outer, mesh)
         return Served(job, group, mesh, plan.server)

@@ -150,7 +150,7 @@ class Pushes(Transit):
         self._replica = replica
 
     def send(self, bucket: Bucket) -> None:
-        replica, parts = self._replica, dict(bucket.split(bucket.mine))
+        replica, parts = self._replica, dict(bucket.split(bucket.mine.cpu()))
         for server in range(replica.servers.count):
             mine = [number for number in bucket.members if replica.owners[number] == server]
             if mine:
@@ -185,8 +185,10 @@ class Served(Replica):
 
     def prepare(self) -> None:
         """In a new generation: there is room for what will come."""
-        params = enumerate(self.job.named.values())
-        self.servers.landings[self.number] = {n: torch.empty(p.numel(), dtype=p.dtype) for n, p in params}
+        self.servers.landings[self.number] = {
+            number: torch.empty(param.numel(), dtype=param.dtype, pin_memory=param.is_cuda)
+            for number, param in enumerate(self.job.named.values())
+        }
 
     def met(self, generation: int) -> None:
         """All servers have the state of the training: they alone keep the optimizers' from now on."""
