@@ -52,8 +52,12 @@ def test_a_lost_worker_takes_its_replica_and_nothing_else(moment, worker, zero, 
 
 
 @pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_lost_between_the_sums_of_the_two_places(zero, undisturbed, tmp_path):  # noqa: F811
-    """Worker 0 has the sums of its rows over all replicas; those of the other rows wait for worker 3."""
+def test_lost_between_the_sums_of_the_two_places(zero, undisturbed, tmp_path, monkeypatch):  # noqa: F811
+    """Worker 0 has the sums of its rows over all replicas; those of the other rows wait for worker 3.
+
+    Of a model with blocks, worker 2 would wait for worker 3 at the end of its backward if that comes last.
+    """
+    monkeypatch.setenv("WHOLE", "1")
     faults = ["wait:3@11.backward", "kill:0@11.summed"]
     run, waited = tmp_path / "run", threading.Event()
 

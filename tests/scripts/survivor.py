@@ -2,8 +2,8 @@
 the body, the user's own state. Usage: survivor.py OUT STEPS [LOADERS]
 
 With BALLAST there are that many megabytes of frozen parameters besides, so that so many workers write a checkpoint.
-All is of DTYPE, if it is given. With ATTENTION the model has blocks that drop inside of attention. With OVER the loss,
-and the metric, are over the whole global batch.
+All is of DTYPE, if it is given. With WHOLE the same model has no blocks, with ATTENTION it has such that drop inside of
+attention. With OVER the loss, and the metric, are over the whole global batch.
 """
 
 import json
@@ -26,6 +26,20 @@ rows = torch.randn(200, 8, generator=chance), torch.randint(0, 3, (200,), genera
 data, held_out = TensorDataset(*rows), TensorDataset(rows[0][:40], rows[1][:40])
 
 
+class Whole(nn.Module):
+    """A sequence of which nobody sees that it is one."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        for number, layer in enumerate(layers):
+            self.add_module(str(number), layer)
+
+    def forward(self, x):
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
 def model():
     if os.environ.get("ATTENTION"):
         # No bias, or the keys' would do nothing but what Adam makes of rounding.
@@ -33,7 +47,7 @@ def model():
         return nn.Sequential(nn.Linear(8, 32), nn.Unflatten(1, (4, 8)), *blocks, nn.Flatten(), nn.Linear(32, 3))
     # No bias before a BatchNorm: its gradient is zero in theory, rounding in practice, and Adam makes much of that.
     layers = nn.Linear(8, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU()
-    made = nn.Sequential(*layers, nn.Linear(32, 3))
+    made = (Whole if os.environ.get("WHOLE") else nn.Sequential)(*layers, nn.Linear(32, 3))
     if ballast := int(os.environ.get("BALLAST", "0")):
         values = torch.arange(ballast << 18, dtype=torch.float32).view(-1, 1024)
         made.register_parameter("ballast", nn.Parameter(values, requires_grad=False))
