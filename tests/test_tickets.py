@@ -48,7 +48,7 @@ class World:
             if worker in self.has:
                 yield "push", worker
             elif self.tickets.may_read(worker) and len(self.tickets.open) < self.tickets.end - self.tickets.applied:
-                yield "deal", worker
+                yield "deal", worker  # whatever is neither done nor open is dealt
         if self.tickets.ended and not self.over:
             yield ("turn",)
         for number in range(len(self.late)):
@@ -58,10 +58,11 @@ class World:
                 yield from (("lose", worker) for worker in alive)
             yield ("join",)
             yield from (("twice", worker) for worker in alive if worker in self.has)
+            yield ("stop",)
 
     def act(self, what: str, worker: int = -1) -> None:
         tickets = self.tickets
-        if what in ("lose", "join", "twice"):
+        if what in ("lose", "join", "twice", "stop"):
             self.faults -= 1
         if what == "deal":
             ahead = tickets.clocks[worker] - min(tickets.clocks.values())
@@ -89,6 +90,9 @@ class World:
             tickets.join(self.next)
             assert tickets.clocks[self.next] == min(tickets.clocks.values())
             self.next += 1
+        elif what == "stop":
+            tickets.stop()
+            assert tickets.end == tickets.applied + len(tickets.open) + len(tickets.back)
         else:
             tickets.turn(min(self.window, self.updates - tickets.applied))
 
@@ -110,7 +114,8 @@ class World:
         tickets, least = self.tickets, min(self.tickets.clocks.values(), default=0)
         clocks = tuple(sorted((worker, clock - least) for worker, clock in tickets.clocks.items()))
         has = tuple(sorted(self.has.items()))
-        return clocks, has, tuple(sorted(tickets.done)), tickets.start, tickets.end, self.late, self.faults, self.next
+        dealt = tickets.start, tickets.next, tickets.end
+        return clocks, has, tuple(sorted(tickets.done)), dealt, self.late, self.faults, self.next
 
 
 def explored(first: World) -> Iterator[World]:
@@ -200,6 +205,18 @@ def test_a_dead_slowest_releases_the_clock() -> None:
     tickets.lose(1)
     assert tickets.deal(0) == 0  # what was its
     assert tickets.push(1, 0) is Push.VOID
+
+
+def test_a_window_is_cut_where_rows_end() -> None:
+    tickets = Tickets(math.inf, end=9)
+    for worker in (0, 1, 2):
+        tickets.join(worker)
+    assert [tickets.deal(worker) for worker in (0, 1, 2)] == [0, 1, 2]
+    tickets.cut(1)  # worker 1 has found no rows for its own
+    assert [tickets.deal(worker) for worker in (0, 1, 2)] == [0, None, None]
+    assert tickets.push(2, 2) is Push.VOID
+    assert tickets.push(0, 0) is Push.APPLY
+    assert tickets.ended
 
 
 def test_missed_updates_are_counted() -> None:

@@ -21,7 +21,7 @@ from paceline.mesh import AXES, Mesh
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
 # A word's value is a literal or one of these: its pattern, and what the user is told it stands for.
 _NUMBERS = {
-    **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFQSV"},
+    **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFQSVW"},
     **{name: ("[0-9]{1,9}", f"{name} a whole number from 0 to 999999999") for name in "KD"},
     "topk:R": (r"topk:0?\.[0-9]*[1-9][0-9]*", "topk:R with a fraction R of the gradient, as 0.01"),
     "sgd:RATE": (rf"sgd:{_NUMBER}", "RATE a number, as 0.7"),
@@ -75,7 +75,10 @@ class Plan:
     )
     server: int | None = _word("S", "S parameter servers beside the workers keep the optimizer", built=True)
     staleness: float | None = _word(
-        "K|inf", "steps a worker may run ahead: 0 synchronous, inf asynchronous", of="server"
+        "K|inf", "steps a worker may run ahead: 0 synchronous, inf asynchronous", of="server", built=True
+    )
+    window: int | None = _word(
+        "W", "with staleness: updates until all workers meet again, 256 unless said", of="server", built=True
     )
     shard: int | None = _word("N", "parameters, gradients and optimizer state in N shards", axis=True, built=True)
     zero: int | None = _word(
@@ -243,6 +246,12 @@ class Plan:
         if row.metadata["axis"] and row.name != "data" and (value > 1 or row.name == "shard"):
             what = f"{word} and server={self.server} both divide a model"
             raise PlanError(what, f"keep one of them: under server={self.server} each worker has a whole one")
+        if row.name == "window" and not self.staleness:
+            what = f"{word} is for workers that are not in step"
+            raise PlanError(what, "add staleness=K, or leave window out: in step all meet after each update")
+        if word == "precision=fp16" and self.staleness:
+            what = f"{word} looks for one loss scale, and staleness={self.staleness:g} has no step that all make"
+            raise PlanError(what, "say precision=bf16")
         if row.name in ("codec", "exact", "lr_scaling"):
             what = f"{word} and server={self.server} are not built together yet"
             raise PlanError(what, f"leave {word} or server out")

@@ -30,7 +30,7 @@ from paceline.step import Agreed, Grid, add_metrics, deal
 from paceline.stepping import Step, Stepper
 from paceline.team.operations import Attempt, ReformedError
 
-_SUMMED = ("stop", "save", "enter", "writing", "written", "look", "news", "broken")
+SUMMED = ("stop", "save", "enter", "writing", "written", "look", "news", "broken")
 
 
 def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
@@ -69,7 +69,7 @@ def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
     return Rounds(**about, grid=grid, every=plan.every, islands=islands, quorum=quorum)
 
 
-class _BrokenOffError(Exception):
+class BrokenOffError(Exception):
     """Somebody has been asked to stop in the midst of the round."""
 
     def __init__(self, agreed: Agreed) -> None:
@@ -153,7 +153,7 @@ class Rounds(Stepper):
             step = self.step(deal, name)
             self.merging_by.name(self.done, self._late)
             return step
-        except _BrokenOffError as end:
+        except BrokenOffError as end:
             self.run.agreed(end.agreed)
             return None
 
@@ -331,11 +331,11 @@ class Rounds(Stepper):
         }
         group.enter(name, check=False, kind="merges")
         said = group.gather_json(mine)
-        sums = {key: sum(bool(one[key]) if key == "news" else one[key] for one in said) for key in _SUMMED}
+        sums = {key: sum(bool(one[key]) if key == "news" else one[key] for one in said) for key in SUMMED}
         if trouble := next(filter(None, (one["trouble"] for one in said)), None):
             raise NonFiniteLossError(*trouble)
         if sums.pop("broken"):
-            raise _BrokenOffError(self._agreed(said, sums))
+            raise BrokenOffError(agreed_of(said, sums))
         told = {int(one[0]): one[1:] for some in said for one in some["islands"]}
         merged = next((one["merged"] for one in said if one["merged"] is not None), sorted(told))
         late = {island: told[island][1:3] for island in sorted({*told}.difference(merged)) if told[island][1]}
@@ -348,7 +348,7 @@ class Rounds(Stepper):
             if left is not None:
                 unused = {*left} if unused is None else unused & {*left}
         step.agreed = replace(
-            self._agreed(said, sums),
+            agreed_of(said, sums),
             loss=math.fsum(one[0] for one in islands),
             count=math.fsum(one[1] for one in islands),
             metrics=metrics,
@@ -379,19 +379,20 @@ class Rounds(Stepper):
         step.steps = len(sizes)
         step.whole = replace(step.whole, rows=sum(told[island][2] for island in merged), epoch=whole["epoch"])
 
-    @staticmethod
-    def _agreed(said: list[Any], sums: dict[str, int]) -> Agreed:
-        return Agreed(
-            count=0.0,
-            loss=0.0,
-            tested=0,
-            strict=0,
-            metrics={},
-            unused=(),
-            seconds=tuple(one["seconds"] for one in said),
-            digests=tuple(one["digest"] for one in said),
-            **sums,
-        )
+
+def agreed_of(said: list[Any], sums: dict[str, int]) -> Agreed:
+    """What all want, at the end of a turn of several steps."""
+    return Agreed(
+        count=0.0,
+        loss=0.0,
+        tested=0,
+        strict=0,
+        metrics={},
+        unused=(),
+        seconds=tuple(one["seconds"] for one in said),
+        digests=tuple(one["digest"] for one in said),
+        **sums,
+    )
 
 
 def _same(portion: Portion) -> Portion:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.checkpoint.tree import pack, unpack
-from paceline.errors import UsageError
+from paceline.data.loader import Place
+from paceline.errors import NonFiniteLossError, UsageError
 from paceline.mesh import Mesh
-from paceline.rounds import rounds_of
-from paceline.step import Grid
-from paceline.stepping import Stepper
-from paceline.strategies.servers import Served, Servers
+from paceline.portions import Portion
+from paceline.pulse import PULSE
+from paceline.rounds import SUMMED, BrokenOffError, agreed_of, rounds_of
+from paceline.step import NOTHING, Grid, add_metrics
+from paceline.stepping import Step, Stepper
+from paceline.strategies.servers import Served, Servers, Ticketed
+from paceline.team.operations import Attempt
 
 LOOK = 0.3  # seconds between two looks at whether somebody was asked to stop
+WINDOW = 256  # updates, unless the plan says another number
 
 
 def stepper_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Stepper:
@@ -25,6 +37,8 @@ def stepper_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Stepper:
         return stepper
     if plan.local:
         return rounds_of(mesh, about, grid)
+    if plan.staleness:
+        return Windows(**about, grid=grid)
     return ServedStepper(**about, grid=grid) if plan.server else Stepper(**about, grid=grid)
 
 
@@ -92,3 +106,183 @@ class ServedStepper(Stepper):
             for optimizer, part in zip(found["optimizers"], parts, strict=True):
                 optimizer["state"] |= part
         return found
+
+
+@dataclass
+class Windows(ServedStepper):
+    """Makes windows of updates that are not in step: a turn of the user's loop is one. In it workers meet the servers
+    alone, which deal them global batches; at its end all have the same weights.
+    """
+
+    replica: Ticketed
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.balance = None
+        self.place = self._place
+        self._compared = -1  # the generation in which all know that they read the same rows
+        self._trouble: NonFiniteLossError | None = None  # that a ticket here has come to
+        self._log: list[dict[str, Any]] = []
+        self._dropped = 0
+        self._buffers: dict[str, torch.Tensor] = {}
+        plan = self.plan
+        bound = "as far ahead as they are" if plan.staleness == math.inf else f"at most {plan.staleness:g} ahead"
+        what = f"updates are not in step: workers read weights {bound}, and meet every {self.window} updates"
+        self.run.say(what)
+        self.run.decide(self.trainer, what, "the plan says staleness=: the result depends on who is how fast")
+
+    @property
+    def window(self) -> int:
+        return self.plan.window or WINDOW
+
+    def _place(self) -> Place:
+        """Each global batch is one worker's."""
+        return replace(self.run.team.place(self.replica.mesh), rank=0, weights=(1.0,), scattered=True)
+
+    def _look(self) -> None:
+        """A loss of others is met at the end of the window."""
+
+    def turn(self, deal: Callable[..., Any], name: str) -> Step | None:
+        """Makes a window; None where there was nothing in it, since all are to stop."""
+        try:
+            return self.step(deal, name)
+        except BrokenOffError as end:
+            self.run.agreed(end.agreed)
+            return None
+
+    def _attempt(self, step: Step, deal: Callable[..., Any], name: str) -> Attempt:
+        with ExitStack() as undo:
+            began = time.perf_counter()
+            undo.callback(self._again)
+            self._open(step, name)
+            if self._compared != self.operations.number:
+                deal(0)
+                self._compared = self.operations.number
+            undo.callback(self.replica.abort)
+            with self.streams.lent():
+                self._make(step, deal)
+            computed = time.perf_counter()
+            self._agree_on(step, name, computed - began)
+            for member in self.run.members:
+                member.state.step_computed()
+            step.spent["compute"] = computed - began - step.spent["data"]
+            yield lambda: step.agreed.count
+            undo.pop_all()
+        reduced = time.perf_counter()
+        self.run.saving.copied()
+        self._apply(step)
+        ended = time.perf_counter()
+        self.updated = ended - reduced
+        step.spent |= {"reduce": reduced - computed, "update": self.updated}
+        yield [dict(vars(step.agreed)), step.norm, step.lr, [step.whole.rows, step.whole.epoch], step.steps]
+        self.operations.reached("applied")
+
+    def _taken(self, step: Step, _: Any, result: Any) -> None:
+        super()._taken(step, _, result[:4])
+        (step.steps,) = result[4:]
+
+    # -- what a worker does by itself -------------------------------------------------------------------------------
+
+    def _make(self, step: Step, deal: Callable[..., Any]) -> None:
+        """Tickets, as they are dealt, until the window ends."""
+        step.spent, self._trouble, most = {"data": 0.0}, None, self.run.team.world.max_steps
+        updates = self.window if most is None else max(1, min(self.window, most - self.run.step))
+        said, dealt = dict[str, Any](), False
+        while True:
+            leaves = dealt and self.operations.newcomers and not self.operations.interrupted
+            said |= {"updates": updates, "stop": self.stops or leaves}
+            answer, said = self.replica.deal(self.done, said), {}
+            if "log" in answer:
+                self._log, self._dropped = answer["log"], answer["dropped"]
+                break
+            dealt, began = True, time.perf_counter()
+            portion = deal(answer["ticket"] - self.done)
+            if portion is None:
+                said["cut"] = answer["ticket"]
+                continue
+            step.spent["data"] += time.perf_counter() - began
+            self.replica.read(answer["update"])
+            self.replica.take_weights()
+            try:
+                self._ticket(answer, portion)
+            except NonFiniteLossError as error:
+                self._trouble, said["broken"] = error, True
+        step.steps = len(self._log)
+        if self._trouble is None:
+            self.replica.read(self.done + step.steps)
+            self._buffers = self.replica.buffers()
+
+    def _ticket(self, dealt: dict[str, Any], portion: Portion) -> None:
+        """The gradients of one global batch, for the servers."""
+        ticket, self.expected = dealt["ticket"], 0.0
+        self._load(one := Step(ticket, 0.0), partial(_same, portion))
+        one.options = replace(self.options(one), collect=True)
+        self.replica.key = ticket, dealt["dealing"], 0
+        began = time.perf_counter()
+        self._compute(one, lambda: one.whole, f"ticket {ticket}", began)
+        self._refuse(one)
+        norm, agreed, sums = self._norm(one), one.agreed, one.sums
+        assert sums is not None
+        told = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused, "norm": norm}
+        more = {"rows": portion.rows, "epoch": portion.epoch, "metrics": agreed.metrics}
+        about = {"expected": one.options.expected, "micro_batches": portion.count, "log": told | more}
+        self.replica.push(sums, told | about)
+        self._merge(one, sums, time.perf_counter() - began)
+        self.replica.abort()
+        PULSE.beat()
+
+    # -- what all agree on ------------------------------------------------------------------------------------------
+
+    def _agree_on(self, step: Step, name: str, seconds: float) -> None:
+        """Whether all go on, and what the window has come to: of it all know the same, from the first server."""
+        group, run = self.run.team.group, self.run
+        mine = {
+            "trouble": self._trouble and [self._trouble.what, self._trouble.cure],
+            "news": self._untold(),
+            "stop": run.notice is not None,
+            "save": run.wants_save(step.steps),
+            "enter": self.operations.newcomers,
+            "look": 0,
+            "seconds": seconds,
+            "digest": 0.0,
+            **run.saving.fields,
+        }
+        group.enter(name, check=False, kind="windows")
+        said = group.gather_json(mine)
+        if trouble := next(filter(None, (one["trouble"] for one in said)), None):
+            raise NonFiniteLossError(*trouble)
+        sums = {key: sum(bool(one[key]) if key == "news" else one[key] for one in said) for key in SUMMED[:-1]}
+        step.agreed = agreed_of(said, sums)
+        if not self._log:
+            raise BrokenOffError(step.agreed)
+        for one in said:
+            step.news = {kind: (what, why) for kind, (what, why) in one["news"].items()} | step.news
+        metrics: dict[str, tuple[float, float]] = {}
+        for one in self._log:
+            add_metrics(metrics, one["metrics"])
+        unused = set.intersection(*({*one["unused"]} for one in self._log))
+        loss, count = (math.fsum(one[key] for one in self._log) for key in ("loss", "count"))
+        step.agreed = replace(step.agreed, loss=loss, count=count, metrics=metrics, unused=tuple(sorted(unused)))
+        last = max(self._log, key=lambda one: one["ticket"])
+        step.whole = Portion([], 0, sum(one["rows"] for one in self._log), last["epoch"])
+        step.norm = self._log[-1]["norm"]
+
+    @torch.no_grad()
+    def _apply(self, step: Step) -> None:
+        """What the servers have made of the window is this worker's."""
+        self.replica.take_weights()
+        buffers = dict(self.job.model.named_buffers())
+        for name, value in self._buffers.items():
+            buffers[name].copy_(value)
+        for one in self._log:
+            step.lr = float(self.job.optimizers[0].param_groups[0]["lr"])
+            self.replica.follow_schedule(replace(NOTHING, loss=one["loss"], count=one["count"]))
+        self.done, self.weights.refused = step.number + step.steps, False
+        if self.run.team.group.rank == 0:
+            by, missed = (Counter(one[key] for one in self._log) for key in ("worker", "missed"))
+            told = {"workers": sorted(by.items()), "missed": sorted(missed.items()), "dropped": self._dropped}
+            self.run.journal.write("window", trainer=self.trainer, step=self.done, updates=step.steps, **told)
+
+
+def _same(portion: Portion) -> Portion:
+    return portion

@@ -9,79 +9,20 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
-from typing import Any, Never, Protocol
+from typing import Any, Never
 
 import torch
 
 from paceline.checkpoint.tree import pack, unpack
-from paceline.comm.frames import Connection, Frame, Key, Kind, exchange
+from paceline.comm.frames import Connection, Frame, Kind, exchange
+from paceline.dealing import Dealing
 from paceline.errors import PacelineError
-from paceline.plan import Plan
-from paceline.step import NOTHING
-from paceline.strategies.job import Options
-from paceline.strategies.replica import Replica
-from paceline.strategies.servers import RANKED, SQUARED, own_numbers, spread
-from paceline.strategies.state import optimizer_state
+from paceline.holding import Client, Holding, Steps
+from paceline.strategies.servers import MEET, RANKED, SQUARED, At
 from paceline.world import SERVERS, World
-
-
-class Steps(Protocol):
-    """What makes a trainer's steps, where servers do not."""
-
-    replica: Replica
-    plan: Plan
-    done: int
-
-
-@dataclass
-class Client:
-    """A worker: what it pushes lands in `buffers`, by trainer and parameter. It has `asked` for squares, by trainer:
-    of which contribution, as which rank of how many.
-    """
-
-    buffers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    asked: dict[int, tuple[Key, int, int]] = field(default_factory=dict)
-
-
-class Holding:
-    """What this server has of a trainer: the parameters of these numbers, after `applied` steps. `ready` is the
-    contribution whose sums are their gradients, `squares` what it, or else the last step, told.
-    """
-
-    def __init__(self, stepper: Steps, servers: int, server: int) -> None:
-        self.stepper, self.replica = stepper, stepper.replica
-        replica = self.replica
-        self.params = [*replica.job.named.values()]
-        self.numbers = [*own_numbers(spread([param.nbytes for param in self.params], servers), server)]
-        self.squares = 0.0
-        self.ready: Key | None = None
-
-    @property
-    def applied(self) -> int:
-        return self.stepper.done
-
-    def add(self, key: Key, pushed: list[dict[int, torch.Tensor]]) -> None:
-        """Sums what workers have pushed, in the order of their ranks."""
-        first, *others = ([one[number] for number in self.numbers] for one in pushed)
-        for more in others:
-            torch._foreach_add_(first, more)
-        for number, grad in zip(self.numbers, first, strict=True):
-            self.params[number].grad = grad.view(self.params[number].shape)
-        self.ready, self.squares = key, float(self.replica.home.squares(0).sum())
-
-    def apply(self, step: int, told: dict[str, Any]) -> None:
-        """The step, once."""
-        agreed = replace(NOTHING, count=told["count"], loss=told["loss"], unused=tuple(told["unused"]))
-        self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
-        self.stepper.done, self.ready = step + 1, None
-
-    def kept(self) -> list[dict[str, Any]]:
-        """Of each optimizer, by name."""
-        updater = self.replica.updater
-        return [optimizer_state(one, updater.names, {}, 0)["state"] for one in self.replica.job.optimizers]
 
 
 class ParameterServer:
@@ -96,6 +37,7 @@ class ParameterServer:
         self._listener.setblocking(False)
         self._secret, self._state = secrets.token_hex(16), b""
         self._clients: list[tuple[Connection, Client]] = []
+        self._first: Connection | None = None  # to the first server, from the others
         world.tell("serving", at=[world.store[0], self._listener.getsockname()[1], self._secret])
 
     def take(self) -> Any:
@@ -103,26 +45,62 @@ class ParameterServer:
         self._until(lambda: bool(self._state))
         return unpack(torch.frombuffer(bytearray(self._state), dtype=torch.uint8))
 
-    def serve(self, reached: Callable[[str], None]) -> Never:
-        """To the end of the run, with which the process ends; `reached` hears of moments."""
-        self._reached = reached
+    def serve(self, reached: Callable[[str], None], find: Callable[[], Mapping[int, At]]) -> Never:
+        """To the end of the run, with which the process ends. `reached` hears of moments, `find` tells where servers
+        are.
+        """
+        self._reached, self._find = reached, find
         for number, stepper in enumerate(self.steppers):
-            if stepper.plan.server:
+            if stepper.plan.staleness:
+                self._parts[number] = Dealing(stepper, number, self.number, reached)
+            elif stepper.plan.server:
                 self._parts[number] = Holding(stepper, stepper.plan.server, self.number)
         self._until(lambda: False)
         raise AssertionError
 
+    @property
+    def _dealing(self) -> list[Dealing]:
+        return [part for part in self._parts.values() if isinstance(part, Dealing)]
+
+    def _meet_first(self) -> None:
+        """Servers that deal tell the first one what they have."""
+        if not self.number or not self._dealing or (self._first is not None and not self._first.broken):
+            return
+        if (at := self._find().get(0)) is not None:
+            with suppress(OSError):  # it is not there yet, or gone
+                self._first = Connection(socket.create_connection(at[:2], MEET), lambda frame: [])
+                self._first.put(Kind.HELLO, content=f"{at[2]} {-1 - self.number}".encode())
+                for part in self._dealing:
+                    part.first = self._first
+
+    def _lose(self, worker: int) -> None:
+        """A connection has gone, unless there is another one."""
+        if not any(_who(link) == worker for link, _ in self._clients):
+            for part in self._dealing:
+                part.lose(worker)
+
     def _until(self, until: Callable[[], bool]) -> None:
         def heard() -> bool:
+            gone = [_who(link) for link, _ in self._clients if link.broken]
             self._clients = [one for one in self._clients if not one[0].broken]
+            for worker in gone:
+                self._lose(worker)
             for link, client in [*self._clients]:
                 while link.inbox:
                     self._hear(link, client, link.inbox.popleft())
+            while self._first is not None and self._first.inbox:
+                if (frame := self._first.inbox.popleft()).kind == Kind.APPLY:
+                    self._hear(self._first, Client(), frame)
+            for link in links():
                 link.advance()
             return until()
 
+        def links() -> list[Connection]:
+            known = [link for link, _ in self._clients]
+            return known if self._first is None or self._first.broken else [*known, self._first]
+
         while not heard():
-            exchange(lambda: [link for link, _ in self._clients], heard, lambda: None, self._listener)
+            exchange(links, heard, self._meet_first, self._listener)
             self._accept()
 
     def _accept(self) -> None:
@@ -165,6 +143,11 @@ class ParameterServer:
         elif frame.kind == Kind.KEPT:
             link.put(Kind.KEPT, frame.trainer, frame.key, content=[pack(self._parts[frame.trainer].kept())])
 
+        elif frame.kind != Kind.PUSH:
+            part = self._parts[frame.trainer]
+            assert isinstance(part, Dealing)
+            part.hear(link, client, _who(link), frame)
+
     def _look(self, link: Connection, frame: Frame) -> None:
         """Whether all have pushed their contributions; what is known is told again to whoever asks again."""
         part, key = self._parts[frame.trainer], frame.key
@@ -197,3 +180,8 @@ class ParameterServer:
             raise PacelineError(what, "report this with the run's journal")
         weights = [part.params[number].detach().contiguous() for number in part.numbers]
         link.put(Kind.WEIGHTS, frame.trainer, key, part.numbers, weights)
+
+
+def _who(link: Connection) -> int:
+    """The number of a worker; of a server one below zero."""
+    return int(link.greeting or -1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import heappop, heappush
 
 
 class Push(Enum):
@@ -26,14 +27,17 @@ class Push(Enum):
 class Tickets:
     """Of the updates from `start` to `end`: the window. `bound` may be infinite. `clocks` are of who lives, `open`
     the tickets that are dealt and not applied, with who has them and how many updates were `applied` when it read the
-    weights. `missed` counts updates by how many others came between their reading and their being applied.
+    weights; none from `next` on has been dealt, and those `back` have been lost. `missed` counts updates by how many
+    others came between their reading and their being applied.
     """
 
     bound: float
     start: int = 0
     end: int = 0
+    next: int = 0
     clocks: dict[int, int] = field(default_factory=dict)
     open: dict[int, tuple[int, int]] = field(default_factory=dict)
+    back: list[int] = field(default_factory=list)  # a heap
     done: set[int] = field(default_factory=set)  # of the window
     missed: Counter[int] = field(default_factory=Counter)
     by: Counter[int] = field(default_factory=Counter)  # updates of each worker
@@ -52,8 +56,19 @@ class Tickets:
         """The next window, of so many updates."""
         if not self.ended:
             raise RuntimeError(f"{self.end - self.applied} tickets of the window before are not applied")
-        self.start, self.end = self.end, self.end + updates
+        self.start = self.next = self.end
+        self.end += updates
         self.done.clear()
+
+    def stop(self) -> None:
+        """No more are dealt than were: the window ends with them."""
+        self.cut(self.next)
+
+    def cut(self, end: int) -> None:
+        """There is no ticket from `end` on, where as yet none is done."""
+        self.end, self.next = min(self.end, end), min(self.next, end)
+        self.open = {ticket: who for ticket, who in self.open.items() if ticket < end}
+        self.back = [ticket for ticket in self.back if ticket < end]
 
     def join(self, worker: int) -> None:
         """One who comes starts at the slowest's clock."""
@@ -62,7 +77,9 @@ class Tickets:
     def lose(self, worker: int) -> None:
         """One who is lost leaves the clock at once, and its tickets are dealt again."""
         self.clocks.pop(worker, None)
-        self.open = {ticket: (who, read) for ticket, (who, read) in self.open.items() if who != worker}
+        for ticket in [ticket for ticket, (who, _) in self.open.items() if who == worker]:
+            del self.open[ticket]
+            heappush(self.back, ticket)
 
     def may_read(self, worker: int) -> bool:
         """Whether it is not too far ahead of the slowest."""
@@ -73,11 +90,13 @@ class Tickets:
         there is none, or it has to wait.
         """
         mine = next((ticket for ticket, (who, _) in self.open.items() if who == worker), None)
-        if mine is not None or not self.may_read(worker):
+        if mine is not None or not self.may_read(worker) or not (self.back or self.next < self.end):
             return mine
-        left = (ticket for ticket in range(self.start, self.end) if ticket not in self.done and ticket not in self.open)
-        if (ticket := next(left, None)) is not None:
-            self.open[ticket] = worker, self.applied
+        if self.back:
+            ticket = heappop(self.back)
+        else:
+            ticket, self.next = self.next, self.next + 1
+        self.open[ticket] = worker, self.applied
         return ticket
 
     def push(self, worker: int, ticket: int) -> Push:

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     """What a frame is for."""
 
     HELLO, WELCOME, STATE, PUSH, SQUARES, COMMIT, WEIGHTS, KEPT = range(8)
+    DEAL, READ, PUSHED, HAVE, APPLY, BUFFERS = range(8, 14)  # where training is not in step
 
 
 class Frame(NamedTuple):

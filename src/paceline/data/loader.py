@@ -240,8 +240,8 @@ class Place:
     """Where a worker's unit is in the present team: its number, and all units' weights in dealing micro-batches.
     `generation` tells one dealing from another. `fine`: also parts of micro-batches are dealt. Where `together` units,
     one after another, must run equally many micro-batches, those that have fewer also get blank ones. Of a unit's
-    workers one `speaks`. The micro-batches are in so many runs as there are islands, of which these are its team's:
-    `islands` says how many, and which.
+    workers one `speaks`. Global batches that come in no order are `scattered`. The micro-batches are in so many runs as
+    there are islands, of which these are its team's: `islands` says how many, and which.
     """
 
     rank: int
@@ -250,6 +250,7 @@ class Place:
     fine: bool = False
     together: int = 1
     speaks: bool = True
+    scattered: bool = False
     islands: tuple[int, tuple[int, ...]] = (1, (0,))
 
 
@@ -409,7 +410,7 @@ class Feed:
 
     def _loader(self, start: int) -> Iterator[Any]:
         assert self._dealt is not None
-        options = {"num_workers": 0, **self.options}
+        options = {"num_workers": 0, **({} if self._dealt.scattered else self.options)}  # ahead of what?
         slots, rows = self.source.filled(self.slots(start, self._dealt)), _Rows(self.source)
         if options == {"num_workers": 0}:  # a DataLoader would do the same, and take longer than small rows do
             self._rows = rows
@@ -432,7 +433,7 @@ class Feed:
 
     def measured(self, step: float) -> None:
         """Takes the measure of a step of so many seconds; moves loading ahead of need when it holds training up."""
-        if not self._open:
+        if not self._open or (self._dealt is not None and self._dealt.scattered):
             return
         loading = self._loading
         self._tries.append(loading if loading > self.SLOW and loading > 0.1 * step else 0.0)

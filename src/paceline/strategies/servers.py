@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.tree import unpack
 from paceline.comm.buckets import Bucket, zeros
 from paceline.comm.frames import Connection, Frame, Key, Kind, exchange
 from paceline.comm.group import Group
@@ -30,6 +31,7 @@ from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.layout import Layout
 from paceline.strategies.replica import Replica
+from paceline.world import World
 
 At = tuple[str, int, str]  # host, port, and what is to be said there first
 MEET = 10.0  # seconds for a connection to come
@@ -170,8 +172,9 @@ class Served(Replica):
     servers: Servers
     number: int
 
-    def __init__(self, job: Job, group: Group, mesh: Mesh, count: int) -> None:
-        super().__init__(job, Layout(job, zeros), group, group.along("data", "context", mesh=mesh), mesh)
+    def __init__(self, job: Job, group: Group, mesh: Mesh, count: int, team: Group | None = None) -> None:
+        outer = (team or group).along("data", "context", mesh=mesh)
+        super().__init__(job, Layout(job, zeros), group, outer, mesh, team=team)
         self.owners = spread([param.nbytes for param in job.named.values()], count)
         self.transit = Pushes(self)
         self.key: Key = (0, 0, 0)
@@ -226,13 +229,21 @@ class Served(Replica):
         if self._owed is None:
             return
         key, agreed = self._owed
-        params, landing = [*self.job.named.values()], self.servers.landings[self.number]
-        for frame in self.servers.answers(range(self.servers.count), Kind.WEIGHTS, self.number, key):
-            with torch.no_grad():
-                for number in frame.numbers:
-                    params[number].copy_(landing[number].view(params[number].shape))
+        self.servers.answers(range(self.servers.count), Kind.WEIGHTS, self.number, key)
         self._owed = None
+        self.take_weights()
         self.home.applied()
+        self.follow_schedule(agreed)
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """As they have arrived."""
+        landing = self.servers.landings[self.number]
+        for number, param in enumerate(self.job.named.values()):
+            param.copy_(landing[number].view(param.shape))
+
+    def follow_schedule(self, agreed: Agreed) -> None:
+        """After an update of the servers."""
         for optimizer in self.job.optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns: it steps elsewhere
         self.updater.follow_schedule(agreed)
@@ -255,6 +266,52 @@ class Served(Replica):
             what = "the checkpoint holds sums that a codec had not sent yet, and server= has no place for them"
             raise UsageError(what, "resume it once without codec= and server=, for a step")
         super().load(state)
+
+
+class Ticketed(Served):
+    """The same where training is not in step: this worker makes gradients of whole global batches by itself."""
+
+    def __init__(self, job: Job, group: Group, mesh: Mesh, count: int) -> None:
+        alone = Group(World(rank=group.names[group.rank]))
+        alone.ledger = group.ledger
+        super().__init__(job, group, mesh, count, alone)
+        self._asked = 0
+
+    def deal(self, start: int, said: Mapping[str, Any]) -> dict[str, Any]:
+        """What the first server deals of the window from `start` on, or says at its end."""
+        self.servers.begin(self.number)
+        self._asked += 1
+        key = start, self._asked, 0
+        self.servers.put(0, Kind.DEAL, self.number, key, (), json.dumps(said).encode())
+        return json.loads(self.servers.answers([0], Kind.DEAL, self.number, key)[0].text)  # type: ignore[no-any-return]
+
+    def read(self, update: int) -> None:
+        """The weights land, each server's as they are after so many updates or more."""
+        servers, key = range(self.servers.count), (update, self._asked, 0)
+        for server in servers:
+            self.servers.put(server, Kind.READ, self.number, key)
+        self.servers.answers(servers, Kind.READ, self.number, key)
+
+    def run(self, micro_batches: Sequence[MicroBatch], options: Options, heard: Heard | None = None) -> Sums:
+        return Replica.run(self, micro_batches, options)
+
+    def norm(self, agreed: Agreed, options: Options) -> float:
+        return Replica.norm(self, agreed, options)
+
+    def push(self, sums: Sums, told: Mapping[str, Any]) -> None:
+        """All of the ticket's gradients are on their way: tells of them, and waits until servers are done with it."""
+        records = b"" if sums.records is None else sums.records.cpu().numpy().tobytes()
+        text = json.dumps(told).encode() + b"\n"
+        for server in range(self.servers.count):
+            self.servers.put(server, Kind.PUSHED, self.number, self.key, (), text + (b"" if server else records))
+        self.servers.answers([0], Kind.PUSHED, self.number, self.key)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """As the servers have them after the last update."""
+        key = 0, self._asked, 0
+        self.servers.put(0, Kind.BUFFERS, self.number, key)
+        (frame,) = self.servers.answers([0], Kind.BUFFERS, self.number, key)
+        return unpack(torch.frombuffer(frame.text, dtype=torch.uint8))  # type: ignore[no-any-return]
 
 
 def own_numbers(owners: Sequence[int], server: int) -> Iterator[int]:

@@ -1,0 +1,206 @@
+"""What servers do where training is not in step: the first deals tickets, and all apply them in the order that it says.
+
+A push counts once it is whole at every server: the others tell the first one what they have, which gives it the number
+of an update and tells them. So each ticket is applied by all servers or by none, in one order, whoever is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.tree import pack
+from paceline.comm.frames import Connection, Frame, Key, Kind
+from paceline.holding import Client, Holding, Steps
+from paceline.strategies.job import Options
+from paceline.tickets import Push, Tickets
+
+
+@dataclass
+class Pushed:
+    """What a worker has pushed of a ticket: `key` is (ticket, number of the dealing, 0). Gradients by number, what it
+    `told` of them, and `records` of what its forwards leave in buffers.
+    """
+
+    key: Key
+    told: dict[str, Any]
+    gradients: dict[int, torch.Tensor]
+    records: torch.Tensor | None
+
+
+@dataclass
+class Window:
+    """Of the dealing server: `log` has the window's updates in their order. `asking` wait for a ticket, by worker. Of
+    each worker's last push it knows which servers `have` it. `dropped` pushes came from who was not heard any more.
+    """
+
+    tickets: Tickets
+    log: list[dict[str, Any]] = field(default_factory=list)
+    asking: dict[int, tuple[Connection, Key]] = field(default_factory=dict)
+    have: dict[int, tuple[Key, set[int]]] = field(default_factory=dict)
+    dealings: dict[int, int] = field(default_factory=dict)  # the last of each ticket
+    dropped: int = 0
+    stopped: int = -1  # where no other window is to begin
+    broken: bool = False  # a worker has come to something that ends the run
+
+
+class Dealing(Holding):
+    """What this `server` has of the trainer of that number. `links` are connections to it, by worker, or server (of a
+    number below zero); `first` is that to the first server, from the others. `reached` hears of moments.
+    """
+
+    def __init__(self, stepper: Steps, trainer: int, server: int, reached: Callable[[str], None]) -> None:
+        self.servers = stepper.plan.server or 0
+        super().__init__(stepper, self.servers, server)
+        self.trainer, self.server, self._reached = trainer, server, reached
+        self.pushed: dict[int, Pushed] = {}  # by worker
+        self.links: dict[int, Connection] = {}
+        self.first: Connection | None = None
+        self._reading: list[tuple[Connection, Frame]] = []
+        self._weights: tuple[int, list[torch.Tensor]] = -1, []  # as they are sent, after so many updates
+        done, bound = stepper.done, stepper.plan.staleness
+        self.window = Window(Tickets(math.inf if bound is None else bound, done, done, done))
+
+    def hear(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
+        """Of a worker, or of another server, whose number is below zero: -2 is server 1."""
+        self.links[worker] = link
+        if frame.kind == Kind.READ:
+            self._reading.append((link, frame))
+        elif frame.kind == Kind.DEAL:
+            self._ask(link, worker, frame)
+        elif frame.kind == Kind.PUSHED:
+            self._take(link, client, worker, frame)
+        elif frame.kind == Kind.HAVE:
+            ticket, dealing, of = frame.key
+            self._has(of, (ticket, dealing, 0), -1 - worker)
+        elif frame.kind == Kind.APPLY:
+            update, of, _ = frame.key
+            if update == self.applied:
+                self._apply(of)
+        elif frame.kind == Kind.BUFFERS:
+            buffers = dict(self.replica.job.model.named_buffers())
+            link.put(Kind.BUFFERS, frame.trainer, frame.key, content=[pack(buffers)])
+        self._go_on()
+
+    def lose(self, worker: int) -> None:
+        """Its connection has gone: it is not heard any more."""
+        self.links.pop(worker, None)
+        self.window.asking.pop(worker, None)
+        self.window.tickets.lose(worker)
+        self._go_on()
+
+    def _ask(self, link: Connection, worker: int, frame: Frame) -> None:
+        window, said, start = self.window, json.loads(frame.text), frame.key[0]
+        tickets = window.tickets
+        if said.get("stop") and start == tickets.end and tickets.ended:
+            window.stopped = start
+        if start == tickets.end and tickets.ended and start != window.stopped:
+            tickets.turn(said["updates"])
+            window.log.clear()
+            window.dealings.clear()
+            window.dropped = 0
+        if worker not in tickets.clocks:
+            tickets.join(worker)
+        if said.get("stop"):
+            tickets.stop()
+        if "cut" in said:
+            tickets.cut(said["cut"])
+        window.broken |= bool(said.get("broken"))
+        window.asking[worker] = link, frame.key
+
+    def _take(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
+        """A push is whole here."""
+        text, _, rest = bytes(frame.text).partition(b"\n")
+        gradients = {number: client.buffers[frame.trainer, number] for number in self.numbers}
+        records = torch.frombuffer(bytearray(rest), dtype=torch.float64) if rest else None
+        self.pushed[worker] = Pushed(frame.key, json.loads(text), gradients, records)
+        if self.server:
+            assert self.first is not None
+            ticket, dealing, _ = frame.key
+            self.first.put(Kind.HAVE, frame.trainer, (ticket, dealing, worker))
+        elif self._is_due(worker, frame.key):
+            self._has(worker, frame.key, 0)
+        else:  # it may have been applied, and the word of that lost
+            self.window.dropped += 1
+            link.put(Kind.PUSHED, frame.trainer, frame.key)
+
+    def _is_due(self, worker: int, key: Key) -> bool:
+        """Whether it is of a ticket as that was dealt last, and not lost since."""
+        ticket, dealing, _ = key
+        window = self.window
+        return window.tickets.open.get(ticket, (-1, 0))[0] == worker and window.dealings[ticket] == dealing
+
+    def _has(self, worker: int, key: Key, server: int) -> None:
+        have = self.window.have
+        if worker not in have or have[worker][0] != key:
+            have[worker] = key, set()
+        have[worker][1].add(server)
+
+    def _go_on(self) -> None:
+        """Whatever can go on now."""
+        if not self.server:
+            for worker, (key, servers) in [*self.window.have.items()]:
+                if len(servers) == self.servers:
+                    del self.window.have[worker]
+                    self._settle(worker, key)
+            self._deal()
+        waiting, self._reading = self._reading, []
+        for link, frame in waiting:
+            if frame.key[0] > self.applied:
+                self._reading.append((link, frame))
+            else:
+                link.put(Kind.READ, frame.trainer, frame.key, self.numbers, self._snapshot())
+
+    def _settle(self, worker: int, key: Key) -> None:
+        """What becomes of a push that all servers have."""
+        window, tickets = self.window, self.window.tickets
+        if self._is_due(worker, key):
+            missed, told = tickets.applied - tickets.open[key[0]][1], self.pushed[worker].told
+            assert tickets.push(worker, key[0]) is Push.APPLY
+            window.log.append({"ticket": key[0], "worker": worker, "missed": missed, **told["log"]})
+            for other, peer in self.links.items():
+                if other < 0:
+                    peer.put(Kind.APPLY, self.trainer, (self.applied, worker, 0))
+            self._apply(worker)
+        else:
+            window.dropped += 1
+        if worker in self.links:
+            self.links[worker].put(Kind.PUSHED, self.trainer, key)
+
+    def _apply(self, worker: int) -> None:
+        """The next update, with what a worker has pushed."""
+        pushed = self.pushed.pop(worker)
+        self._reached("reduced")
+        for number in self.numbers:
+            self.params[number].grad = pushed.gradients[number].view(self.params[number].shape)
+        if pushed.records is not None and not self.server:
+            carried, told = self.replica.runner.carried, pushed.told
+            options = Options(self.applied, 1.0, told["micro_batches"], collect=True)
+            carried.begin(options, pushed.records.device)
+            carried.merge(pushed.records)
+        self.apply(self.applied, pushed.told)
+        self._reached("applied")
+
+    def _deal(self) -> None:
+        window = self.window
+        for worker, (link, key) in [*window.asking.items()]:
+            answer: dict[str, Any] = {}
+            if window.tickets.ended or window.broken:
+                answer = {"log": window.log, "dropped": window.dropped}
+            elif (ticket := window.tickets.deal(worker)) is not None:
+                window.dealings[ticket] = dealing = window.dealings.get(ticket, 0) + 1
+                answer = {"ticket": ticket, "dealing": dealing, "update": self.applied}
+            if answer:
+                del window.asking[worker]
+                link.put(Kind.DEAL, self.trainer, key, content=json.dumps(answer).encode())
+
+    def _snapshot(self) -> list[torch.Tensor]:
+        """The weights, in memory that the next update does not touch."""
+        if self._weights[0] != self.applied:
+            self._weights = self.applied, [self.params[number].detach().clone() for number in self.numbers]
+        return self._weights[1]
