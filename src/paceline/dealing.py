@@ -77,7 +77,8 @@ class Dealing(Holding):
             self._take(link, client, worker, frame)
         elif frame.kind == Kind.HAVE:
             ticket, dealing, of = frame.key
-            self._has(of, (ticket, dealing, 0), -1 - worker)
+            if self._is_due(of, key := (ticket, dealing, 0)):  # else it comes again
+                self._has(of, key, -1 - worker)
         elif frame.kind == Kind.APPLY:
             update, of, _ = frame.key
             if update == self.applied:
@@ -192,9 +193,12 @@ class Dealing(Holding):
             answer: dict[str, Any] = {}
             if window.tickets.ended or window.broken:
                 answer = {"log": window.log, "dropped": window.dropped}
-            elif (ticket := window.tickets.deal(worker)) is not None:
-                window.dealings[ticket] = dealing = window.dealings.get(ticket, 0) + 1
-                answer = {"ticket": ticket, "dealing": dealing, "update": self.applied}
+            else:
+                before = len(window.tickets.open)
+                if (ticket := window.tickets.deal(worker)) is not None:
+                    again = len(window.tickets.open) == before  # it has it, and has not heard so, or forgotten
+                    window.dealings[ticket] = dealing = window.dealings.get(ticket, 0) + (not again)
+                    answer = {"ticket": ticket, "dealing": dealing, "update": self.applied}
             if answer:
                 del window.asking[worker]
                 link.put(Kind.DEAL, self.trainer, key, content=json.dumps(answer).encode())

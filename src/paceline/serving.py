@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -24,6 +25,8 @@ from paceline.holding import Client, Holding, Steps
 from paceline.strategies.servers import MEET, RANKED, SQUARED, At
 from paceline.world import SERVERS, World
 
+GRACE = 0.5  # seconds in which a worker whose connection has gone may come again
+
 
 class ParameterServer:
     """This process's end of all connections. `steppers` are those of its trainers."""
@@ -37,6 +40,7 @@ class ParameterServer:
         self._listener.setblocking(False)
         self._secret, self._state = secrets.token_hex(16), b""
         self._clients: list[tuple[Connection, Client]] = []
+        self._away: dict[int, float] = {}  # workers whose connections have gone, since when
         self._first: Connection | None = None  # to the first server, from the others
         world.tell("serving", at=[world.store[0], self._listener.getsockname()[1], self._secret])
 
@@ -73,18 +77,20 @@ class ParameterServer:
                 for part in self._dealing:
                     part.first = self._first
 
-    def _lose(self, worker: int) -> None:
-        """A connection has gone, unless there is another one."""
-        if not any(_who(link) == worker for link, _ in self._clients):
-            for part in self._dealing:
-                part.lose(worker)
+    def _tend(self) -> None:
+        """Workers that have not come back in time are lost."""
+        self._meet_first()
+        back = {_who(link) for link, _ in self._clients}
+        for worker, since in [*self._away.items()]:
+            if worker in back or time.monotonic() - since > GRACE:
+                del self._away[worker]
+                for part in self._dealing if worker not in back else ():
+                    part.lose(worker)
 
     def _until(self, until: Callable[[], bool]) -> None:
         def heard() -> bool:
-            gone = [_who(link) for link, _ in self._clients if link.broken]
+            self._away |= {_who(link): time.monotonic() for link, _ in self._clients if link.broken}
             self._clients = [one for one in self._clients if not one[0].broken]
-            for worker in gone:
-                self._lose(worker)
             for link, client in [*self._clients]:
                 while link.inbox:
                     self._hear(link, client, link.inbox.popleft())
@@ -100,7 +106,7 @@ class ParameterServer:
             return known if self._first is None or self._first.broken else [*known, self._first]
 
         while not heard():
-            exchange(links, heard, self._meet_first, self._listener)
+            exchange(links, heard, self._tend, self._listener)
             self._accept()
 
     def _accept(self) -> None:

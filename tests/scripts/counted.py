@@ -1,0 +1,80 @@
+"""Counts rows by training: of each row's weight, and of a BatchNorm's counter, each update takes one away or adds one.
+
+The gradients depend on no weights, so the order of updates makes no difference: counted.py FOLDER STEPS. With PACE=S a
+ticket takes S seconds, with SLOW=WORKER:TIMES that worker's so many times as long, with STRAGGLE=CHANCE:TIMES now and
+then anybody's. With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often; with
+REACHED=WORKER:CALLS it makes the file `reached` then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from served import cut
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+
+BATCH, ROWS = 6, 30
+CALLS = [0]
+ME = os.environ.get("PACELINE_RANK", "0")
+DRAW = random.Random(int(ME))
+
+
+def option(name: str) -> tuple[bool, float]:
+    """Whether it is of this worker, and its number."""
+    worker, _, number = os.environ.get(name, "none:0").partition(":")
+    return worker == ME, float(number)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
+        self.more = nn.Parameter(torch.zeros(7, dtype=torch.float64))  # for another server
+        self.norm = nn.BatchNorm1d(1).double()
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        self.norm(numbers.double().unsqueeze(1))
+        return self.rows[numbers] + self.more.sum()
+
+
+def loss(output: torch.Tensor, batch: Any) -> Any:
+    CALLS[0] += 1
+    mine, calls = option("KILL")
+    if mine and CALLS[0] == calls and not (done := Path(sys.argv[1]) / "killed").exists():
+        done.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    mine, calls = option("REACHED")
+    if mine and CALLS[0] == calls:
+        (Path(sys.argv[1]) / "reached").touch()
+    mine, times = option("SLOW")
+    chance, _, long = os.environ.get("STRAGGLE", "0:1").partition(":")
+    pause = float(os.environ.get("PACE", "0")) * (times if mine else 1)
+    time.sleep(pause * (float(long) if DRAW.random() < float(chance) else 1))
+    return output.sum(), len(output)
+
+
+def main() -> None:
+    if "CUT" in os.environ:
+        cut(int(os.environ["CUT"]))
+    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+    optimizer = lambda params: torch.optim.SGD(params, lr=float(BATCH))
+    trainer = paceline.Trainer(Counter(), loss, optimizer, global_batch=BATCH)
+    turns = [[one.step, one.turn, one.samples] for one in trainer.steps(TensorDataset(torch.arange(ROWS)), count=steps)]
+    trainer.export(folder / "out.safetensors")
+    if trainer.main:
+        (folder / "told.json").write_text(json.dumps(turns))
+
+
+if __name__ == "__main__":
+    main()
