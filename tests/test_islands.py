@@ -295,8 +295,8 @@ def test_single_steps_are_refused(run: Any) -> None:
     with pytest.raises(UsageError) as refused:
         trainer.step([part[:4] for part in DATA.tensors])
     assert str(refused.value) == (
-        "step() brings the rows of one step, and local=2 has a fixed part of each for islands; "
-        "use steps(), or leave local= out"
+        "step() brings the rows of one step, and under local=2 a turn of the loop has several; "
+        "use steps(), or leave local=2 out"
     )
 
 

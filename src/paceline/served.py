@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -141,6 +141,9 @@ class Windows(ServedStepper):
 
     def _look(self) -> None:
         """A loss of others is met at the end of the window."""
+
+    def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
+        return [batches]
 
     def turn(self, deal: Callable[..., Any], name: str) -> Step | None:
         """Makes a window; None where there was nothing in it, since all are to stop."""

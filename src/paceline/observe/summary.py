@@ -17,6 +17,7 @@ from paceline.observe.figures import (
     duration,
     links_of,
     number,
+    ranks,
     plural,
     ranks,
     rate_of,
@@ -327,7 +328,7 @@ def _noise(event: Event) -> str:
 def _lost(event: Event) -> str:
     workers = event.get("workers") or []
     causes = [", ".join(lines) for lines in (event.get("causes") or {}).values()]
-    who = f"worker {', '.join(map(str, workers))} {event.get('why')}, after step {event.get('step')}"
+    who = f"{ranks(workers)} {event.get('why')}, after step {event.get('step')}"
     return "; ".join([who, *causes])
 
 

@@ -1,0 +1,213 @@
+"""Training that is not in step: each row counts once whoever is lost, and what does not depend on the order of updates
+is that of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import torch
+from agents import until
+from launching import SCRIPTS, paceline, train_basics
+from oracle import apart
+from safetensors.torch import load_file
+from test_servers import TOLERANCE, by_hand, trained
+from warm import Process, environment
+
+from paceline.observe.journal import read_journal
+from paceline.team.chaos import read_log
+from paceline.team.coordinator import STOPPED
+
+BATCH, ROWS = 6, 30  # of counted.py
+PACE = {"PACE": "0.004"}
+
+
+def counted(folder: Path, workers: int, plan: str, steps: int, *options: str, **env: str) -> str:
+    said = ("--workers", str(workers), "--run-dir", "run", "--plan", f"micro=3 {plan}", *options)
+    done = paceline("run", *said, SCRIPTS / "counted.py", ".", str(steps), cwd=folder, **PACE, **env)
+    return done.stdout + done.stderr
+
+
+def each_row_once(folder: Path, steps: int, first: int = 0) -> list[dict[str, Any]]:
+    """Every row of every update, exactly; the windows of the journal, which are of the steps from the `first` on."""
+    weights = load_file(folder / "out.safetensors")
+    assert torch.equal(weights["rows"], torch.full([ROWS], -steps * BATCH / ROWS, dtype=torch.float64))
+    assert torch.equal(weights["more"], torch.full([7], -steps * BATCH, dtype=torch.float64))
+    assert weights["norm.num_batches_tracked"] == steps * BATCH // 3
+    turns = json.loads((folder / "told.json").read_text())
+    assert turns[-1][0] == steps
+    assert [samples for _, _, samples in turns] == [turn * BATCH for _, turn, _ in turns]
+    windows = [event for event in read_journal(folder / "run") if event["event"] == "window"]
+    assert sum(turn for _, turn, _ in turns) == steps - first
+    return windows
+
+
+def test_one_worker_gives_what_one_process_gives(tmp_path: Path) -> None:
+    """AdamW with groups, schedule, clip and dropout, whatever the window."""
+    trained(tmp_path, 1, "server=2 staleness=4 window=3")
+    weights, figures = by_hand()
+    assert apart(load_file(tmp_path / "out.safetensors"), weights) <= TOLERANCE
+    told = json.loads((tmp_path / "told.json").read_text())["figures"]
+    assert [one[0] for one in told] == [3, 6, 8]
+    rows = [12, 12, 12, 4] * 2  # of a turn the mean is over its rows
+    for (step, loss, rate, norm), first in zip(told, (0, 3, 6), strict=True):
+        turn, sizes = figures[first:step], rows[first:step]
+        mean = sum(one[1] * size for one, size in zip(turn, sizes, strict=True)) / sum(sizes)
+        assert [loss, rate, norm] == pytest.approx([mean, *turn[-1][2:]], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "bound"),
+    [(3, 2, "2"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(5, 3, "1"), (5, 1, "4"), (4, 2, "inf")])],
+)
+def test_each_row_counts_once(tmp_path: Path, workers: int, servers: int, bound: str) -> None:
+    """Stragglers at random. BatchNorm's records are those of all updates, in one order."""
+    plan, steps = f"server={servers} staleness={bound} window=40", 100
+    said = counted(tmp_path, workers, plan, steps, STRAGGLE="0.1:8")
+    windows = each_row_once(tmp_path, steps)
+    assert [(one["step"], one["updates"], one["dropped"]) for one in windows] == [
+        (40, 40, 0),
+        (80, 40, 0),
+        (100, 20, 0),
+    ]
+    for one in windows:
+        assert sum(count for _, count in one["workers"]) == sum(count for _, count in one["missed"]) == one["updates"]
+    took = {worker for one in windows for worker, _ in one["workers"]}
+    assert took == {*range(workers)}
+    how = "as far ahead as they are" if bound == "inf" else f"at most {bound} ahead"
+    assert f"updates are not in step: workers read weights {how}, and meet every 40 updates" in said
+    assert "global batch 6 = 2 micro-batches of 3 rows; one epoch = 5 steps" in said
+
+
+def test_what_a_lost_worker_had_is_dealt_again(tmp_path: Path) -> None:
+    """The others go on, and it comes back for another window."""
+    said = counted(tmp_path, 3, "server=2 staleness=1 window=50", 150, KILL="1:11")
+    (first, *_) = each_row_once(tmp_path, 150)
+    assert "worker 1 was killed by SIGKILL: 2 workers go on" in said
+    assert "worker 1 has joined: 3 workers" in said
+    assert first["updates"] == 50
+    assert 0 < dict(first["workers"])[1] < 17, "it had no ticket, or was not killed in the midst"
+
+
+KILLS = [(server, moment) for server in (0, 1) for moment in ("reduced", "applied")]
+
+
+@pytest.mark.parametrize(
+    ("server", "moment"), [pytest.param(*one, marks=[] if one == (0, "reduced") else pytest.mark.slow) for one in KILLS]
+)
+def test_a_lost_server_goes_back_with_all(tmp_path: Path, server: int, moment: str) -> None:
+    chaos = f"kill:{1000000 + server}@25.{moment}"
+    said = counted(tmp_path, 2, "server=2 staleness=2 window=10", 40, "--save-every", "10", PACELINE_CHAOS=chaos)
+    assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
+    assert f"server {server} was killed by SIGKILL: all go back to the last checkpoint" in said
+    assert f"lost    server {server} was killed by SIGKILL, after step " in said
+    turns = json.loads((tmp_path / "told.json").read_text())
+    each_row_once(tmp_path, 40, first=turns[0][0] - turns[0][1])
+
+
+def test_connections_that_are_lost_lose_nothing(tmp_path: Path) -> None:
+    counted(tmp_path, 3, "server=2 staleness=2 window=20", 60, CUT="7")
+    windows = each_row_once(tmp_path, 60)
+    assert len((tmp_path / "cuts").read_text().splitlines()) > 30
+    assert sum(one["updates"] for one in windows) == 60
+
+
+def test_a_stop_ends_the_window_and_the_rest_is_made_later(tmp_path: Path) -> None:
+    """Also without staleness, and on another team."""
+    said = ("--workers", "3", "--run-dir", "run", "--plan", "micro=3 server=2 staleness=4")
+    command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "counted.py"), ".", "100"]
+    with Process(command, environment(REACHED="0:8", PACE="0.05"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((tmp_path / "reached").exists)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, told
+    [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
+    done = int(saved.name.removeprefix("step-"))
+    assert 0 < done < 50
+    counted(tmp_path, 2, "server=1", 100)
+    each_row_once(tmp_path, 100, first=done)
+
+
+@pytest.mark.slow
+def test_a_worker_joins_at_the_end_of_a_window_that_it_shortens(tmp_path: Path) -> None:
+    script = (str(SCRIPTS / "counted.py"), ".", "200")
+    said = ("--workers", "1", "--run-dir", "run", "--plan", "micro=3 server=2 staleness=4 window=200")
+    command = [sys.executable, "-m", "paceline", "run", *said, *script]
+    with Process(command, environment(REACHED="0:8", PACE="0.04"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((tmp_path / "reached").exists)
+        paceline("run", "--join", "run", "--workers", "1", "--run-dir", "other", *script, cwd=tmp_path, PACE="0.04")
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    assert "worker 1 has joined: 2 workers" in told
+    first, *rest = each_row_once(tmp_path, 200)
+    assert first["updates"] < 200
+    assert {worker for one in rest for worker, _ in one["workers"]} == {0, 1}
+
+
+NAN = """
+import os
+def bad(output, batch):
+    return output.sum() * (float("nan") if os.environ["PACELINE_RANK"] == "1" else 1.0)
+trainer = make(loss=bad)
+for _ in trainer.steps(data, epochs=9): pass
+"""
+
+
+def test_a_loss_that_is_not_finite_ends_the_window_for_all(tmp_path: Path) -> None:
+    text = train_basics(tmp_path, NAN, 2, "--plan", "server=1 staleness=4", code=1).stderr
+    assert "is not finite (worker 1: micro-batch 0 (rows " in text
+    assert "the step was not applied" in text
+
+
+ROWS_END = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([(row, label) for row, label in zip(*data.tensors)])
+trainer = make()
+steps = [(report.step, report.turn, report.samples) for report in trainer.steps(Stream(), epochs=2)]
+trainer.export("out.safetensors")
+if trainer.main:
+    print(steps)
+"""
+
+
+def test_a_window_ends_where_an_iterable_does(tmp_path: Path) -> None:
+    said = train_basics(tmp_path, ROWS_END, 2, "--plan", "micro=8 server=1 staleness=4 window=5").stdout
+    assert "[(5, 5, 120), (8, 3, 72)]" in said
+
+
+SEVERAL = """
+one, other = make(), make()
+for report in one.steps(data, epochs=2):
+    if report.every(4):
+        for _ in other.steps(data, epochs=1): pass
+one.export("one.safetensors")
+other.export("other.safetensors")
+"""
+
+
+def test_several_trainers_have_windows_of_their_own(tmp_path: Path) -> None:
+    for name, plan in (("windows", "server=2 staleness=4 window=4"), ("plain", "")):
+        (tmp_path / name).mkdir()
+        train_basics(tmp_path / name, SEVERAL, 1, "--plan", f"micro=8 {plan}")
+    for trainer in ("one", "other"):
+        mine, plain = (load_file(tmp_path / name / f"{trainer}.safetensors") for name in ("windows", "plain"))
+        assert apart(mine, plain) <= TOLERANCE
+
+
+def test_single_steps_are_refused(tmp_path: Path) -> None:
+    body = """
+trainer = make()
+trainer.step([part[:4] for part in data.tensors])
+"""
+    text = train_basics(tmp_path, body, 2, "--plan", "server=1 staleness=2", code=2).stderr
+    assert (
+        "step() brings the rows of one step, and under staleness=2 a turn of the loop has several; "
+        "use steps(), or leave staleness=2 out"
+    ) in text
