@@ -36,7 +36,7 @@ def fails(body: str | None, tmp_path: Path, workers: int = 2, code: int = 1, opt
     [
         ("shrad=4", 8, "unknown plan word 'shrad=4'; did you mean shard=4?"),
         ("shard=3", 8, "shard=3 does not divide 8 workers; try shard=2 or shard=4"),
-        ("server=2 staleness=4", 8, "staleness=4 is not built yet; use only what is: data=N, local=N, "),
+        ("auto", 8, "auto is not built yet; use only what is: data=N, local=N, "),
     ],
 )
 def test_plans_are_refused_before_anything_starts(plan, workers, message, tmp_path):

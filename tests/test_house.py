@@ -30,7 +30,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # until islands could be late, be merged in fragments and send codes, and gradients were looked at for their noise;
 # 35,200 until a run could be watched from its journal alone, and parameter servers could keep the optimizer.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 37_800, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 38_400, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [
@@ -49,6 +49,8 @@ ROWS = [
             "lateness",
             "fragments",
             "rounds",
+            "dealing",
+            "holding",
             "served",
             "serving",
             "tickets",

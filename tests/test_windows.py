@@ -5,8 +5,10 @@ is that of one process.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -21,6 +23,7 @@ from test_servers import TOLERANCE, by_hand, trained
 from warm import Process, environment
 
 from paceline.observe.journal import read_journal
+from paceline.observe.summary import Summary, facts
 from paceline.team.chaos import read_log
 from paceline.team.coordinator import STOPPED
 
@@ -78,8 +81,13 @@ def test_each_row_counts_once(tmp_path: Path, workers: int, servers: int, bound:
     ]
     for one in windows:
         assert sum(count for _, count in one["workers"]) == sum(count for _, count in one["missed"]) == one["updates"]
-    took = {worker for one in windows for worker, _ in one["workers"]}
-    assert took == {*range(workers)}
+    made = Counter[int]()
+    for one in windows:
+        made.update(dict(one["workers"]))
+    assert {*made} == {*range(workers)}
+    told = "updates: " + ", ".join(f"{made[worker]} by worker {worker}" for worker in range(workers))
+    told += r"; \d+\.\d others between reading and update, at most \d+"
+    assert re.fullmatch(told, dict(facts(Summary(tmp_path / "run"))["What happened"])["out of step"])
     how = "as far ahead as they are" if bound == "inf" else f"at most {bound} ahead"
     assert f"updates are not in step: workers read weights {how}, and meet every 40 updates" in said
     assert "global batch 6 = 2 micro-batches of 3 rows; one epoch = 5 steps" in said

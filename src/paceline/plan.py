@@ -172,6 +172,13 @@ class Plan:
         """Whether a worker keeps but a part of a model's parameters."""
         return self.together > 1 or (self.pipeline or 1) * (self.tensor or 1) > 1
 
+    @property
+    def several(self) -> str:
+        """The word that makes several steps of a turn of the user's loop, if one does."""
+        if self.local:
+            return f"local={self.local}"
+        return f"staleness={self.staleness:g}" if self.staleness else ""
+
     def in_shards(self, workers: int) -> Iterator[Plan]:
         """The plans over `workers` that are like this one and keep a model in more or fewer pieces: those that cost the
         least time first.

@@ -213,7 +213,7 @@ class Windows(ServedStepper):
         step.steps = len(self._log)
         if self._trouble is None:
             self.replica.read(self.done + step.steps)
-            self._buffers = self.replica.buffers()
+            self._buffers = unpack(torch.frombuffer(self.replica.buffers(), dtype=torch.uint8))
 
     def _ticket(self, dealt: dict[str, Any], portion: Portion) -> None:
         """The gradients of one global batch, for the servers."""

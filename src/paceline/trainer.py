@@ -260,7 +260,9 @@ class Trainer:
             told = grid_told(grid, dealt, rows, total, unit, self._number, self._run.models)
             told |= {"phase": number, "epochs": epochs, "done": [one.steps_done for one in self._run.members]}
             self._run.show("grid", **told, steps=None if total is None else self.steps_done - phase.done + total)
-            idle = None if place.fine or self.plan.local or self.plan.staleness else idle_text(grid, place.weights, unit)
+            idle = (
+                None if place.fine or self.plan.several else idle_text(grid, place.weights, unit)
+            )
             if idle is not None:
                 self._run.decide(self._number, *idle)
                 self._run.say(": ".join(idle), once=True)
@@ -314,8 +316,7 @@ class Trainer:
         own rows are lost, and named.
         """
         run = self._run
-        if self.plan.local or self.plan.staleness:
-            word = f"local={self.plan.local}" if self.plan.local else f"staleness={self.plan.staleness:g}"
+        if word := self.plan.several:
             what = f"step() brings the rows of one step, and under {word} a turn of the loop has several"
             raise UsageError(what, f"use steps(), or leave {word} out")
         run.begin_training(self._number, loop=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,6 @@ from paceline.observe.figures import (
     duration,
     links_of,
     number,
-    ranks,
     plural,
     ranks,
     rate_of,
@@ -76,6 +76,7 @@ class Summary:
         self.formed = [event for event in events if event["event"] == "formed"]
         late = effective_steps(events, "late") + effective_steps(events, "uncounted")  # each may be told twice
         self.late = list({(e.get("trainer"), e.get("step"), e.get("island")): e for e in late}.values())
+        self.windows = effective_steps(events, "window")
         self.compare: Event = next((event for event in reversed(events) if event["event"] == "compare"), {})
         self.collectives: Event = next((e["kinds"] for e in reversed(last) if e["event"] == "collectives"), {})
         self.checkpoints = effective_steps(events, "checkpoint")
@@ -332,6 +333,21 @@ def _lost(event: Event) -> str:
     return "; ".join([who, *causes])
 
 
+def _out_of_step(windows: list[Event]) -> str:
+    """How many updates each worker made, and how many came between a worker's reading of the weights and its update."""
+    by, missed = Counter[int](), Counter[int]()
+    for event in windows:
+        by.update(dict(event["workers"]))
+        missed.update(dict(event["missed"]))
+    if not missed:
+        return ""
+    mean = sum(others * times for others, times in missed.items()) / missed.total()
+    made = ", ".join(f"{count} by worker {worker}" for worker, count in sorted(by.items()))
+    dropped = sum(event["dropped"] for event in windows)
+    also = f"; {dropped} dropped" if dropped else ""
+    return f"updates: {made}{also}; {mean:.1f} others between reading and update, at most {max(missed)}"
+
+
 def _late(events: list[Event]) -> str:
     """Which islands were too late for merges, and how many rows are not trained on for that."""
     told = []
@@ -431,6 +447,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("checkpoints", saved),
             *(("lost", _lost(event)) for event in s.lost),
             ("too late", _late(s.late)),
+            ("out of step", _out_of_step(s.windows)),
             ("teams", _teams(s.formed)),
             *(("failure", _cause(event, f" on {event.get('host')}: ")) for event in s.failures),
             ("ended", s.ending),

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.tree import unpack
 from paceline.comm.buckets import Bucket, zeros
 from paceline.comm.frames import Connection, Frame, Key, Kind, exchange
 from paceline.comm.group import Group
@@ -306,12 +305,11 @@ class Ticketed(Served):
             self.servers.put(server, Kind.PUSHED, self.number, self.key, (), text + (b"" if server else records))
         self.servers.answers([0], Kind.PUSHED, self.number, self.key)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """As the servers have them after the last update."""
+    def buffers(self) -> bytearray:
+        """As the servers have them after the last update, packed."""
         key = 0, self._asked, 0
         self.servers.put(0, Kind.BUFFERS, self.number, key)
-        (frame,) = self.servers.answers([0], Kind.BUFFERS, self.number, key)
-        return unpack(torch.frombuffer(frame.text, dtype=torch.uint8))  # type: ignore[no-any-return]
+        return self.servers.answers([0], Kind.BUFFERS, self.number, key)[0].text
 
 
 def own_numbers(owners: Sequence[int], server: int) -> Iterator[int]:
