@@ -1,5 +1,5 @@
-"""The command line: run, launch, stop, logs, check, chaos, tokenize, export, import, inspect, explain, report, metrics,
-watch.
+"""The command line: run, launch, stop, stacks, logs, check, chaos, tokenize, export, import, inspect, explain, report,
+metrics, watch.
 """
 
 from __future__ import annotations
@@ -91,6 +91,12 @@ def _stop(**options: Any) -> int:
     from paceline.launch.returning import stop
 
     return stop(**options)
+
+
+def _stacks(**options: Any) -> str:
+    from paceline.launch.returning import stacks
+
+    return stacks(**options)
 
 
 def _logs(**options: Any) -> int:
@@ -350,6 +356,15 @@ def _returning(add: Callable[..., Any]) -> None:
     option("run", metavar="RUN|HOST:PORT", help="its folder, or where its coordinator listens")
     option("--token-file", metavar="FILE", help="its token, where its folder is not here")
     option("--no-wait", dest="wait", action="store_false", help="ask, and do not wait for its end")
+    option = add(
+        "stacks",
+        _stacks,
+        "say where each worker of a run stands, without disturbing it",
+        "examples:\n  paceline stacks runs/a\n  paceline stacks 10.0.0.7:29400 --token-file token",
+        "All stacks, and the last 1,000 collectives of each worker, are in the run's folder then, under stacks/.",
+    )
+    option("run", metavar="RUN|HOST:PORT", help="its folder, or where its coordinator listens")
+    option("--token-file", metavar="FILE", help="its token, where its folder is not here")
     option = add(
         "logs",
         _logs,

@@ -20,6 +20,7 @@ from typing import Any
 from paceline.errors import LaunchError
 from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess
 from paceline.launch.ending import Ending
+from paceline.launch.examine import Recorder
 from paceline.launch.hangs import Hangs
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
@@ -80,6 +81,7 @@ class Agent:
         self._output = Output(logs, numbers, self.say, raw)
         self._workers = Workers(options, folder, numbers, self._output, journal, self._told, self.say)
         self._hangs = Hangs(self._workers, options, folder, journal, self._output, self.say)
+        self._recorder = Recorder(self._workers, folder, link)
         self._script = _Script(Path(options.script))
         self._declined: dict[int, dict[str, Any]] = {}  # what is reported of workers that were not started again
         self._report: dict[str, Any] = {}
@@ -108,6 +110,7 @@ class Agent:
                 self._hangs.look(time.monotonic(), self._stop is not None)
                 self._look_at_the_link()
                 self._tell()
+                self._recorder.look()
         finally:
             self._end()
         self._progress.close()
@@ -420,6 +423,7 @@ class Agent:
         """Ends all processes and takes the last of what they wrote."""
         self._workers.kill()
         left = end_sessions({worker.process.pid for worker in self._workers.all})
+        self._recorder.look(end=True)
         if self._coordinator is not None:
             self._see_off()
         self._link.close({**self._report, "bye": True})

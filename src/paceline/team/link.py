@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ class _Session:
 
     address: tuple[str, int]
     key: str
-    numbers: dict[str, int] = field(default_factory=lambda: {"/report": 0, "/orders": 0})
+    numbers: dict[str, int] = field(default_factory=lambda: {"/report": 0, "/orders": 0, "/stands": 0})
 
 
 class Link:
@@ -101,6 +101,19 @@ class Link:
         with self._fresh:
             self._report = report
             self._fresh.notify_all()
+
+    def tell(self, path: str, what: Sequence[Mapping[str, Any]]) -> None:
+        """Says this, one after another, in a thread of its own; to a coordinator that is not there, nothing."""
+        session = self._session
+
+        def send() -> None:
+            assert session is not None
+            with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), Wire(session.address) as wire:
+                for said in what:
+                    self._ask(wire, session, "POST", path, said)
+
+        if session is not None:
+            threading.Thread(target=send, name="paceline-tell", daemon=True).start()
 
     def settled(self, report: Mapping[str, Any]) -> bool:
         """Whether the coordinator knows of a report, has judged it, and its orders since then were taken."""

@@ -6,6 +6,8 @@
     POST /report      the state of its workers; several times a second, so that its silence is noticed
     POST /fence       a coordinator of a higher epoch has taken over
     POST /stop        somebody with the token wants the run to stop, with a checkpoint
+    POST /stacks      somebody with the token wants to know where all workers stand, or what was answered to that
+    POST /stands      an agent answers, for one worker after another
     GET  /orders      the state that it is to bring about, as soon as that is another version than the one it knows
 
 Whatever is not signed with the token, was sent before, or is of another time is refused, and logged.
@@ -41,6 +43,7 @@ from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.link import RefusedError, fence
 from paceline.team.roster import Roster
 from paceline.team.seats import read_said
+from paceline.team.stands import Stands
 from paceline.team.token import make_token, read_authorization, sign
 
 SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
@@ -52,7 +55,8 @@ CHALLENGES = 1000
 UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
 FENCE = 1.0  # seconds between two attempts to reach the coordinator before us
 LOOK = 0.1  # seconds between two looks at who is silent
-SIGNED = {("POST", "fence"), ("POST", "join"), ("POST", "stop"), ("POST", "report"), ("GET", "orders")}
+STRANGERS = ("fence", "join", "stop", "stacks")  # who asks for these has no session
+SIGNED = {*(("POST", what) for what in (*STRANGERS, "report", "stands")), ("GET", "orders")}
 
 
 class RefusalError(Exception):
@@ -94,7 +98,7 @@ class Service:
         self._told = 0
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
-        self.strangers = Strangers()
+        self.strangers, self._stands = Strangers(), Stands(Path(run["folder"]))
 
     # ---- requests
 
@@ -148,6 +152,17 @@ class Service:
         self._publish()
         return {"step": self._coordinator.step}
 
+    def stacks(self, body: bytes) -> Any:
+        if not json.loads(body).get("asked"):
+            self._stands.ask(session.agent for session in self._sessions.values() if not session.lost)
+            self._coordinator.version += 1
+            self._publish()
+        return self._stands.answer()
+
+    def stands(self, session: Session, body: bytes) -> Any:
+        self._stands.take(session.agent, json.loads(body))
+        return {}
+
     def report(self, session: Session, body: bytes) -> Any:
         said = json.loads(body)
         if said["epoch"] != self._coordinator.epoch:
@@ -183,7 +198,7 @@ class Service:
                 break
             finally:
                 self._waiting.discard(news)
-        return self._coordinator.orders(session.agent)
+        return {**self._coordinator.orders(session.agent), "stacks": self._stands.asked}
 
     def session(self, method: str, path: str, header: str, body: bytes) -> Session | None:
         """Whose request this is; None for one that joins. RefusalError: it is not signed, or was sent before."""
@@ -195,7 +210,7 @@ class Service:
         if not hmac.compare_digest(signature.encode(), expected.encode()):  # in a time that tells nothing
             raise RefusalError(401, "a wrong token")
         session = self._sessions.get(key)
-        if session is None and path in ("/join", "/fence", "/stop"):
+        if session is None and path.lstrip("/") in STRANGERS:
             if key not in self._challenges:
                 raise RefusalError(409, "a join that was sent before, or answers an old challenge")
             self._challenges.remove(key)
@@ -298,7 +313,7 @@ class Handler(RequestHandler):
                 elif what == "orders":
                     said = await service.orders(self._session, int(self.get_query_argument("version")))
                 else:
-                    said = service.report(self._session, body)
+                    said = getattr(service, what)(self._session, body)
             else:
                 raise RefusalError(404, "there is no such thing here")
         except RefusalError as refused:
