@@ -65,17 +65,21 @@ def read_flight(ring: bytes) -> list[dict[str, Any]]:
     offset = time.time() - time.monotonic()
     records = [*_RECORD.iter_unpack(ring[:SIZE])]
     newest = max(record[0] for record in records)
-    found = []
+    found, known = [], dict[bytes, tuple[str, ...]]()  # most texts come many times
     for place, (turn, number, begun, ended, size, texts) in enumerate(records):
         if turn % KEPT != place or not newest - KEPT < turn or turn <= 0:
             continue
-        group, name, site = (text.rstrip(b"\0").decode("utf-8", "replace") for text in _TEXTS.unpack(texts))
+        if texts not in known:
+            known[texts] = tuple(text.rstrip(b"\0").decode("utf-8", "replace") for text in _TEXTS.unpack(texts))
+        group, name, site = known[texts]
         record = {"turn": turn, "group": group, "number": number, "name": name, "site": site, "bytes": size}
-        record |= {"begun": round(begun + offset, 6), "ended": round(abs(ended) + offset, 6) if ended else None}
+        record["begun"], record["ended"] = round(begun + offset, 6), round(abs(ended) + offset, 6) if ended else None
         found.append({**record, "failed": True} if ended < 0 else record)
-    return sorted(found, key=lambda record: record["turn"])
+    found.sort(key=lambda record: record["turn"])
+    return found
 
 
 def flight_lines(about: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
     """As they are kept in a run folder: `about` whom, and a line for each."""
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (about, *records))
+    encode = json.JSONEncoder(ensure_ascii=False).encode
+    return "".join(f"{encode(line)}\n" for line in (about, *records))

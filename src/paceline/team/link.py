@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class Link:
         self.epoch = 0
         self.run: dict[str, Any] = {}  # what all agents must know of it
         self.others: list[tuple[str, int]] = []  # where a coordinator may be that has taken over
+        self._clocks = deque[tuple[float, float]](maxlen=64)  # of the last answers: error, offset
         self.answered = time.monotonic()
         self.home = address  # where the last answer came from
         self._session: _Session | None = None
@@ -128,6 +130,14 @@ class Link:
         self._interrupt()
 
     @property
+    def clock(self) -> tuple[float, float] | None:
+        """Seconds to be added to this host's clock for the coordinator's, and how wrong that is at most: of the last
+        answers, from the one that was the quickest.
+        """
+        best = min([*self._clocks], default=None)
+        return best and (best[1], best[0])
+
+    @property
     def away(self) -> float:
         """Seconds since the coordinator's last answer."""
         return time.monotonic() - self.answered
@@ -161,7 +171,10 @@ class Link:
                                 self._fresh.wait(BEAT)
                             sent = self._report
                         if sent:
-                            said = self._ask(wire, session, "POST", "/report", {"epoch": self.epoch, **sent})
+                            asked = time.time()
+                            told = {"epoch": self.epoch, "clock": self.clock, **sent}
+                            said = self._ask(wire, session, "POST", "/report", told)
+                            self._set_clock(asked, said.get("clock"), time.time())
                             self._heard = (sent, said)
                             self._tell()
             except RefusedError as refused:
@@ -177,6 +190,12 @@ class Link:
                     self.others = [*known[1:], known[0]]
             time.sleep(AGAIN)
             sent = {}
+
+    def _set_clock(self, asked: float, clock: Sequence[float] | None, answered: float) -> None:
+        """As NTP does (RFC 5905): from when a request left, came, was answered, and the answer came."""
+        if clock is not None:
+            came, left = clock
+            self._clocks.append(((answered - asked - (left - came)) / 2, (came - asked + left - answered) / 2))
 
     def _listen(self) -> None:
         known = 0
@@ -225,6 +244,7 @@ class Link:
             if self.address != wire.address:
                 raise ConnectionError("it is elsewhere")
             self._session, self.epoch, self.run = session, said["epoch"], said["run"]
+            self._clocks.clear()
             self._joined.set()
         self.answered = time.monotonic()
         return session

@@ -78,6 +78,7 @@ class Session:
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=40))
     broken: float = math.inf  # when its connection for orders broke
     lost: bool = False
+    clock: tuple[float, float] | None = None  # its offset and error, as the journal has them
 
     @property
     def deadline(self) -> float:
@@ -164,7 +165,7 @@ class Service:
         return {}
 
     def report(self, session: Session, body: bytes) -> Any:
-        said = json.loads(body)
+        came, said = time.time(), json.loads(body)
         if said["epoch"] != self._coordinator.epoch:
             raise RefusalError(409, f"a report of epoch {said['epoch']}, this is {self._coordinator.epoch}")
         workers = {int(number): read_said(worker) for number, worker in said["workers"].items()}
@@ -184,7 +185,18 @@ class Service:
             self._coordinator.bye(session.agent)
         self._publish()
         coordinator = self._coordinator
-        return {"version": coordinator.version, "open": coordinator.undecided}
+        self._set_clock(session, said.get("clock"), [*workers])
+        return {"version": coordinator.version, "open": coordinator.undecided, "clock": [came, time.time()]}
+
+    def _set_clock(self, session: Session, told: Any, workers: list[int]) -> None:
+        """What the clock of another host says: into the journal when it is known better, or another one."""
+        if told is None or session.host == socket.gethostname() or not workers:
+            return
+        offset, error = map(float, told)
+        before = session.clock
+        if before is None or error < before[1] / 2 or abs(offset - before[0]) > error + before[1]:
+            session.clock = offset, error
+            self._record("clock", host=session.host, offset=offset, error=error, workers=workers)
 
     async def orders(self, session: Session, known: int) -> Any:
         deadline = time.monotonic() + HELD

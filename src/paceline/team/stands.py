@@ -56,10 +56,10 @@ def packed(*texts: str) -> list[str]:
 
 
 def _pressed(data: bytes) -> bytes:
-    small = zlib.compress(data)
+    small = zlib.compress(data, 1)
     while len(small) > PACKED:
         data = data[: len(data) // 3] + b"\n...\n" + data[-len(data) // 3 :]
-        small = zlib.compress(data)
+        small = zlib.compress(data, 1)
     return small
 
 
