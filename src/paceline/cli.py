@@ -387,6 +387,14 @@ def _showing(add: Callable[..., Any]) -> None:
     option("folder", type=Path, nargs="?", metavar="RUN", help="the run folder (default: the newest under runs/)")
     option("--once", action="store_true", help="show it once, as it is now")
     option = add(
+        "doctor",
+        _late("observe.doctor", "doctor"),
+        "say why a run is slow, or failed",
+        "example:\n  paceline doctor runs/a",
+        "The first verdict with its figures, of the journal alone, and what a step would take if it were mended.",
+    )
+    option("folder", type=Path, metavar="RUN", help="the run folder")
+    option = add(
         "trace",
         _late("observe.timeline", "trace"),
         "write a timeline of a run's workers, for Perfetto",

@@ -26,8 +26,9 @@ SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # librari
 MOST = 1 << 20  # bytes of stacks that are read
 STEPS = 15  # that are looked at for the usual one
 # The page's numbers: the descriptor that stacks are written to, once they are; what has been done, counted in any unit;
-# whether a thread waits for other workers; whether the time counts for nothing; steps done; seconds of a usual one.
-WRITES, BEATS, WAITS, FREE, DONE, USUAL = range(6)
+# whether a thread waits for other workers; whether the time counts for nothing; steps done; seconds of a usual one; and
+# those that it waited for rows.
+WRITES, BEATS, WAITS, FREE, DONE, USUAL, LOADED = range(7)
 
 
 def is_pulse(descriptor: int | str, pid: int | str = "self") -> bool:
@@ -84,6 +85,10 @@ class Pulse:
         self._last = now
         self._page[DONE] += 1.0
         self.beat()
+
+    def loaded(self, seconds: float) -> None:
+        """So long the rows of a step were waited for."""
+        self._page[LOADED] += seconds
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

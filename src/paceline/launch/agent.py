@@ -30,6 +30,7 @@ from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.traces import short
+from paceline.pulse import DONE, LOADED
 from paceline.team.lease import Lease
 from paceline.team.link import AWAY, Link
 from paceline.world import SERVERS
@@ -227,6 +228,8 @@ class Agent:
         now = time.monotonic()
         for worker in self._workers.all:
             worker.still = worker.alive and worker.stopped + STILL <= now
+        current = [worker for worker in self._workers.now.values() if worker.pulse[DONE]]
+        self._link.loaded = {w.rank: (round(w.pulse[LOADED], 6), w.pulse[DONE]) for w in current}
         workers = {number: worker.said() for number, worker in self._workers.now.items()}
         report = {
             "workers": {str(number): said for number, said in (workers | self._declined).items()},

@@ -55,6 +55,7 @@ CHALLENGES = 1000
 UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
 FENCE = 1.0  # seconds between two attempts to reach the coordinator before us
 LOOK = 0.1  # seconds between two looks at who is silent
+LOADED, RARER = 10.0, 0.05  # seconds at least, and part of a run, between two records of loading
 STRANGERS = ("fence", "join", "stop", "stacks")  # who asks for these has no session
 SIGNED = {*(("POST", what) for what in (*STRANGERS, "report", "stands")), ("GET", "orders")}
 
@@ -79,6 +80,7 @@ class Session:
     broken: float = math.inf  # when its connection for orders broke
     lost: bool = False
     clock: tuple[float, float] | None = None  # its offset and error, as the journal has them
+    told: float = -math.inf  # when the journal was told of its loading
 
     @property
     def deadline(self) -> float:
@@ -96,7 +98,7 @@ class Service:
         self._challenges: deque[str] = deque(maxlen=CHALLENGES)
         self._waiting: set[asyncio.Future[None]] = set()
         self._news = asyncio.Event()
-        self._told = 0
+        self._told, self._began = 0, time.monotonic()
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
         self.strangers, self._stands = Strangers(), Stands(Path(run["folder"]))
@@ -153,6 +155,14 @@ class Service:
         self._publish()
         return {"step": self._coordinator.step}
 
+    def _take_loaded(self, session: Session, told: Mapping[str, Any], now: float, last: bool) -> None:
+        """How long workers waited for rows: into the journal, the more seldom the longer it goes on, and at the end."""
+        if not told or (now - session.told < max(LOADED, RARER * (now - self._began)) and not last):
+            return
+        session.told = now
+        loaded = {int(worker): [float(seconds), int(steps)] for worker, (seconds, steps) in told.items()}
+        self._record("loaded", host=session.host, workers=loaded)
+
     def stacks(self, body: bytes) -> Any:
         if not json.loads(body).get("asked"):
             self._stands.ask(session.agent for session in self._sessions.values() if not session.lost)
@@ -186,6 +196,7 @@ class Service:
         self._publish()
         coordinator = self._coordinator
         self._set_clock(session, said.get("clock"), [*workers])
+        self._take_loaded(session, said.get("loaded") or {}, now, bool(said.get("bye")))
         return {"version": coordinator.version, "open": coordinator.undecided, "clock": [came, time.time()]}
 
     def _set_clock(self, session: Session, told: Any, workers: list[int]) -> None:
