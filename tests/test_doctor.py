@@ -130,7 +130,13 @@ def test_the_model_of_a_step(tmp_path: Path) -> None:
     assert (found.kind, found.worker) == ("worker", 3)
     often = "and was the slowest in 100% of the records"
     assert found.evidence[0] == f"for the same rows it takes 3.00 times as long as the others, {often}"
-    shares = {"event": "shares", "step": 10, "workers": [0, 1, 2, 3], "parts": [0.3, 0.3, 0.3, 0.1]}  # all end together
+    shares = {
+        "event": "shares",
+        "trainer": 0,
+        "step": 10,
+        "workers": [0, 1, 2, 3],
+        "parts": [0.3, 0.3, 0.3, 0.1],
+    }  # all end together
     before = [step(number, own, 0.7) for number in range(1, 11)]
     after = [step(number, dict.fromkeys(range(4), 0.24), 0.34) for number in range(11, 41)]
     summary = told(tmp_path / "b", *before, shares, *after)
@@ -145,7 +151,7 @@ def test_loading_and_links_in_what_ifs(tmp_path: Path) -> None:
     before = [step(number, {0: 0.15, 1: 0.5}, 0.6) for number in range(1, 11)]
     after = [step(number, {0: 0.27, 1: 0.2}, 0.37) for number in range(11, 21)]
     loaded = {"event": "loaded", "host": "b", "workers": {"0": [0.0, 20], "1": [0.7 * 10 * (0.5 + 0.2), 20]}}
-    shares = {"event": "shares", "step": 10, "workers": [0, 1], "parts": [0.9, 0.1]}
+    shares = {"event": "shares", "trainer": 0, "step": 10, "workers": [0, 1], "parts": [0.9, 0.1]}
     summary = told(tmp_path / "a", *before, shares, *after, loaded)
     steps = usual_step(summary)
     assert steps is not None

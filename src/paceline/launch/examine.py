@@ -145,7 +145,7 @@ class Recorder:
 
     def __init__(self, workers: Workers, folder: Path, link: Link) -> None:
         self._workers, self._folder, self._link = workers, folder, link
-        self._kept: set[int] = set()  # processes that have ended
+        self._kept: set[tuple[int, int]] = set()  # number and life of those that have ended
         self._failed, self._asked = False, 0
 
     def look(self, end: bool = False) -> None:
@@ -156,8 +156,8 @@ class Recorder:
             for one in look_at([worker for worker in workers if worker.alive and not end]):
                 one.keep(self._folder)
         for worker in workers:
-            if (end or not worker.alive) and worker.process.pid not in self._kept:
-                self._kept.add(worker.process.pid)
+            if (end or not worker.alive) and (worker.rank, worker.life) not in self._kept:
+                self._kept.add((worker.rank, worker.life))
                 Standing(worker, {}, None, None, worker.pulse.flight).keep(self._folder)
         asked = orders.get("stacks", 0)
         if asked != self._asked and not end:

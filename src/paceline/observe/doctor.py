@@ -11,10 +11,12 @@ without the first tenth; D is the same part of T as in all that its process did.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from paceline.observe.figures import duration, ranks
 from paceline.observe.journal import Event
@@ -41,6 +43,9 @@ KINDS = (
     (r"out-of-memory|want of memory|OutOfMemory", "memory", "memory ran out"),
     (r"workers do not meet", "mismatch", "workers called different collectives"),
 )
+
+
+_Change = tuple[int, Mapping[int, float]]
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,8 @@ def usual_step(summary: Summary) -> UsualStep | None:
     if not team:
         return None
     workers = [int(worker) for worker in team[-1]["computed"]]
-    dealt = [_dealt(summary, workers, record) for record in team]
+    changes = _changes(summary, team[-1].get("trainer"))
+    dealt = [_dealt(workers, changes, record) for record in team]
 
     def paces(least: float) -> list[dict[int, float]]:
         """In each record, of the workers that had so large a part of the rows."""
@@ -144,20 +150,31 @@ def usual_step(summary: Summary) -> UsualStep | None:
     )
 
 
-def _dealt(summary: Summary, workers: Sequence[int], record: Event) -> dict[int, float]:
-    """How many global batches each worker has computed in a record, in all. Where nobody says, all have equal parts."""
+def _dealt(workers: Sequence[int], changes: Sequence[_Change], record: Event) -> dict[int, float]:
+    """How many global batches each worker has computed in a record, in all, as they were dealt after each of the steps
+    of `changes`. Where nobody says, all have equal parts.
+    """
     last, parts = int(record["step"]), dict.fromkeys(workers, 0.0)
-    for step in range(last - record["steps"] + 1, last + 1):
-        said: Mapping[int, float] = {}
-        if summary.grids and summary.grids[-1].get("unit", 1) == 1:
-            said = dict(enumerate(summary.grids[-1].get("shares") or []))
-        for event in summary.shares:
-            if event["step"] < step:
-                said = dict(zip(event["workers"], event["parts"], strict=False))
-        fits = {*said} == {*workers} and sum(said.values()) > 0
-        for worker in workers:
-            parts[worker] += said[worker] / sum(said.values()) if fits else 1 / len(workers)
+    first = last - record["steps"]
+    for place in range(max(0, bisect_right(changes, first, key=lambda change: change[0]) - 1), len(changes)):
+        at, said = changes[place]
+        until = changes[place + 1][0] if place + 1 < len(changes) else last
+        steps, whole = min(until, last) - max(at, first), sum(said.values())
+        if at >= last and place:
+            break
+        fits = {*said} == {*workers} and whole > 0
+        for worker in workers if steps > 0 else ():
+            parts[worker] += steps * (said[worker] / whole if fits else 1 / len(workers))
     return parts
+
+
+def _changes(summary: Summary, trainer: Any) -> list[_Change]:
+    """After which step rows were dealt in which parts, first those of the grid."""
+    grid = next((grid for grid in reversed(summary.grids) if grid.get("trainer") == trainer), {})
+    begin: Mapping[int, float] = dict(enumerate(grid.get("shares") or [])) if grid.get("unit", 1) == 1 else {}
+    later = [event for event in summary.shares if event.get("trainer") == trainer]
+    parts = [(int(event["step"]), dict(zip(event["workers"], event["parts"], strict=False))) for event in later]
+    return [(0, begin), *sorted(parts, key=lambda change: change[0])]
 
 
 def _loading(summary: Summary, worker: int, records: Sequence[Event]) -> float:

@@ -16,11 +16,12 @@ from typing import Any
 
 from paceline.errors import UsageError, shown
 from paceline.observe.figures import plural, ranks
-from paceline.observe.journal import NAME, Event, read_journal
+from paceline.observe.journal import NAME, Event, read_journal, thinned
 from paceline.observe.stacks import FOLDER
 
 RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of what concerns all, and the first threads of a worker
 TOLD = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
+MOST = 200_000  # records of steps of all workers, beyond which neighbours are added up
 Span = dict[str, Any]
 
 
@@ -32,6 +33,11 @@ def trace(folder: Path, out: Path | None, steps: str | None) -> str:
         raise UsageError(f"{folder} is no run folder: it has no {NAME}", "name one that --run-dir made")
     out = out or folder / "trace.json.gz"
     made = Timeline(read_journal(folder), flights(folder))
+    while steps is None and len(made.records) * len(made.workers) > MOST:
+        fewer = Timeline(thinned(made.told), made.flights)
+        if len(fewer.records) == len(made.records):
+            break
+        made = fewer
     events = made.events(*_window(made, steps))
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     with gzip.open(out, "wt") if out.name.endswith(".gz") else out.open("w") as file:
@@ -54,7 +60,7 @@ class Timeline:
     """What a run folder tells of time. `workers` are those that are known, with their hosts."""
 
     def __init__(self, events: Sequence[Event], flights: Sequence[tuple[Event, list[Event]]]) -> None:
-        self._events, self._flights = events, flights
+        self.told, self.flights = list(events), flights
         self.offsets: dict[str, float] = {}  # seconds to be added to what a host's clock says
         self.workers: dict[int, str] = {}
         for event in events:
@@ -126,7 +132,7 @@ class Timeline:
 
     def _collectives(self) -> Iterator[Span]:
         alike: dict[tuple[Any, ...], list[Span]] = defaultdict(list)
-        for about, records in self._flights:
+        for about, records in self.flights:
             offset, free = self.offsets.get(about["host"], 0.0), list[float]()  # when each lane is free
             for record in records:
                 begin = record["begun"] + offset
@@ -147,7 +153,7 @@ class Timeline:
     def _told(self) -> Iterator[Span]:
         """Of the journal, what happened to the run."""
         free: list[float] = []
-        for event in self._events:
+        for event in self.told:
             kind = event["event"]
             if kind == "checkpoint":
                 took = event.get("took") or event.get("seconds") or 0.0
