@@ -234,7 +234,7 @@ def _slow(summary: Summary, steps: UsualStep) -> Verdict | None:
         told = tuple(
             f"worker {w} takes {a_step(steps.pace[w] / count)} for an equal part of the rows, and waits for these"
             f" {a_step(steps.loading[w] / count)} of that"
-            for w in loaders[:8]
+            for w in sorted(loaders, key=lambda worker: -steps.loading[worker])[:8]
         )
         where = ", ".join(sorted({hosts(worker) for worker in loaders} - {""}))
         what = f"loading holds training up: {ranks(loaders)}" + (f" on {where}" if where else "")
