@@ -146,6 +146,19 @@ def test_the_model_of_a_step(tmp_path: Path) -> None:
     assert verdict(summary, steps).worker == 3, "also where it has few rows"
 
 
+@pytest.mark.parametrize("merged", [True, False])
+def test_what_is_dealt_evenly_is_so_to_the_row_where_micro_batches_are_divided(merged: bool, tmp_path: Path) -> None:
+    grid = {"event": "grid", "trainer": 0, "phase": 0, "unit": 1, "shares": [3, 3, 2]}
+    decided = {"event": "decision", "trainer": 0, "what": "micro-batches may be merged in execution", "why": "seen"}
+    own = dict.fromkeys(range(3), 0.2) if merged else {0: 0.225, 1: 0.225, 2: 0.15}
+    steps = (step(number, own, 0.3) for number in range(1, 21))
+    summary = told(tmp_path, grid, *([decided] if merged else []), *steps)
+    found = usual_step(summary)
+    assert found is not None
+    assert found.pace == pytest.approx(dict.fromkeys(range(3), 0.6))
+    assert verdict(summary, found).kind == ""
+
+
 def test_loading_and_links_in_what_ifs(tmp_path: Path) -> None:
     """Rows are waited for on worker 1, from which the shares went away after step 10."""
     before = [step(number, {0: 0.15, 1: 0.5}, 0.6) for number in range(1, 11)]

@@ -171,7 +171,11 @@ def _dealt(workers: Sequence[int], changes: Sequence[_Change], record: Event) ->
 def _changes(summary: Summary, trainer: Any) -> list[_Change]:
     """After which step rows were dealt in which parts, first those of the grid."""
     grid = next((grid for grid in reversed(summary.grids) if grid.get("trainer") == trainer), {})
-    begin: Mapping[int, float] = dict(enumerate(grid.get("shares") or [])) if grid.get("unit", 1) == 1 else {}
+    shares = grid.get("shares") or []
+    # Micro-batches that may be merged are divided as well: then those that are dealt evenly are, to the row.
+    even = any("may be merged" in str(event.get("what")) for event in summary.decisions)
+    even &= max(shares, default=0) - min(shares, default=0) <= 1
+    begin: Mapping[int, float] = {} if even or grid.get("unit", 1) > 1 else dict(enumerate(shares))
     later = [event for event in summary.shares if event.get("trainer") == trainer]
     parts = [(int(event["step"]), dict(zip(event["workers"], event["parts"], strict=False))) for event in later]
     return [(0, begin), *sorted(parts, key=lambda change: change[0])]
