@@ -133,6 +133,9 @@ def test_a_number_of_another_generation_ties_nothing() -> None:
     tied = sorted((event["id"], event["pid"], event["ts"] / 1e6) for event in events if event["ph"] in "stf")
     assert tied == [(0, 1, 0.0), (0, 2, 0.5), (1, 1, 10.0), (1, 3, 10.25), (2, 1, 30.0), (2, 2, 30.5)]
     assert [event["args"]["ended"] for event in events if "ended" in event.get("args", {})] == ["not yet"]
+    cut = made.events(0.0, 11.2)  # in the midst of one, which is left out with what ties it
+    checked(cut)
+    assert [(event["ph"], event["pid"]) for event in cut if event["ph"] != "M"] == [("X", 1)]
 
 
 def test_what_another_hosts_clock_says_is_known_to_an_error() -> None:

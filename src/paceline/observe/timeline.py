@@ -85,6 +85,7 @@ class Timeline:
         """All within these Unix seconds, in the order of time, which begins with 0."""
         spans = [*self._steps(), *self._collectives(), *self._told()]
         spans = [span for span in spans if first <= span["ts"] and span.get("end", span["ts"]) <= last]
+        spans += [*_ties([span for span in spans if span["cat"] == "collective"])]
         zero = min((span["ts"] for span in spans), default=0.0)
         for span in spans:
             begin = round(1e9 * (span["ts"] - zero))  # whole nanoseconds: what is within another stays so
@@ -131,7 +132,6 @@ class Timeline:
                         at = until
 
     def _collectives(self) -> Iterator[Span]:
-        alike: dict[tuple[Any, ...], list[Span]] = defaultdict(list)
         for about, records in self.flights:
             offset, free = self.offsets.get(about["host"], 0.0), list[float]()  # when each lane is free
             for record in records:
@@ -140,15 +140,7 @@ class Timeline:
                 args = {key: record.get(key) for key in ("group", "number", "site", "bytes", "failed")}
                 args |= {} if record["ended"] else {"ended": "not yet"}
                 place = {"pid": about["worker"] + 1, "tid": COLLECTIVES + _lane(free, begin, end)}
-                span = _span(record["name"], "collective", begin, end, args, **place)
-                yield span
-                if record["number"]:
-                    alike[record["group"], record["number"], record["name"]].append(span)
-        for number, together in enumerate(_meetings(alike)):
-            for turn, span in enumerate(together):
-                how = "s" if turn == 0 else "f" if turn == len(together) - 1 else "t"
-                flow = {key: span[key] for key in ("name", "ts", "pid", "tid")}
-                yield {**flow, "cat": "collective", "ph": how, "id": number, **({"bp": "e"} if how == "f" else {})}
+                yield _span(record["name"], "collective", begin, end, args, **place)
 
     def _told(self) -> Iterator[Span]:
         """Of the journal, what happened to the run."""
@@ -175,6 +167,19 @@ class Timeline:
                     "tid": 0,
                     "args": args,
                 }
+
+
+def _ties(spans: Sequence[Span]) -> Iterator[Span]:
+    """Flows through the same collective on several workers, which begin where it does on each."""
+    alike: dict[tuple[Any, ...], list[Span]] = defaultdict(list)
+    for span in spans:
+        if number := span["args"]["number"]:
+            alike[span["args"]["group"], number, span["name"]].append(span)
+    for number, together in enumerate(_meetings(alike)):
+        for turn, span in enumerate(together):
+            how = "s" if turn == 0 else "f" if turn == len(together) - 1 else "t"
+            flow = {key: span[key] for key in ("name", "ts", "pid", "tid")}
+            yield {**flow, "cat": "collective", "ph": how, "id": number, **({"bp": "e"} if how == "f" else {})}
 
 
 def _meetings(alike: Mapping[Any, list[Span]]) -> Iterator[list[Span]]:
