@@ -104,6 +104,8 @@ def test_nothing_but_the_status_without_the_token(target: Target, undisturbed: P
     assert target.ask("POST", "/report", body) == (401, {"refused": "no token"})
     assert target.ask("GET", "/orders?version=0") == (401, {"refused": "no token"})
     assert target.ask("POST", "/join", body) == (401, {"refused": "no token"})
+    assert target.ask("POST", "/stacks", b"{}") == (401, {"refused": "no token"})
+    assert target.ask("POST", "/stands", body) == (401, {"refused": "no token"})
     assert target.ask("POST", "/report", body, "Bearer " + token.decode()) == (401, {"refused": "no token"})
     wrong = authorization(other, "POST", "/fence", target.challenge(), 0, body)
     assert target.ask("POST", "/fence", body, wrong) == (401, {"refused": "a wrong token"})

@@ -115,6 +115,8 @@ def test_wherever_it_hangs_its_line_is_told_and_it_is_replaced(tmp_path: Path) -
             "3: the one before is not back"
         )
         assert f", line {line.partition(' ')[0].partition(':')[2]} in {function}\n" in (tmp_path / log).read_text()
+        files = [path.name for path in (tmp_path / "out" / "stacks").glob(f"worker-{worker}.*")]
+        assert {f"worker-{worker}.txt", f"worker-{worker}.jsonl", f"worker-{worker}.1.jsonl"} <= {*files}
     lines = {(event["worker"], event["line"], event["busy"]) for event in journal(tmp_path / "out", "hang")}
     assert lines == {(w, f"{place(tmp_path, s, f)}: {s}", busy) for w, (s, f, busy) in STANDS.items()}
 

@@ -1,5 +1,5 @@
-"""The command line: run, launch, stop, logs, check, chaos, tokenize, export, import, inspect, explain, report, metrics,
-watch.
+"""The command line: run, launch, stop, stacks, logs, check, chaos, tokenize, export, import, inspect, explain, report,
+metrics, watch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,11 @@ def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions
     return LaunchOptions(script=find_module(script) if module else script, module=name, **options)
 
 
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """A function that is imported when it is called: most need what the other commands do not."""
+    return lambda **options: getattr(import_module(f"paceline.{module}"), name)(**options)
+
+
 def _run(take_over: Path | None, **options: Any) -> int | str:
     return launch(_launched(**options)) if take_over is None else taken_over(take_over)
 
@@ -85,18 +91,6 @@ def _launch(where: str, words: list[str], **options: Any) -> int:
 
     given = {name: options.pop(name, None) for name in FAR}
     return launch_on(where, words, given, options)
-
-
-def _stop(**options: Any) -> int:
-    from paceline.launch.returning import stop
-
-    return stop(**options)
-
-
-def _logs(**options: Any) -> int:
-    from paceline.launch.returning import logs
-
-    return logs(**options)
 
 
 def _check(steps: int, **options: Any) -> int:
@@ -122,22 +116,10 @@ def _explain(what: str, script: str | None, workers: int | None, svg: Path | Non
     return told.text()
 
 
-def _watch(folder: Path | None, once: bool) -> int:
-    from paceline.observe.watch import watch  # not with every run
-
-    return watch(folder, once)
-
-
 def _metrics(what: str) -> str:
     from paceline.observe import alerts, metrics
 
     return {"table": metrics.table, "rules": alerts.rules, "dashboard": alerts.dashboard}[what]()
-
-
-def _export(**options: Any) -> str:
-    from paceline.checkpoint.export import export_model  # needs torch, which takes its time
-
-    return export_model(**options)
 
 
 def _tokenize(**options: Any) -> int | str:
@@ -150,24 +132,12 @@ def _tokenize(**options: Any) -> int | str:
         raise
 
 
-def _import(**options: Any) -> str:
-    from paceline.checkpoint.adopt import import_model
-
-    return import_model(**options)
-
-
-def _inspect(**options: Any) -> str:
-    from paceline.checkpoint.contents import inspect_run
-
-    return inspect_run(**options)
-
-
 def _weights(add: Callable[..., Any]) -> None:
     """The commands that read and write checkpoints without a script."""
     dtype = "convert weights of floating point on the way"
     option = add(
         "export",
-        _export,
+        _late("checkpoint.export", "export_model"),
         "write the weights of a run's newest checkpoint, for other programs",
         "examples:\n"
         "  paceline export runs/a model.safetensors\n"
@@ -186,7 +156,7 @@ def _weights(add: Callable[..., Any]) -> None:
     option("--trainer", least=0, default=0, help="which trainer of the script, from 0 (default 0)")
     option = add(
         "import",
-        _import,
+        _late("checkpoint.adopt", "import_model"),
         "make a run that begins with weights from elsewhere",
         "examples:\n"
         "  paceline import model.safetensors runs/b\n"
@@ -201,7 +171,7 @@ def _weights(add: Callable[..., Any]) -> None:
     option("--trainer", least=0, default=0, help="for which trainer of the script, from 0 (default 0)")
     option = add(
         "inspect",
-        _inspect,
+        _late("checkpoint.contents", "inspect_run"),
         "say what a checkpoint holds",
         "examples:\n  paceline inspect runs/a\n  paceline inspect runs/a --step 120 --tensors --json",
         "Lists and verifies the checkpoints of a run, and tells one of them, by default the newest.",
@@ -340,7 +310,7 @@ def _returning(add: Callable[..., Any]) -> None:
     """The commands for a run that others started."""
     option = add(
         "stop",
-        _stop,
+        _late("launch.returning", "stop"),
         "stop a run with a checkpoint, from anywhere",
         "examples:\n"
         "  paceline stop runs/a                                        the same command as before goes on with it\n"
@@ -351,8 +321,17 @@ def _returning(add: Callable[..., Any]) -> None:
     option("--token-file", metavar="FILE", help="its token, where its folder is not here")
     option("--no-wait", dest="wait", action="store_false", help="ask, and do not wait for its end")
     option = add(
+        "stacks",
+        _late("launch.returning", "stacks"),
+        "say where each worker of a run stands, without disturbing it",
+        "examples:\n  paceline stacks runs/a\n  paceline stacks 10.0.0.7:29400 --token-file token",
+        "All stacks, and the last 1,000 collectives of each worker, are in the run's folder then, under stacks/.",
+    )
+    option("run", metavar="RUN|HOST:PORT", help="its folder, or where its coordinator listens")
+    option("--token-file", metavar="FILE", help="its token, where its folder is not here")
+    option = add(
         "logs",
-        _logs,
+        _late("launch.returning", "logs"),
         "show what the workers of a run print",
         "examples:\n  paceline logs runs/a\n  paceline logs -f -n 20 runs/a",
         "Each line with the worker whose it is; those of other hosts where their folders are here.",
@@ -400,13 +379,33 @@ def _showing(add: Callable[..., Any]) -> None:
         option(f"--{what}", dest="what", action="store_const", const=what, default="table", help=f"print {does}")
     option = add(
         "watch",
-        _watch,
+        _late("observe.watch", "watch"),
         "show a run in the terminal while it trains, or as it ended",
         "examples:\n  paceline watch\n  paceline watch runs/a",
         "Follows the journal in the run folder; Ctrl-C ends the watching alone.",
     )
     option("folder", type=Path, nargs="?", metavar="RUN", help="the run folder (default: the newest under runs/)")
     option("--once", action="store_true", help="show it once, as it is now")
+    option = add(
+        "doctor",
+        _late("observe.doctor", "doctor"),
+        "say why a run is slow, or failed",
+        "example:\n  paceline doctor runs/a",
+        "The first verdict with its figures, of the journal alone, and what a step would take if it were mended.",
+    )
+    option("folder", type=Path, metavar="RUN", help="the run folder")
+    option = add(
+        "trace",
+        _late("observe.timeline", "trace"),
+        "write a timeline of a run's workers, for Perfetto",
+        "examples:\n  paceline trace runs/a\n  paceline trace runs/a --steps 100:120 -o trace.json",
+        "Open it at https://ui.perfetto.dev. Made of the journal, and of what `paceline stacks` keeps.",
+    )
+    option("folder", type=Path, metavar="RUN", help="the run folder")
+    option(
+        "-o", "--out", type=Path, metavar="FILE", help="the file to write, gzipped if .gz (default RUN/trace.json.gz)"
+    )
+    option("--steps", metavar="A:B", help="those steps alone")
     does = "write RUN/report.html again and print its summary"
     option = add("report", write_report, does, "example:\n  paceline report runs/a")
     option("folder", type=Path, metavar="RUN", help="the run folder")

@@ -1,5 +1,5 @@
-"""What an agent sees of its worker at any time, without asking it: a page that both have, and the signal upon which all
-stacks are written, in compiled code and without the interpreter's lock. No torch.
+"""What an agent sees of its worker at any time, without asking it: a page that both have, the flight recorder's ring,
+and the signal upon which all stacks are written, in compiled code and without the interpreter's lock. No torch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from paceline.flight import FLIGHT, SIZE, read_flight
 from paceline.world import pulse_descriptor
 
 NAME = "paceline-pulse"  # of the file in memory
-PAGE = 4096  # bytes; behind them the stacks are written
+PAGE = 4096  # bytes of the first part, of numbers
+BEHIND = PAGE + -(-SIZE // PAGE) * PAGE  # bytes with the ring; behind them the stacks are written
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None  # libraries take the first and the last ones
 MOST = 1 << 20  # bytes of stacks that are read
 STEPS = 15  # that are looked at for the usual one
 # The page's numbers: the descriptor that stacks are written to, once they are; what has been done, counted in any unit;
-# whether a thread waits for other workers; whether the time counts for nothing; steps done; seconds of a usual one.
-WRITES, BEATS, WAITS, FREE, DONE, USUAL = range(6)
+# whether a thread waits for other workers; whether the time counts for nothing; steps done; seconds of a usual one; and
+# those that it waited for rows.
+WRITES, BEATS, WAITS, FREE, DONE, USUAL, LOADED = range(7)
 
 
 def is_pulse(descriptor: int | str, pid: int | str = "self") -> bool:
@@ -47,6 +51,7 @@ class Pulse:
 
     def _leave(self) -> None:
         self._page = memoryview(bytearray(PAGE)).cast("d")
+        FLIGHT.take(bytearray(SIZE))
 
     def take(self) -> None:
         """From now on the agent sees us, if we are a worker of one."""
@@ -55,7 +60,9 @@ class Pulse:
             return
         os.set_inheritable(fd, False)  # what the script starts is none of it
         self._fd = fd
-        self._page = memoryview(mmap.mmap(fd, PAGE)).cast("d")
+        shared = memoryview(mmap.mmap(fd, BEHIND))
+        self._page = shared[:PAGE].cast("d")
+        FLIGHT.take(shared[PAGE : PAGE + SIZE])
         faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
         self._page[WRITES] = fd
         os.register_at_fork(after_in_child=self._leave)  # which writes its stacks, and is not seen
@@ -78,6 +85,10 @@ class Pulse:
         self._last = now
         self._page[DONE] += 1.0
         self.beat()
+
+    def loaded(self, seconds: float) -> None:
+        """So long the rows of a step were waited for."""
+        self._page[LOADED] += seconds
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -116,7 +127,7 @@ class View:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create(NAME)
-        os.ftruncate(self.fd, PAGE)
+        os.ftruncate(self.fd, BEHIND)
         self._page = mmap.mmap(self.fd, PAGE)
 
     def __getitem__(self, field: int) -> float:
@@ -125,13 +136,18 @@ class View:
 
     def clear(self) -> None:
         """Makes room for stacks: what is written goes on where both have come to."""
-        os.ftruncate(self.fd, PAGE)
-        os.lseek(self.fd, PAGE, os.SEEK_SET)
+        os.ftruncate(self.fd, BEHIND)
+        os.lseek(self.fd, BEHIND, os.SEEK_SET)
 
     @property
     def stacks(self) -> str:
         """What was written since."""
-        return os.pread(self.fd, MOST, PAGE).decode("utf-8", "replace")
+        return os.pread(self.fd, MOST, BEHIND).decode("utf-8", "replace")
+
+    @property
+    def flight(self) -> list[dict[str, Any]]:
+        """Its last collectives, see `paceline.flight`; also of one that has ended."""
+        return read_flight(os.pread(self.fd, SIZE, PAGE))
 
     def close(self) -> None:
         self._page.close()

@@ -413,7 +413,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
+        self._name, self.channel.label = name, f"torch {name}"
 
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._description

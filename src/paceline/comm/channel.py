@@ -25,6 +25,7 @@ from paceline.comm.shared import Arena, MismatchError
 from paceline.comm.status import PATIENCE, Side, call_site, unless
 from paceline.comm.tensors import Asked, Reduction
 from paceline.errors import PeerLostError
+from paceline.flight import FLIGHT
 from paceline.world import gloo_interface
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -51,7 +52,8 @@ class Channel:
     come it can be `given_up`.
 
     `declared` is (name, call site, kind) of what the caller is doing, for errors and the ledger; with none, a
-    collective speaks for itself. `ledger` has per kind of collective its number, bytes and seconds waited.
+    collective speaks for itself. `ledger` has per kind of collective its number, bytes and seconds waited. `label` is
+    what the group is called in the flight recorder.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Channel:
         self.broken: Exception | None = None
         self.declared: tuple[str, str, str] | None = None
         self.ledger: dict[str, list[float]] = {}
-        self.sequence = 0
+        self.sequence, self.label = 0, "torch"
         self._arenas: dict[int, Arena] = {}
         # DDP's join hands a Work to compiled code and drops it: without its Python half it could not be waited for.
         self._kept: deque[Operation] = deque(maxlen=_KEPT)
@@ -210,6 +212,7 @@ class Channel:
         entry = self.ledger.setdefault(operation.kind, [0, 0, 0.0])
         entry[0] += 1
         entry[1] += size
+        operation.turn = FLIGHT.begin(self.label, operation.sequence, operation.name, operation.site, size)
         ENGINE.submit(queue, operation)
         if not asynchronous:
             operation.wait()

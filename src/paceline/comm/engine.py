@@ -23,6 +23,7 @@ import torch.distributed as dist
 from paceline.comm.shared import Condition, MismatchError
 from paceline.comm.tensors import outside_inference
 from paceline.errors import PacelineError, UnsupportedError
+from paceline.flight import FLIGHT
 from paceline.pulse import PULSE
 
 Steps = Generator[Condition, None, None]
@@ -57,13 +58,15 @@ class Operation(dist.Work):
     """One collective or message under way: torch's Work.
 
     `kind` is its line in the ledger, `name` and `site` (file:line) say what it is in errors; `sequence` counts the
-    group's collectives, 0 for a message; `outcome` is what its future holds. Its error is raised by every `wait`.
+    group's collectives, 0 for a message; `outcome` is what its future holds; `turn` its record in the flight recorder.
+    Its error is raised by every `wait`.
     """
 
     def __init__(self, owner: Owner, steps: Steps, kind: str, name: str, site: str, sequence: int) -> None:
         super().__init__()
         self.owner, self.kind, self.name, self.site, self.sequence = owner, kind, name, site, sequence
         self.outcome: Any = []
+        self.turn = 0
         self.done = False
         self.error: Exception | None = None
         self.source: list[int] = []  # the rank that a message came from
@@ -99,6 +102,7 @@ class Operation(dist.Work):
             self.owner.broken = error  # its members stand at different places now
         self.error, self._steps, self._until = error, _nothing(), None
         self.done = True
+        FLIGHT.end(self.turn, error is None)
         if self._untold:
             ENGINE.ended.append(self)
 

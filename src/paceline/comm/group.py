@@ -64,6 +64,7 @@ class Group:
         self.mesh = Mesh()
         self.links: list[links.HostLink] = []  # between hosts, as measured
         self._parts: dict[_Part, Group] = {}
+        self._label = "team"
         self._whole: tuple[Group, str] | None = None  # which this is a part of, and by what name
         if world.size > 1 and not world.newcomer:
             with PULSE.waiting():
@@ -86,7 +87,7 @@ class Group:
         if channel is not None:
             self._side = channel.side
             self._side.names = self.names
-            channel.ledger = self.ledger
+            channel.ledger, channel.label = self.ledger, self._label
 
     def form(self, world: World, given_up: Callable[[], bool]) -> None:
         """Leaves the workers of before and connects with those of `world`. Collective among the latter.
@@ -153,6 +154,7 @@ class Group:
         whole, inside = self._whole or (self, "")
         part._whole = whole, f"{inside}along/{'x'.join(map(str, astuple(mesh)))}/{axes}/{ranks[0]}/"
         members = tuple(self.names[rank] for rank in ranks)
+        part._label = f"{axes or 'alone'} of {members[0]}"
         part._take(World(rank=ranks.index(self.rank), size=len(ranks), members=members), None, None)
 
     def _join(self) -> None:
@@ -200,6 +202,7 @@ class Group:
             self._lent, hook = ProcessGroup(store, self.rank, self.size, FOR_EVER, channel), sys.excepthook
             lend(self._lent, store)
             sys.excepthook = hook  # torch's puts a rank before every line
+        channel.label = f"torch, {self._label}"
         self._lends = True
         if self.channel.broken is not None:  # we were not there to hear that
             self.interrupt(self.channel.broken)

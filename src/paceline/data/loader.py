@@ -370,6 +370,7 @@ class Feed:
             self._next = step + 1
             batch = epoch, count, taken
         self._loading = time.perf_counter() - began
+        PULSE.loaded(self._loading)
         return batch
 
     def _taken(self, step: int, number: int) -> MicroBatch:

@@ -20,6 +20,7 @@ from typing import Any
 from paceline.errors import LaunchError
 from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess
 from paceline.launch.ending import Ending
+from paceline.launch.examine import Recorder
 from paceline.launch.hangs import Hangs
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
@@ -29,6 +30,7 @@ from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.traces import short
+from paceline.pulse import DONE, LOADED
 from paceline.team.lease import Lease
 from paceline.team.link import AWAY, Link
 from paceline.world import SERVERS
@@ -80,6 +82,7 @@ class Agent:
         self._output = Output(logs, numbers, self.say, raw)
         self._workers = Workers(options, folder, numbers, self._output, journal, self._told, self.say)
         self._hangs = Hangs(self._workers, options, folder, journal, self._output, self.say)
+        self._recorder = Recorder(self._workers, folder, link)
         self._script = _Script(Path(options.script))
         self._declined: dict[int, dict[str, Any]] = {}  # what is reported of workers that were not started again
         self._report: dict[str, Any] = {}
@@ -108,6 +111,7 @@ class Agent:
                 self._hangs.look(time.monotonic(), self._stop is not None)
                 self._look_at_the_link()
                 self._tell()
+                self._recorder.look()
         finally:
             self._end()
         self._progress.close()
@@ -224,6 +228,8 @@ class Agent:
         now = time.monotonic()
         for worker in self._workers.all:
             worker.still = worker.alive and worker.stopped + STILL <= now
+        current = [worker for worker in self._workers.now.values() if worker.pulse[DONE]]
+        self._link.loaded = {w.rank: (round(w.pulse[LOADED], 6), w.pulse[DONE]) for w in current}
         workers = {number: worker.said() for number, worker in self._workers.now.items()}
         report = {
             "workers": {str(number): said for number, said in (workers | self._declined).items()},
@@ -420,6 +426,7 @@ class Agent:
         """Ends all processes and takes the last of what they wrote."""
         self._workers.kill()
         left = end_sessions({worker.process.pid for worker in self._workers.all})
+        self._recorder.look(end=True)
         if self._coordinator is not None:
             self._see_off()
         self._link.close({**self._report, "bye": True})

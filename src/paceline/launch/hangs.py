@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.launch.examine import ANSWER, family_of, look_at, standing, take_stacks
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
-from paceline.launch.processes import session_members
 from paceline.launch.workers import Worker, Workers
 from paceline.observe.figures import called
 from paceline.observe.journal import Journal
-from paceline.observe.stacks import Hung, catches, computed, held_up, is_traced, read_place
+from paceline.observe.stacks import Hung, computed, is_traced
 from paceline.observe.traces import short
-from paceline.pulse import BEATS, DONE, FREE, SIGNAL, USUAL, WAITS, WRITES, View
+from paceline.pulse import BEATS, DONE, FREE, USUAL, WAITS, View
 from paceline.world import standstill
 
 LOOK = 0.5  # seconds between two looks
 MOST = 1.0  # of those between two looks, so many count: were they more, it was us who stood still
 SLOW = 10  # usual steps that one may take
 UNATTENDED = 1800.0  # seconds after which a worker is ended where nobody looks at the console
-ANSWER = 1.0  # seconds that stacks may take
 BUSY = 0.5  # of the time: who computes so long, or would if there were a core, does not wait
-_LOADS = (f"{os.sep}multiprocessing{os.sep}", f"{os.sep}dataloader.py")  # in the stack of who waits for a child
 
 
 @dataclass
@@ -103,7 +99,7 @@ class Hangs:
             self._watches[pid] = _Watch(pulse[BEATS])
             return
         if watch.halfway == 0.0:
-            watch.halfway, watch.computed = watch.stood, computed(self._family(worker))
+            watch.halfway, watch.computed = watch.stood, computed(family_of(worker))
         if watch.stood < min(tell, end):
             return
         ended = watch.stood >= end
@@ -120,47 +116,21 @@ class Hangs:
             end = min(end, watch.asked + max(self._patience / 3, 2 * pulse[USUAL]))
         return tell, end
 
-    @staticmethod
-    def _family(worker: Worker) -> list[int]:
-        """Its processes, with its own first."""
-        pid = worker.process.pid
-        return [pid, *(other for other in session_members({pid}) if other != pid)]
-
     def _examine(self, worker: Worker, watch: _Watch, seconds: float) -> Hung:
-        """Where it stands, and whether it computes; all stacks go to its log."""
-        family, until = self._family(worker), time.monotonic() + ANSWER
-        now = computed(family)
-        pid = family[0]
-        stacks = {pid: self._stacks(worker.pulse, pid, until)}
-        place, loader = read_place(stacks[pid]), None
-        if any(word in stacks[pid].rpartition("\n\n")[2] for word in _LOADS):
-            for child in family[1:]:
-                stacks[child] = self._stacks(worker.pulse, child, until)
-                found = read_place(stacks[child], child=True)
-                if found is not None and loader is None:
-                    place, loader = found, child
-        who = loader or pid
+        """Where it stands, and whether it computes; all stacks go to its log, and with those of the others and what
+        they last did together into the run folder.
+        """
+        until, now, pid = time.monotonic() + ANSWER, computed(family_of(worker)), worker.process.pid
+        found = standing(worker, take_stacks([(worker.pulse, pid)], until)[0], until)
+        who = found.loader or pid
         share = (now.get(who, 0.0) - watch.computed.get(who, 0.0)) / max(watch.stood - watch.halfway, LOOK)
-        hung = Hung(seconds, share > BUSY, place, loader)
         at = time.strftime("%Y-%m-%d %H:%M:%S")
         title = f"---- all stacks at {at}, after {seconds:.0f} s without progress ----"
-        parts = (f"process {process}:\n{text.strip() or 'no stack'}\n" for process, text in stacks.items())
-        self._output.note(worker.rank, "\n".join([title, *parts, "----", ""]))
-        return hung
-
-    @staticmethod
-    def _stacks(pulse: View, pid: int, until: float) -> str:
-        """All stacks of a process, if it has said that it writes them."""
-        if SIGNAL is None or not catches(pid, SIGNAL, int(pulse[WRITES])):
-            return ""
-        pulse.clear()
-        before, looks = held_up(pid, SIGNAL), 0
-        with suppress(ProcessLookupError):
-            os.kill(pid, SIGNAL)
-        while looks < 2 and time.monotonic() < until:  # one look may fall between two of its threads
-            time.sleep(0.005)
-            looks = looks + 1 if held_up(pid, SIGNAL) <= before else 0
-        return pulse.stacks
+        self._output.note(worker.rank, "\n".join([title, found.text, "----", ""]))
+        others = [other for other in self._workers.all if other.alive and other is not worker]
+        for one in (found, *look_at(others)):
+            one.keep(self._folder)
+        return Hung(seconds, share > BUSY, found.place, found.loader)
 
     def _tell(self, worker: Worker, hung: Hung, ended: bool) -> None:
         place = str(hung.place) if hung.place is not None else None

@@ -1,4 +1,4 @@
-"""`paceline stop` and `paceline logs`: to come back to a run that others started, on any engine. No torch."""
+"""`paceline stop`, `stacks` and `logs`: to come back to a run that others started, on any engine. No torch."""
 
 from __future__ import annotations
 
@@ -15,35 +15,64 @@ from paceline.launch.joining import find
 from paceline.launch.options import LaunchOptions
 from paceline.observe.figures import plural
 from paceline.observe.journal import read_journal
+from paceline.observe.stacks import FOLDER
+from paceline.observe.traces import short
 from paceline.team.link import RefusedError, Wire, ask_once
+from paceline.team.stands import table
 
-LOOK = 0.2  # seconds between two looks at a run
+LOOK, AGAIN = 0.2, 0.02  # seconds between two looks at a run, or for answers
+PATIENCE = 5.0  # seconds for agents to answer
 
 
 def stop(run: str, token_file: str | None, wait: bool) -> int:
     """Asks a run, by its folder or HOST:PORT, to stop with a checkpoint, and waits until it has ended. UsageError,
     LaunchError: it cannot be asked.
     """
-    if Path(run).is_dir() and not (Path(run) / ADDRESS).exists():
-        what = f"no run was started in {run}, or it keeps no coordinator"
-        raise UsageError(what, "give the folder of one that goes on")
-    address, token, folder = find(LaunchOptions(script="", join=run, token_file=token_file))
-    where = f"{address[0]}:{address[1]}"
-    try:
-        with Wire(address) as wire:
-            said = ask_once(wire, token, "/stop", {}, 0)
-    except RefusedError as refused:
-        cure = "copy the file token of its folder here again" if refused.code == 401 else "see its console"
-        raise UsageError(f"the run at {where} refuses to be stopped: {refused}", cure) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        why = getattr(error, "strerror", None) or "no answer"
-        raise LaunchError(f"no run answers at {where} ({why})", "it has ended, or see `paceline report`") from error
+    address, token, folder = _found(run, token_file)
+    said = _ask(address, token, "/stop", {}, "stopped")
     _say(f"{run} has done {plural(said['step'], 'step')}: it stops after the one under way, and saves")
     while wait and _answers(address):
         time.sleep(LOOK)
     if wait:
         _say(f"{run} has ended{_how(folder)}")
     return 0
+
+
+def stacks(run: str, token_file: str | None) -> str:
+    """Where all workers of a run stand, on one screen; their stacks and last collectives are in its folder then.
+    UsageError, LaunchError: it cannot be asked.
+    """
+    address, token, folder = _found(run, token_file)
+    said, end = _ask(address, token, "/stacks", {}, "asked"), time.monotonic() + PATIENCE
+    while said["waits"] and time.monotonic() < end:
+        time.sleep(AGAIN)
+        said = _ask(address, token, "/stacks", {"asked": said["asked"]}, "asked")
+    where = said["folder"] if folder is None else short(folder / FOLDER)
+    lines = [f"{agent} does not answer" for agent in said["waits"]]
+    lines = [f"{plural(len(said['workers']), 'worker')}:", *table(said["workers"]), *lines]
+    return "\n".join([*lines, f"all stacks and last collectives: {where}" + ("" if folder else f" on {address[0]}")])
+
+
+def _found(run: str, token_file: str | None) -> tuple[tuple[str, int], bytes, Path | None]:
+    """Where the coordinator of a run that goes on is, its token, and its folder if that is here."""
+    if Path(run).is_dir() and not (Path(run) / ADDRESS).exists():
+        what = f"no run was started in {run}, or it keeps no coordinator"
+        raise UsageError(what, "give the folder of one that goes on")
+    return find(LaunchOptions(script="", join=run, token_file=token_file))
+
+
+def _ask(address: tuple[str, int], token: bytes, path: str, what: Any, to_be: str) -> Any:
+    """A coordinator's answer to whoever has the token, for what a run is `to_be`."""
+    where = f"{address[0]}:{address[1]}"
+    try:
+        with Wire(address) as wire:
+            return ask_once(wire, token, path, what, 0)
+    except RefusedError as refused:
+        cure = "copy the file token of its folder here again" if refused.code == 401 else "see its console"
+        raise UsageError(f"the run at {where} refuses to be {to_be}: {refused}", cure) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        why = getattr(error, "strerror", None) or "no answer"
+        raise LaunchError(f"no run answers at {where} ({why})", "it has ended, or see `paceline report`") from error
 
 
 def _answers(address: tuple[str, int]) -> bool:

@@ -213,7 +213,7 @@ class Reader:
             self.events.append(event)
             self._steps += event["event"] == "step"
             if self._steps >= self._most:
-                self.events = _thinned(self.events)
+                self.events = thinned(self.events)
                 self._steps = sum(event["event"] == "step" for event in self.events)
                 self._most = max(APART, 2 * self._steps)
         return self.events
@@ -224,7 +224,7 @@ def read_journal(folder: Path) -> list[Event]:
     return Reader(folder).read()
 
 
-def _thinned(events: list[Event]) -> list[Event]:
+def thinned(events: list[Event]) -> list[Event]:
     """With one record of steps for each two of a trainer. The first one of an attempt stays, and none goes over a
     checkpoint, from which a later attempt may go on.
     """

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.observe.traces import FRAME, is_users, short
+from paceline.observe.journal import replace_file
+from paceline.observe.traces import FRAME, is_ours, is_users, short
 from paceline.pulse import is_pulse
 
+FOLDER = "stacks"  # in the run folder
 WIDEST = 200  # characters of a line that are shown
 _FORKED = f"multiprocessing{os.sep}process.py"  # what is above it in a child's stack is its parent's
 
@@ -60,8 +63,7 @@ def read_place(text: str, child: bool = False) -> CodeLine | None:
     """Where the main thread stands, in all stacks of a process: at the user's innermost line, or else at the innermost.
     None: it has no stack, or it is a `child` that does nothing of the user's.
     """
-    threads = [part for part in text.split("\n\n") if "\n  File " in part]
-    frames = [found for line in threads[-1].splitlines() if (found := FRAME.match(line))] if threads else []
+    frames = _frames(text)
     if child:
         own = next((at for at, frame in enumerate(frames) if frame["path"].endswith(_FORKED)), 0)
         frames = [frame for frame in frames[:own] if is_users(frame["path"])]
@@ -70,6 +72,24 @@ def read_place(text: str, child: bool = False) -> CodeLine | None:
     found = next((frame for frame in frames if is_users(frame["path"])), frames[0])
     path, number = found["path"], int(found["line"])
     return CodeLine(f"{short(path)}:{number} in {found['name']}", linecache.getline(path, number).strip()[:WIDEST])
+
+
+def read_within(text: str) -> str:
+    """In which function of Paceline's the main thread is, where the user's innermost line called it, or there is none;
+    else empty: it is in the user's code, or in what that calls itself.
+    """
+    frames = _frames(text)
+    users = next((at for at, frame in enumerate(frames) if is_users(frame["path"])), len(frames))
+    if users == 0 or not is_ours(frames[users - 1]["path"]):
+        return ""
+    found = next(frame for frame in frames if is_ours(frame["path"]))
+    return f"{found['name']} ({os.path.basename(found['path'])})"
+
+
+def _frames(text: str) -> list[re.Match[str]]:
+    """Of the main thread, the innermost first, in all stacks of a process."""
+    threads = [part for part in text.split("\n\n") if "\n  File " in part]
+    return [found for line in threads[-1].splitlines() if (found := FRAME.match(line))] if threads else []
 
 
 def catches(pid: int, number: int, writes: int) -> bool:
@@ -118,3 +138,14 @@ def _status(process: int | str) -> dict[str, str]:
 
 def _mask(status: dict[str, str], name: str) -> int:
     return int(status.get(name, "0"), 16)
+
+
+def keep(folder: Path, name: str, stacks: str, flight: str) -> None:
+    """Writes where a worker's process stood, and its last collectives; where there is nothing of one kind, an earlier
+    file stays. A full disk ends nothing.
+    """
+    with suppress(OSError):
+        (folder / FOLDER).mkdir(mode=0o700, exist_ok=True)
+        for ending, text in (("txt", stacks), ("jsonl", flight)):
+            if text:
+                replace_file(folder / FOLDER / f"{name}.{ending}", text)

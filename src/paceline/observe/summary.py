@@ -45,7 +45,8 @@ class Summary:
     `samples_per_second` is that of the last attempt without the first tenth of its steps. `time` are seconds on worker
     0, `bytes_moved` what it sent, `waited_for` the seconds a worker kept the others waiting. `made` and `made_by` are
     counts of all trainers, with what was done again; `up` says which workers are of the team, `hosts` where they
-    were. `collectives` are calls,
+    were. `loaded` says how long
+    workers waited for rows, `hang` who stands still since the last step. `collectives` are calls,
     bytes and seconds waited by kind. Of several trainers, `steps_done`, `samples`, speed and times are the first one's.
     """
 
@@ -103,6 +104,11 @@ class Summary:
         processes = [event for event in events if event["event"] == "worker"]  # which begin before their attempt does
         here = {*up, *(str(event["worker"]) for event in last if event["event"] == "worker")}
         self.hosts = {str(e["worker"]): str(e.get("host") or "") for e in processes if str(e["worker"]) in here}
+        self.loaded = [event for event in last if event["event"] == "loaded"]
+        moved = ("step", "evaluate", "formed", "lost")
+        self.hang = next(
+            (e if e["event"] == "hang" else None for e in reversed(last) if e["event"] in ("hang", *moved)), None
+        )
         self._add_steps(events, last)
         self._add_account(events)
         self._add_values(events)
@@ -144,6 +150,11 @@ class Summary:
         spent["steps"] -= waited
         spent["waiting"] += waited
         self.account = {name: seconds for name, seconds in spent.items() if seconds > 0}
+
+    def host_of(self, worker: int) -> str:
+        """Empty where nobody told."""
+        told = [e["host"] for e in self.loaded if str(worker) in e["workers"]]
+        return told[-1] if told else self.hosts.get(str(worker), "")
 
     @property
     def goodput(self) -> float | None:

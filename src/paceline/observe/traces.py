@@ -55,6 +55,10 @@ def is_users(path: str) -> bool:
     return not installed and not path.startswith(("<", _LIBRARY, _PACKAGE))
 
 
+def is_ours(path: str) -> bool:
+    return path.startswith(_PACKAGE)
+
+
 def short(path: str | Path) -> str:
     """`path` from the current folder where it lies in it."""
     return str(path).removeprefix(os.getcwd() + os.sep)

@@ -7,7 +7,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ class _Session:
 
     address: tuple[str, int]
     key: str
-    numbers: dict[str, int] = field(default_factory=lambda: {"/report": 0, "/orders": 0})
+    numbers: dict[str, int] = field(default_factory=lambda: {"/report": 0, "/orders": 0, "/stands": 0})
 
 
 class Link:
@@ -50,6 +51,8 @@ class Link:
         self.epoch = 0
         self.run: dict[str, Any] = {}  # what all agents must know of it
         self.others: list[tuple[str, int]] = []  # where a coordinator may be that has taken over
+        self.loaded: dict[int, tuple[float, float]] = {}  # by worker: seconds that it waited for rows, and its steps
+        self._clocks = deque[tuple[float, float]](maxlen=64)  # of the last answers: error, offset
         self.answered = time.monotonic()
         self.home = address  # where the last answer came from
         self._session: _Session | None = None
@@ -102,6 +105,19 @@ class Link:
             self._report = report
             self._fresh.notify_all()
 
+    def tell(self, path: str, what: Sequence[Mapping[str, Any]]) -> None:
+        """Says this, one after another, in a thread of its own; to a coordinator that is not there, nothing."""
+        session = self._session
+
+        def send() -> None:
+            assert session is not None
+            with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), Wire(session.address) as wire:
+                for said in what:
+                    self._ask(wire, session, "POST", path, said)
+
+        if session is not None:
+            threading.Thread(target=send, name="paceline-tell", daemon=True).start()
+
     def settled(self, report: Mapping[str, Any]) -> bool:
         """Whether the coordinator knows of a report, has judged it, and its orders since then were taken."""
         heard, answer = self._heard
@@ -113,6 +129,14 @@ class Link:
             self.address = address
             self._drop()
         self._interrupt()
+
+    @property
+    def clock(self) -> tuple[float, float] | None:
+        """Seconds to be added to this host's clock for the coordinator's, and how wrong that is at most: of the last
+        answers, from the one that was the quickest.
+        """
+        best = min([*self._clocks], default=None)
+        return best and (best[1], best[0])
 
     @property
     def away(self) -> float:
@@ -129,7 +153,7 @@ class Link:
             thread.join(2 * ANSWER)
         if (session := self._session) is not None:
             with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), Wire(session.address) as wire:
-                self._ask(wire, session, "POST", "/report", {"epoch": self.epoch, **report})
+                self._ask(wire, session, "POST", "/report", {"epoch": self.epoch, "loaded": self.loaded, **report})
         self._news.close()
         self._wake.close()
 
@@ -148,7 +172,10 @@ class Link:
                                 self._fresh.wait(BEAT)
                             sent = self._report
                         if sent:
-                            said = self._ask(wire, session, "POST", "/report", {"epoch": self.epoch, **sent})
+                            asked = time.time()
+                            told = {"epoch": self.epoch, "clock": self.clock, "loaded": self.loaded, **sent}
+                            said = self._ask(wire, session, "POST", "/report", told)
+                            self._set_clock(asked, said.get("clock"), time.time())
                             self._heard = (sent, said)
                             self._tell()
             except RefusedError as refused:
@@ -164,6 +191,12 @@ class Link:
                     self.others = [*known[1:], known[0]]
             time.sleep(AGAIN)
             sent = {}
+
+    def _set_clock(self, asked: float, clock: Sequence[float] | None, answered: float) -> None:
+        """As NTP does (RFC 5905): from when a request left, came, was answered, and the answer came."""
+        if clock is not None:
+            came, left = clock
+            self._clocks.append(((answered - asked - (left - came)) / 2, (came - asked + left - answered) / 2))
 
     def _listen(self) -> None:
         known = 0
@@ -212,6 +245,7 @@ class Link:
             if self.address != wire.address:
                 raise ConnectionError("it is elsewhere")
             self._session, self.epoch, self.run = session, said["epoch"], said["run"]
+            self._clocks.clear()
             self._joined.set()
         self.answered = time.monotonic()
         return session

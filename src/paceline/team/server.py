@@ -6,6 +6,8 @@
     POST /report      the state of its workers; several times a second, so that its silence is noticed
     POST /fence       a coordinator of a higher epoch has taken over
     POST /stop        somebody with the token wants the run to stop, with a checkpoint
+    POST /stacks      somebody with the token wants to know where all workers stand, or what was answered to that
+    POST /stands      an agent answers, for one worker after another
     GET  /orders      the state that it is to bring about, as soon as that is another version than the one it knows
 
 Whatever is not signed with the token, was sent before, or is of another time is refused, and logged.
@@ -41,6 +43,7 @@ from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.link import RefusedError, fence
 from paceline.team.roster import Roster
 from paceline.team.seats import read_said
+from paceline.team.stands import Stands
 from paceline.team.token import make_token, read_authorization, sign
 
 SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
@@ -52,7 +55,9 @@ CHALLENGES = 1000
 UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
 FENCE = 1.0  # seconds between two attempts to reach the coordinator before us
 LOOK = 0.1  # seconds between two looks at who is silent
-SIGNED = {("POST", "fence"), ("POST", "join"), ("POST", "stop"), ("POST", "report"), ("GET", "orders")}
+LOADED, RARER = 10.0, 0.05  # seconds at least, and part of a run, between two records of loading
+STRANGERS = ("fence", "join", "stop", "stacks")  # who asks for these has no session
+SIGNED = {*(("POST", what) for what in (*STRANGERS, "report", "stands")), ("GET", "orders")}
 
 
 class RefusalError(Exception):
@@ -74,6 +79,8 @@ class Session:
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=40))
     broken: float = math.inf  # when its connection for orders broke
     lost: bool = False
+    clock: tuple[float, float] | None = None  # its offset and error, as the journal has them
+    told: float = -math.inf  # when the journal was told of its loading
 
     @property
     def deadline(self) -> float:
@@ -91,10 +98,10 @@ class Service:
         self._challenges: deque[str] = deque(maxlen=CHALLENGES)
         self._waiting: set[asyncio.Future[None]] = set()
         self._news = asyncio.Event()
-        self._told = 0
+        self._told, self._began = 0, time.monotonic()
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
-        self.strangers = Strangers()
+        self.strangers, self._stands = Strangers(), Stands(Path(run["folder"]))
 
     # ---- requests
 
@@ -148,8 +155,27 @@ class Service:
         self._publish()
         return {"step": self._coordinator.step}
 
+    def _take_loaded(self, session: Session, told: Mapping[str, Any], now: float, last: bool) -> None:
+        """How long workers waited for rows: into the journal, the more seldom the longer it goes on, and at the end."""
+        if not told or (now - session.told < max(LOADED, RARER * (now - self._began)) and not last):
+            return
+        session.told = now
+        loaded = {int(worker): [float(seconds), int(steps)] for worker, (seconds, steps) in told.items()}
+        self._record("loaded", host=session.host, workers=loaded)
+
+    def stacks(self, body: bytes) -> Any:
+        if not json.loads(body).get("asked"):
+            self._stands.ask(session.agent for session in self._sessions.values() if not session.lost)
+            self._coordinator.version += 1
+            self._publish()
+        return self._stands.answer()
+
+    def stands(self, session: Session, body: bytes) -> Any:
+        self._stands.take(session.agent, json.loads(body))
+        return {}
+
     def report(self, session: Session, body: bytes) -> Any:
-        said = json.loads(body)
+        came, said = time.time(), json.loads(body)
         if said["epoch"] != self._coordinator.epoch:
             raise RefusalError(409, f"a report of epoch {said['epoch']}, this is {self._coordinator.epoch}")
         workers = {int(number): read_said(worker) for number, worker in said["workers"].items()}
@@ -169,7 +195,19 @@ class Service:
             self._coordinator.bye(session.agent)
         self._publish()
         coordinator = self._coordinator
-        return {"version": coordinator.version, "open": coordinator.undecided}
+        self._set_clock(session, said.get("clock"), [*workers])
+        self._take_loaded(session, said.get("loaded") or {}, now, bool(said.get("bye")))
+        return {"version": coordinator.version, "open": coordinator.undecided, "clock": [came, time.time()]}
+
+    def _set_clock(self, session: Session, told: Any, workers: list[int]) -> None:
+        """What the clock of another host says: into the journal when it is known better, or another one."""
+        if told is None or session.host == socket.gethostname() or not workers:
+            return
+        offset, error = map(float, told)
+        before = session.clock
+        if before is None or error < before[1] / 2 or abs(offset - before[0]) > error + before[1]:
+            session.clock = offset, error
+            self._record("clock", host=session.host, offset=offset, error=error, workers=workers)
 
     async def orders(self, session: Session, known: int) -> Any:
         deadline = time.monotonic() + HELD
@@ -183,7 +221,7 @@ class Service:
                 break
             finally:
                 self._waiting.discard(news)
-        return self._coordinator.orders(session.agent)
+        return {**self._coordinator.orders(session.agent), "stacks": self._stands.asked}
 
     def session(self, method: str, path: str, header: str, body: bytes) -> Session | None:
         """Whose request this is; None for one that joins. RefusalError: it is not signed, or was sent before."""
@@ -195,7 +233,7 @@ class Service:
         if not hmac.compare_digest(signature.encode(), expected.encode()):  # in a time that tells nothing
             raise RefusalError(401, "a wrong token")
         session = self._sessions.get(key)
-        if session is None and path in ("/join", "/fence", "/stop"):
+        if session is None and path.lstrip("/") in STRANGERS:
             if key not in self._challenges:
                 raise RefusalError(409, "a join that was sent before, or answers an old challenge")
             self._challenges.remove(key)
@@ -298,7 +336,7 @@ class Handler(RequestHandler):
                 elif what == "orders":
                     said = await service.orders(self._session, int(self.get_query_argument("version")))
                 else:
-                    said = service.report(self._session, body)
+                    said = getattr(service, what)(self._session, body)
             else:
                 raise RefusalError(404, "there is no such thing here")
         except RefusalError as refused:

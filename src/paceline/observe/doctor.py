@@ -1,0 +1,266 @@
+"""`paceline doctor`: the first verdict on why a run is slow or failed, with its figures, by replay of the journal.
+
+The model of a step, for what-ifs. Worker w would need T seconds of its own for a whole global batch, its pace: D of it
+for waiting for rows, the rest for forward, backward and update. All wait for the slowest, and C seconds come on top.
+What would be is that with other T, and rows dealt so that all end together: 1 / sum(1 / T) + C, of all workers, or
+without one. With the loader fixed D is none. Twice the link halves the seconds that sums between hosts take: those that
+worker 0 spends on sums without waiting for the slowest. All are medians over the records of steps of the present team,
+without the first tenth; D is the same part of T as in all that its process did. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from paceline.observe.figures import duration, ranks
+from paceline.observe.journal import Event
+from paceline.observe.summary import Summary
+from paceline.observe.team import a_step
+
+SLOW = 1.35  # times the median pace of the others: from here on a worker is slow
+OFTEN = 0.7  # of the records in which it was the slowest
+LOADER, LINK = 0.4, 1 / 3  # of a worker's own seconds, of a step: from here on it is what they wait for
+LEAST = 0.002  # seconds of a step that are looked at
+FEW = 0.02  # of a step: a part that is smaller tells nothing
+LESS = 0.9  # of a step: what changes less is told of the verdict alone
+COSTLY, LONG = 0.1, 60.0  # part of the wall clock from which on a cost is told of, in runs of so many seconds
+COSTS = {
+    "saving": ("checkpoints", "save more seldom (--save-every), or to a faster disk"),
+    "redone": ("steps that were made again", "see the losses, or resume from newer checkpoints (--save-every)"),
+    "hand-over": ("handing the state to newcomers", "see the losses"),
+    "forming": ("forming teams anew", "see the losses"),
+}
+KINDS = (
+    (r"is not finite", "not finite", "a loss or gradient is NaN or infinite"),
+    (r"is another one on|of their norm away", "diverged", "workers do not have the same weights any more"),
+    (r"hung at", "hang", "code of the script's hung"),
+    (r"out-of-memory|want of memory|OutOfMemory", "memory", "memory ran out"),
+    (r"workers do not meet", "mismatch", "workers called different collectives"),
+)
+
+
+_Change = tuple[int, Mapping[int, float]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong, of which `kind` and `worker`, and what tells so. `kind` is empty where nothing is."""
+
+    kind: str
+    what: str
+    worker: int | None = None
+    evidence: tuple[str, ...] = ()
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class UsualStep:
+    """What a usual step is made of: seconds in all, C, those of the link, by worker T `pace` and D `loading`; `slowest`
+    is the part of the records in which each was that, and `parts` what each has of the rows now.
+    """
+
+    whole: float
+    rest: float
+    link: float
+    pace: Mapping[int, float]
+    loading: Mapping[int, float]
+    slowest: Mapping[int, float]
+    parts: Mapping[int, float]
+
+    def dealt(self, pace: Mapping[int, float]) -> float:
+        return 1 / sum(1 / max(seconds, 1e-6) for seconds in pace.values()) + self.rest
+
+    def computing(self, worker: int) -> float:
+        """Of the pace what is not loading."""
+        return max(1e-6, self.pace[worker] - self.loading.get(worker, 0.0))
+
+    def what_if(self) -> dict[str, float]:
+        """Seconds of a step if it were so."""
+        found = {"loader fixed": self.dealt({worker: self.computing(worker) for worker in self.pace})}
+        if len(self.pace) > 1:
+            worst = max(self.pace, key=lambda worker: self.pace[worker])
+            found["rows dealt by speed"] = self.dealt(self.pace)
+            without = {worker: seconds for worker, seconds in self.pace.items() if worker != worst}
+            found[f"without worker {worst}"] = self.dealt(without)
+        if self.link > 0:
+            found["twice the link"] = self.whole - self.link / 2
+        return found
+
+
+def doctor(folder: Path) -> str:
+    """The verdict in lines. UsageError: it is no run folder."""
+    summary = Summary(folder)
+    steps = usual_step(summary)
+    found = verdict(summary, steps)
+    lines = [found.what, *(f"  {line}" for line in found.evidence)]
+    if steps is not None and found.kind in ("", "worker", "loader", "link"):
+        meant = {"worker": f"without worker {found.worker}", "loader": "loader fixed", "link": "twice the link"}
+        faster = {
+            what: s for what, s in steps.what_if().items() if s < LESS * steps.whole or what == meant.get(found.kind)
+        }
+        told = "".join(f", {what} {a_step(s)}" for what, s in sorted(faster.items(), key=lambda item: item[1]))
+        lines.append(f"a step takes {a_step(steps.whole)}{told}")
+    return "\n".join([*lines, *([f"next: {found.cure}"] if found.cure else [])])
+
+
+def usual_step(summary: Summary) -> UsualStep | None:
+    """Of the first trainer's records; None where there is none yet, or of more workers than they tell of."""
+    records = [r for r in next(iter(summary.steps.values()), []) if r.get("steps") and r.get("computed")]
+    team = [record for record in records if record["computed"].keys() == records[-1]["computed"].keys()]
+    team = team[len(team) // 10 :]
+    if not team:
+        return None
+    workers = [int(worker) for worker in team[-1]["computed"]]
+    changes = _changes(summary, team[-1].get("trainer"))
+    dealt = [_dealt(workers, changes, record) for record in team]
+
+    def paces(least: float) -> list[dict[int, float]]:
+        """In each record, of the workers that had so large a part of the rows."""
+        return [
+            {w: record["computed"][str(w)] / parts[w] for w in workers if parts[w] > least * record["steps"]}
+            for record, parts in zip(team, dealt, strict=True)
+        ]
+
+    most, some = paces(1 / (2 * len(workers))), paces(FEW)  # of very few rows each takes longer
+    found = {w: [one[w] for one in most if w in one] or [one[w] for one in some if w in one] for w in workers}
+    pace = {worker: median(seconds) for worker, seconds in found.items() if seconds}
+    slowest = [max(one, key=lambda worker: one[worker]) for one in most if one]
+    sums, waits, rest = [], [], []
+    for record in team:
+        own = [record["computed"][str(worker)] for worker in workers]
+        sums.append((record.get("time") or {}).get("reduce", 0.0) / record["steps"])
+        waits.append((max(own) - own[0]) / record["steps"])
+        rest.append(max(0.0, record["seconds"] - max(own)) / record["steps"])
+    hosts = {summary.host_of(worker) for worker in workers} - {""}
+    recent = team[-max(3, len(team) // 3) :]  # shares follow the speed of workers
+    return UsualStep(
+        median(record["seconds"] / record["steps"] for record in recent),
+        median(rest),
+        max(0.0, median(s - w for s, w in zip(sums, waits, strict=True))) if len(hosts) > 1 or summary.links else 0.0,
+        pace,
+        {worker: seconds * _loading(summary, worker, records) for worker, seconds in pace.items()},
+        {worker: slowest.count(worker) / len(found[worker]) for worker in pace},
+        {worker: dealt[-1][worker] / team[-1]["steps"] for worker in workers},
+    )
+
+
+def _dealt(workers: Sequence[int], changes: Sequence[_Change], record: Event) -> dict[int, float]:
+    """How many global batches each worker has computed in a record, in all, as they were dealt after each of the steps
+    of `changes`. Where nobody says, all have equal parts.
+    """
+    last, parts = int(record["step"]), dict.fromkeys(workers, 0.0)
+    first = last - record["steps"]
+    for place in range(max(0, bisect_right(changes, first, key=lambda change: change[0]) - 1), len(changes)):
+        at, said = changes[place]
+        until = changes[place + 1][0] if place + 1 < len(changes) else last
+        steps, whole = min(until, last) - max(at, first), sum(said.values())
+        if at >= last and place:
+            break
+        fits = {*said} == {*workers} and whole > 0
+        for worker in workers if steps > 0 else ():
+            parts[worker] += steps * (said[worker] / whole if fits else 1 / len(workers))
+    return parts
+
+
+def _changes(summary: Summary, trainer: Any) -> list[_Change]:
+    """After which step rows were dealt in which parts, first those of the grid."""
+    grid = next((grid for grid in reversed(summary.grids) if grid.get("trainer") == trainer), {})
+    shares = grid.get("shares") or []
+    # Micro-batches that may be merged are divided as well: then those that are dealt evenly are, to the row.
+    even = any("may be merged" in str(event.get("what")) for event in summary.decisions)
+    even &= max(shares, default=0) - min(shares, default=0) <= 1
+    begin: Mapping[int, float] = {} if even or grid.get("unit", 1) > 1 else dict(enumerate(shares))
+    later = [event for event in summary.shares if event.get("trainer") == trainer]
+    parts = [(int(event["step"]), dict(zip(event["workers"], event["parts"], strict=False))) for event in later]
+    return [(0, begin), *sorted(parts, key=lambda change: change[0])]
+
+
+def _loading(summary: Summary, worker: int, records: Sequence[Event]) -> float:
+    """The part of its own seconds that its present process waited for rows; where nobody tells, none."""
+    told = [event["workers"][str(worker)] for event in summary.loaded if str(worker) in event["workers"]]
+    waited, steps = told[-1] if told else (0.0, 0)
+    own = 0.0
+    for record in reversed(records):
+        if steps > 0:
+            own += (record["computed"].get(str(worker)) or 0.0) * min(1.0, steps / record["steps"])
+        steps -= record["steps"]
+    return float(min(1.0, waited / own)) if own > 0 else 0.0
+
+
+def verdict(summary: Summary, steps: UsualStep | None) -> Verdict:
+    """The first that is wrong: how it failed, who hangs, what most of a step is spent on, what else costs time."""
+    if summary.outcome is not None and summary.outcome["event"] == "failed":
+        return _failed(summary.outcome)
+    if summary.hang is not None and summary.outcome is None:
+        return _hangs(summary.hang)
+    found = _slow(summary, steps) if steps is not None else None
+    if found is None and sum(summary.account.values()) > LONG:
+        whole = sum(summary.account.values())
+        costs = {name: summary.account.get(name, 0.0) for name in COSTS}
+        name = max(costs, key=lambda name: costs[name])
+        if costs[name] > COSTLY * whole:
+            what, cure = COSTS[name]
+            lost = tuple(f"worker {e.get('workers')} {e.get('why')}" for e in summary.lost[-3:])
+            found = Verdict(name, f"{what} took {costs[name] / whole:.0%} of {duration(whole)}", None, lost, cure)
+    return found or Verdict("", f"nothing is wrong: {summary.ending}")
+
+
+def _failed(event: Event) -> Verdict:
+    cause = str(event.get("cause"))
+    kind, what = next(
+        ((kind, what) for pattern, kind, what in KINDS if re.search(pattern, cause)), ("failed", "it failed")
+    )
+    named = re.search(r"\bworkers? (\d+)", cause)
+    worker = int(named[1]) if named and kind in ("not finite", "diverged") else event.get("worker")
+    who = "" if worker is None else f" ({ranks([worker])})"
+    cure = re.findall(r"^next: (.*)$", str(event.get("text")), re.M)
+    return Verdict(kind, f"{what}{who}", worker, (cause,), cure[-1] if cure else "see its log")
+
+
+def _hangs(event: Event) -> Verdict:
+    """It stands still now."""
+    worker, busy = event["worker"], "busy" if event["busy"] else "waiting"
+    line = f"no progress for {event['seconds']:.0f} s: {busy} at {event['line'] or 'an unknown line'}"
+    return Verdict("hang", f"worker {worker} hangs", worker, (line,), f"see RUN/stacks/worker-{worker}.txt")
+
+
+def _slow(summary: Summary, steps: UsualStep) -> Verdict | None:
+    """What most of a step is waited for: of rows, a slow worker and the link what costs most."""
+    found, count, hosts = list[tuple[float, Verdict]](), len(steps.pace), summary.host_of
+    loaders = [w for w, seconds in steps.loading.items() if seconds > max(LEAST * count, LOADER * steps.pace[w])]
+    if loaders:
+        told = tuple(
+            f"worker {w} takes {a_step(steps.pace[w] / count)} for an equal part of the rows, and waits for these"
+            f" {a_step(steps.loading[w] / count)} of that"
+            for w in sorted(loaders, key=lambda worker: -steps.loading[worker])[:8]
+        )
+        where = ", ".join(sorted({hosts(worker) for worker in loaders} - {""}))
+        what = f"loading holds training up: {ranks(loaders)}" + (f" on {where}" if where else "")
+        cure = "more loader workers (loader={'num_workers': N}), a faster disk, or less work for a row"
+        worst = max(loaders, key=lambda worker: steps.loading[worker])
+        found.append((steps.whole - steps.what_if()["loader fixed"], Verdict("loader", what, worst, told, cure)))
+    if count > 1:
+        worst = max(steps.pace, key=steps.computing)
+        usual = median(steps.computing(worker) for worker in steps.pace if worker != worst)
+        ratio, often = steps.computing(worst) / usual, steps.slowest[worst]
+        if ratio > SLOW and often >= OFTEN and steps.computing(worst) > LEAST * count:
+            told = (
+                f"for the same rows it takes {ratio:.2f} times as long as the others, and was the slowest in"
+                f" {often:.0%} of the records",
+                f"it has {steps.parts[worst]:.0%} of the rows",
+            )
+            what = f"worker {worst} is slow" + (f" (on {hosts(worst)})" if hosts(worst) else "")
+            cure = f"see what else runs on {hosts(worst) or 'its host'} (`top`), its clock rate and cooling"
+            as_others = steps.dealt({**steps.pace, worst: usual + steps.loading[worst]})
+            found.append((steps.whole - as_others, Verdict("worker", what, worst, told, cure)))
+    if steps.link > max(LEAST, LINK * steps.whole):
+        told = (f"sums between hosts take {a_step(steps.link)} of a step of {a_step(steps.whole)}",)
+        cure = "a codec (codec=bf16, int8), local steps (local=N every=H), a larger global batch, or a faster network"
+        found.append((steps.link, Verdict("link", "the link between hosts holds training up", None, told, cure)))
+    return max(found, key=lambda one: one[0])[1] if found else None

@@ -1,0 +1,235 @@
+"""`paceline trace`: a run's workers on one clock, in the format that Perfetto and Chrome read. No torch.
+
+The format is the JSON of Chrome's Trace Event Format: complete events ("X") with microseconds, instants ("i"), names
+of processes and threads ("M"), flows ("s", "t", "f"), which tie the same collective on several workers. The clock is
+that of the coordinator's host: others are read by the offsets that the journal tells.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError, shown
+from paceline.observe.figures import plural, ranks
+from paceline.observe.journal import NAME, Event, read_journal, thinned
+from paceline.observe.stacks import FOLDER
+
+RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of what concerns all, and the first threads of a worker
+TOLD = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
+MOST = 200_000  # records of steps of all workers, beyond which neighbours are added up
+Span = dict[str, Any]
+
+
+def trace(folder: Path, out: Path | None, steps: str | None) -> str:
+    """Writes the trace of a run, gzipped where the name ends so, and says where. UsageError: it is no run folder, or
+    `steps` is no A:B, or of none that was made.
+    """
+    if not (folder / NAME).exists():
+        raise UsageError(f"{folder} is no run folder: it has no {NAME}", "name one that --run-dir made")
+    out = out or folder / "trace.json.gz"
+    made = Timeline(read_journal(folder), flights(folder))
+    while steps is None and len(made.records) * len(made.workers) > MOST:
+        fewer = Timeline(thinned(made.told), made.flights)
+        if len(fewer.records) == len(made.records):
+            break
+        made = fewer
+    events = made.events(*_window(made, steps))
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    with gzip.open(out, "wt") if out.name.endswith(".gz") else out.open("w") as file:
+        file.write(text)
+    what = plural(sum(event["ph"] == "X" for event in events), "span")
+    return f"{out}: {what} of {plural(len(made.workers), 'worker')}; open it at https://ui.perfetto.dev"
+
+
+def flights(folder: Path) -> list[tuple[Event, list[Event]]]:
+    """(whose, collectives) of each file of the flight recorder in a run folder, and in those of other hosts in it."""
+    found = []
+    for path in sorted([*folder.glob(f"{FOLDER}/*.jsonl"), *folder.glob(f"hosts/*/{FOLDER}/*.jsonl")]):
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if lines:
+            found.append((lines[0], lines[1:]))
+    return found
+
+
+class Timeline:
+    """What a run folder tells of time. `workers` are those that are known, with their hosts."""
+
+    def __init__(self, events: Sequence[Event], flights: Sequence[tuple[Event, list[Event]]]) -> None:
+        self.told, self.flights = list(events), flights
+        self.offsets: dict[str, float] = {}  # seconds to be added to what a host's clock says
+        self.workers: dict[int, str] = {}
+        for event in events:
+            if event["event"] == "clock":
+                self.offsets[event["host"]] = event["offset"]
+                self.workers |= dict.fromkeys(event["workers"], event["host"])
+            elif event["event"] == "worker":
+                self.workers[event["worker"]] = event["host"]
+            elif event["event"] == "step":
+                self.workers |= {int(w): "" for w in event.get("computed") or {} if int(w) not in self.workers}
+        self.workers |= {about["worker"]: about["host"] for about, _ in flights}
+        self.records: list[tuple[float, float, Event]] = []  # begin, end, record of steps: none begins before one ends
+        ends: dict[Any, float] = {}
+        for event in events:
+            if event["event"] == "step" and event.get("seconds"):
+                begin = max(ends.get(event.get("trainer"), 0.0), event["at"] - event["seconds"])
+                if begin < event["at"]:
+                    self.records.append((begin, event["at"], event))
+                ends[event.get("trainer")] = event["at"]
+
+    def events(self, first: float, last: float) -> list[Span]:
+        """All within these Unix seconds, in the order of time, which begins with 0."""
+        spans = [*self._steps(), *self._collectives(), *self._told()]
+        spans = [span for span in spans if first <= span["ts"] and span.get("end", span["ts"]) <= last]
+        spans += [*_ties([span for span in spans if span["cat"] == "collective"])]
+        zero = min((span["ts"] for span in spans), default=0.0)
+        for span in spans:
+            begin = round(1e9 * (span["ts"] - zero))  # whole nanoseconds: what is within another stays so
+            span["ts"] = begin / 1000
+            if "end" in span:
+                span["dur"] = (round(1e9 * (span.pop("end") - zero)) - begin) / 1000
+        spans.sort(key=lambda span: (span["ts"], -span.get("dur", 0.0)))
+        return [*self._names(spans), *spans]
+
+    def _names(self, spans: Sequence[Span]) -> Iterator[Span]:
+        names = {RUN: "run"}
+        for worker, host in sorted(self.workers.items()):
+            names[worker + 1] = ranks([worker]) + (f" ({host})" if host else "")
+        for pid, name in names.items():
+            yield _about("process_name", pid, 0, name=name)
+            yield _about("process_sort_index", pid, 0, sort_index=pid)
+        for pid, tid in sorted({(span["pid"], span["tid"]) for span in spans}):
+            lane = f"collectives {tid - COLLECTIVES + 1}" if tid >= COLLECTIVES else "steps"
+            own = "checkpoints" if tid else "what happened"
+            yield _about("thread_name", pid, tid, name=own if pid == RUN else lane)
+
+    def _steps(self) -> Iterator[Span]:
+        """On worker 0 the parts of steps, on the others what they computed, and the rest. A record is of one step, or
+        has the sums of several: they are drawn one after another.
+        """
+        for begin, end, record in self.records:
+            steps, last = record.get("steps") or 1, int(record.get("step") or 0)
+            name = f"step {last}" if steps == 1 else f"steps {last - steps + 1}-{last}"
+            args = {key: record.get(key) for key in ("trainer", "loss", "samples", "bytes", "steps")}
+            if steps > 1:
+                args["parts"] = "sums over these steps, one after another"
+            parts = {"0": record.get("time") or {}}
+            for worker, computed in (record.get("computed") or {}).items():
+                rest = max(0.0, record["seconds"] - computed)
+                parts.setdefault(worker, {"load and compute": computed, "reduce, wait and others": rest})
+            for worker, spent in parts.items():
+                place = {"pid": int(worker) + 1, "tid": STEPS + (record.get("trainer") or 0) % (COLLECTIVES - STEPS)}
+                yield _span(name, "step", begin, end, args, **place)
+                scale, at = (end - begin) / max(sum(spent.values()), 1e-9), begin
+                for part, seconds in spent.items():
+                    if seconds > 0:
+                        until = min(end, at + seconds * scale)
+                        yield _span(part, "part", at, until, {"seconds": seconds}, **place)
+                        at = until
+
+    def _collectives(self) -> Iterator[Span]:
+        for about, records in self.flights:
+            offset, free = self.offsets.get(about["host"], 0.0), list[float]()  # when each lane is free
+            for record in records:
+                begin = record["begun"] + offset
+                end = max(begin, (record["ended"] or about["at"]) + offset)
+                args = {key: record.get(key) for key in ("group", "number", "site", "bytes", "failed")}
+                args |= {} if record["ended"] else {"ended": "not yet"}
+                place = {"pid": about["worker"] + 1, "tid": COLLECTIVES + _lane(free, begin, end)}
+                yield _span(record["name"], "collective", begin, end, args, **place)
+
+    def _told(self) -> Iterator[Span]:
+        """Of the journal, what happened to the run."""
+        free: list[float] = []
+        for event in self.told:
+            kind = event["event"]
+            if kind == "checkpoint":
+                took = event.get("took") or event.get("seconds") or 0.0
+                name = f"checkpoint of step {event.get('step')}"
+                lane = STEPS + _lane(free, event["at"] - took, event["at"])
+                yield _span(name, kind, event["at"] - took, event["at"], {}, pid=RUN, tid=lane)
+            elif kind in TOLD:
+                what = {"worker": f"{ranks([event.get('worker') or 0])} {event.get('what')}", "hang": "hang"}.get(
+                    kind, kind
+                )
+                args = {key: value for key, value in event.items() if key not in ("at", "event", "text")}
+                yield {
+                    "name": what,
+                    "cat": kind,
+                    "ph": "i",
+                    "s": "g",
+                    "ts": event["at"],
+                    "pid": RUN,
+                    "tid": 0,
+                    "args": args,
+                }
+
+
+def _ties(spans: Sequence[Span]) -> Iterator[Span]:
+    """Flows through the same collective on several workers, which begin where it does on each."""
+    alike: dict[tuple[Any, ...], list[Span]] = defaultdict(list)
+    for span in spans:
+        if number := span["args"]["number"]:
+            alike[span["args"]["group"], number, span["name"]].append(span)
+    for number, together in enumerate(_meetings(alike)):
+        for turn, span in enumerate(together):
+            how = "s" if turn == 0 else "f" if turn == len(together) - 1 else "t"
+            flow = {key: span[key] for key in ("name", "ts", "pid", "tid")}
+            yield {**flow, "cat": "collective", "ph": how, "id": number, **({"bp": "e"} if how == "f" else {})}
+
+
+def _meetings(alike: Mapping[Any, list[Span]]) -> Iterator[list[Span]]:
+    """The same collective on several workers. A number comes again in another generation: one that begins a second
+    after all others have ended is another one, and so is a second one of a worker.
+    """
+    for spans in alike.values():
+        together: list[Span] = []
+        for span in sorted(spans, key=lambda span: float(span["ts"])):
+            over = together and span["ts"] > max(one["end"] for one in together) + 1.0
+            if over or span["pid"] in {one["pid"] for one in together}:
+                if len(together) > 1:
+                    yield together
+                together = []
+            together.append(span)
+        if len(together) > 1:
+            yield together
+
+
+def _lane(free: list[float], begin: float, end: float) -> int:
+    """The first lane that is free when something begins, until whose end it is taken."""
+    lane = next((place for place, until in enumerate(free) if until <= begin), len(free))
+    free[lane : lane + 1] = [end]
+    return lane
+
+
+def _span(name: str, kind: str, begin: float, end: float, args: Mapping[str, Any], **place: int) -> Span:
+    told = {key: value for key, value in args.items() if value is not None}
+    return {"name": name, "cat": kind, "ph": "X", "ts": begin, "end": end, "args": told, **place}
+
+
+def _about(what: str, pid: int, tid: int, **args: Any) -> Span:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _window(made: Timeline, steps: str | None) -> tuple[float, float]:
+    """Unix seconds of the records that have steps A to B."""
+    if steps is None:
+        return 0.0, float("inf")
+    first, _, last = steps.partition(":")
+    if not (first or "0").isdecimal() or not (last or "0").isdecimal() or ":" not in steps:
+        raise UsageError(f"--steps {shown(steps)} is no span of steps", "give A:B, as 100:120, or 100: or :120")
+    low, high = int(first or 0), float(last) if last else float("inf")
+    those = [
+        (begin, end)
+        for begin, end, record in made.records
+        if record["step"] >= low and record["step"] - record["steps"] < high
+    ]
+    if not those:
+        raise UsageError(
+            f"there is no step of {shown(steps)} in the journal", "see `paceline report` for how far it is"
+        )
+    return those[0][0], those[-1][1]

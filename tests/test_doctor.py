@@ -1,0 +1,199 @@
+"""`paceline doctor`: the right cause and worker first, of real runs with one thing wrong, and of clean ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import journal
+from clusters import Cluster
+from clusters import cluster as cluster
+from launching import paceline
+from networks import hosts as hosts
+
+from paceline.observe.doctor import usual_step, verdict
+from paceline.observe.summary import Summary
+
+# Seconds are slept, so that they are the same on any machine: 4 ms a row on each worker.
+SCRIPT = """
+from basics import *
+import os, time
+rank, CASE = int(os.environ["PACELINE_RANK"]), os.environ["CASE"]
+class Rows:
+    def __len__(self): return len(data)
+    def __getitem__(self, row):
+        if CASE == "loader" and rank == 1: time.sleep(0.008)
+        return data[row]
+def loss(o, b):
+    time.sleep(0.004 * len(o) * (3 if CASE == "worker" and rank == 2 else 1))
+    if CASE == "hang" and rank == 1 and t.steps_done == 5: time.sleep(600)
+    return F.cross_entropy(o, b[1]) * (float("nan") if CASE == "not finite" and rank == 2 and t.steps_done == 7 else 1)
+t = make(loss)
+for report in t.steps(Rows(), count=40, loader={"num_workers": 0}):
+    if CASE == "diverged" and rank == 3 and report.step == 5:
+        with torch.no_grad(): t.model[0].weight[0, 0] += 2**-20
+"""
+CASES: dict[str, tuple[int | None, int, str]] = {  # worker, exit code, the first line
+    "": (None, 0, "nothing is wrong: finished at step 40"),
+    "worker": (2, 0, "worker 2 is slow (on {host})"),
+    "loader": (1, 0, "loading holds training up: worker 1 on {host}"),
+    "not finite": (2, 1, "a loss or gradient is NaN or infinite (worker 2)"),
+    "diverged": (3, 1, "workers do not have the same weights any more (worker 3)"),
+    "hang": (1, 1, "code of the script's hung (worker 1)"),
+}
+QUICK = ("", "worker", "loader")
+
+
+@pytest.mark.parametrize(
+    "kind", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_what_is_wrong_with_a_run(kind: str, tmp_path: Path) -> None:
+    worker, code, line = CASES[kind]
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = ["run", "--workers", "4", "--run-dir", "out", "--max-restarts", "0", "--hang-timeout", "5", "train.py"]
+    paceline(*command, cwd=tmp_path, code=code, CASE=kind, PACELINE_STANDSTILL="2")
+    summary = Summary(tmp_path / "out")
+    steps = usual_step(summary)
+    assert steps is not None
+    found = verdict(summary, steps)
+    assert (found.kind, found.worker) == (kind, worker), (found, steps)
+    said = paceline("doctor", "out", cwd=tmp_path).stdout.splitlines()
+    assert said[0] == line.format(host=journal(tmp_path / "out", "worker")[0]["host"])
+    if kind == "loader":
+        assert "loader fixed" in said[-2]
+        assert steps.loading[1] > 3 * max(steps.loading[worker] for worker in (0, 2, 3))
+    elif kind == "worker":
+        assert 2 < steps.pace[2] / steps.pace[0] < 4
+
+
+WIDE = """
+import torch, paceline, sys
+from torch import nn
+x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+t = paceline.Trainer(model=lambda: nn.Linear(512, 2048), loss=lambda o, b: o.square().mean(),
+                     optimizer=lambda params: torch.optim.SGD(params, lr=1e-3), global_batch=16)
+for report in t.steps(x, count=12):
+    pass
+"""
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_slow_link(cluster: Callable[[int], Cluster]) -> None:
+    made = cluster(2)
+    for host in made.network.hosts:
+        host.cap(100)
+    made.start(0, 1, "--min-workers", "2", code=WIDE)
+    made.until(lambda: made.agents[0].events("worker"))
+    made.start(1, 1, code=WIDE)
+    made.end(0, 0)
+    folder = made.agents[0].folder
+    said = paceline("doctor", folder, cwd=made.folder).stdout.splitlines()
+    assert said[0] == "the link between hosts holds training up"
+    steps = usual_step(Summary(folder))
+    assert steps is not None
+    assert "twice the link" in said[-2]
+    assert steps.what_if()["twice the link"] < 0.7 * steps.whole
+    assert steps.link > 0.25, "4 MB at 100 Mbit/s, each way"
+
+
+# ---- of a journal alone
+
+
+def told(folder: Path, *events: dict[str, Any]) -> Summary:
+    folder.mkdir(exist_ok=True)
+    start = {"event": "start", "workers": 4}
+    lines = ({"at": 100.0 + number, **event} for number, event in enumerate((start, *events)))
+    (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Summary(folder)
+
+
+def step(number: int, own: dict[int, float], whole: float, **more: Any) -> dict[str, Any]:
+    time = {"data": 0.0, "compute": own[0], "reduce": whole - own[0]}
+    record = {"event": "step", "trainer": 0, "step": number, "steps": 1, "samples": 8, "seconds": whole, "time": time}
+    return {**record, "computed": {str(worker): seconds for worker, seconds in own.items()}, **more}
+
+
+def test_the_model_of_a_step(tmp_path: Path) -> None:
+    """A worker of a third of the speed, with equal shares, beside 0.1 s that all take."""
+    own = {0: 0.2, 1: 0.2, 2: 0.2, 3: 0.6}
+    summary = told(tmp_path / "a", *(step(number, own, 0.7) for number in range(1, 21)))
+    steps = usual_step(summary)
+    assert steps is not None
+    assert steps.rest == pytest.approx(0.1)
+    dealt = {"without worker 3": 0.1 + 0.8 / 3, "rows dealt by speed": 0.1 + 0.24, "loader fixed": 0.1 + 0.24}
+    assert steps.what_if() == pytest.approx(dealt)
+    found = verdict(summary, steps)
+    assert (found.kind, found.worker) == ("worker", 3)
+    often = "and was the slowest in 100% of the records"
+    assert found.evidence[0] == f"for the same rows it takes 3.00 times as long as the others, {often}"
+    shares = {
+        "event": "shares",
+        "trainer": 0,
+        "step": 10,
+        "workers": [0, 1, 2, 3],
+        "parts": [0.3, 0.3, 0.3, 0.1],
+    }  # all end together
+    before = [step(number, own, 0.7) for number in range(1, 11)]
+    after = [step(number, dict.fromkeys(range(4), 0.24), 0.34) for number in range(11, 41)]
+    summary = told(tmp_path / "b", *before, shares, *after)
+    steps = usual_step(summary)
+    assert steps is not None
+    assert (steps.whole, steps.what_if()) == (pytest.approx(0.34), pytest.approx(dealt))
+    assert verdict(summary, steps).worker == 3, "also where it has few rows"
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_what_is_dealt_evenly_is_so_to_the_row_where_micro_batches_are_divided(merged: bool, tmp_path: Path) -> None:
+    grid = {"event": "grid", "trainer": 0, "phase": 0, "unit": 1, "shares": [3, 3, 2]}
+    decided = {"event": "decision", "trainer": 0, "what": "micro-batches may be merged in execution", "why": "seen"}
+    own = dict.fromkeys(range(3), 0.2) if merged else {0: 0.225, 1: 0.225, 2: 0.15}
+    steps = (step(number, own, 0.3) for number in range(1, 21))
+    summary = told(tmp_path, grid, *([decided] if merged else []), *steps)
+    found = usual_step(summary)
+    assert found is not None
+    assert found.pace == pytest.approx(dict.fromkeys(range(3), 0.6))
+    assert verdict(summary, found).kind == ""
+
+
+def test_loading_and_links_in_what_ifs(tmp_path: Path) -> None:
+    """Rows are waited for on worker 1, from which the shares went away after step 10."""
+    before = [step(number, {0: 0.15, 1: 0.5}, 0.6) for number in range(1, 11)]
+    after = [step(number, {0: 0.27, 1: 0.2}, 0.37) for number in range(11, 21)]
+    loaded = {"event": "loaded", "host": "b", "workers": {"0": [0.0, 20], "1": [0.7 * 10 * (0.5 + 0.2), 20]}}
+    shares = {"event": "shares", "trainer": 0, "step": 10, "workers": [0, 1], "parts": [0.9, 0.1]}
+    summary = told(tmp_path / "a", *before, shares, *after, loaded)
+    steps = usual_step(summary)
+    assert steps is not None
+    assert (steps.pace, steps.loading) == (pytest.approx({0: 0.3, 1: 1.0}), pytest.approx({0: 0.0, 1: 0.7}))
+    assert steps.parts == pytest.approx({0: 0.9, 1: 0.1})
+    expected = {"loader fixed": 0.1 + 0.15, "without worker 1": 0.4, "rows dealt by speed": 0.1 + 0.3 / 1.3}
+    assert steps.what_if() == pytest.approx(expected)
+    found = verdict(summary, steps)
+    assert (found.kind, found.worker, found.what) == ("loader", 1, "loading holds training up: worker 1 on b")
+    links = {"event": "links", "pairs": [[[0], [1], 1e7, 1e-3]], "over": "eth0"}
+    summary = told(tmp_path / "b", links, *(step(number, {0: 0.2, 1: 0.3}, 0.9) for number in range(1, 21)))
+    steps = usual_step(summary)
+    assert steps is not None
+    assert steps.link == pytest.approx(0.6), "worker 0 waits 0.1 s of 0.7 for worker 1"
+    assert steps.what_if()["twice the link"] == pytest.approx(0.6)
+    assert verdict(summary, steps).kind == "link"
+
+
+def test_who_hangs_now_and_what_a_run_costs(tmp_path: Path) -> None:
+    own = dict.fromkeys(range(4), 0.2)
+    hang = {"event": "hang", "worker": 1, "seconds": 31.0, "line": "train.py:3 in loss: x()", "busy": True}
+    summary = told(tmp_path / "a", step(1, own, 0.3), hang)
+    found = verdict(summary, usual_step(summary))
+    assert (found.kind, found.worker, found.what) == ("hang", 1, "worker 1 hangs")
+    assert found.evidence == ("no progress for 31 s: busy at train.py:3 in loss: x()",)
+    summary = told(tmp_path / "b", hang, step(1, own, 0.3))
+    assert verdict(summary, usual_step(summary)).kind == "", "it goes on"
+    costs = [step(number, own, 0.3, account={"steps": 1.0, "saving": 2.0}) for number in range(1, 41)]
+    found = verdict(summary := told(tmp_path / "c", *costs), usual_step(summary))
+    assert (found.kind, found.what) == ("saving", "checkpoints took 67% of 2 min")
+    assert usual_step(told(tmp_path / "d")) is None
+    assert paceline("doctor", tmp_path / "d", cwd=tmp_path).stdout.startswith("nothing is wrong: not ended, ")
