@@ -3,10 +3,10 @@
     python benchmarks/stragglers.py [--tick 0.04] [--tickets 1000] [--record FILE]
 
 Four workers, whose ticks take so many seconds by sleeping, and one parameter server. *random*: a tick in twenty takes
-eight times as long. *quarter*: the first worker's ticks all take four times as long. A ticket is one tick. `staleness=0`
-is in step: a global batch has a row for each worker, and a step of four rows is four ticks. Speeds are in ticks of one
-usual worker; the simulation is of the same tickets, dealt by the same rule (`paceline.tickets`), without any cost but
-ticks, over 200 draws. The window is all tickets, so what the slowest still has at its end counts.
+eight times as long. *quarter*: the first worker's ticks all take four times as long. A ticket is one tick. With
+`staleness=0`, in step, a global batch has a row for each worker, and a step of four rows is four ticks. Speeds are in
+ticks of one usual worker; the simulation is of the same tickets, dealt by the same rule (`paceline.tickets`), without
+any cost but ticks, over 200 draws. The window is all tickets, so what the slowest still has at its end counts.
 """
 
 from __future__ import annotations

@@ -260,9 +260,7 @@ class Trainer:
             told = grid_told(grid, dealt, rows, total, unit, self._number, self._run.models)
             told |= {"phase": number, "epochs": epochs, "done": [one.steps_done for one in self._run.members]}
             self._run.show("grid", **told, steps=None if total is None else self.steps_done - phase.done + total)
-            idle = (
-                None if place.fine or self.plan.several else idle_text(grid, place.weights, unit)
-            )
+            idle = None if place.fine or self.plan.several else idle_text(grid, place.weights, unit)
             if idle is not None:
                 self._run.decide(self._number, *idle)
                 self._run.say(": ".join(idle), once=True)
