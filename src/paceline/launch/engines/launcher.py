@@ -196,7 +196,12 @@ class Launcher:
         """Its agent begins: the first listens, the others join it."""
         towards = self._hosts[1].place.name if len(self._hosts) > 1 else None
         join = None if host.first else self._listens
-        order = {"name": host.place.name, "listen": self._job.listen, "towards": towards, "join": join}
+        order = {
+            "name": host.place.name,
+            "listen": self._job.listen or self._engine.listen,
+            "towards": towards,
+            "join": join,
+        }
         host.ordered, host.pause = True, 0.0
         self._send(host, json.dumps(order).encode() + b"\n")
 
