@@ -28,9 +28,10 @@ PACKAGE = ROOT / "src" / "paceline"
 # between hosts could go as codes, and a run could be launched on other hosts; 32,000 until links between hosts were
 # measured, a codec was chosen for each bucket by what it costs, and a training could be that of several islands; 33,600
 # until islands could be late, be merged in fragments and send codes, and gradients were looked at for their noise;
-# 35,200 until a run could be watched from its journal alone, and parameter servers could keep the optimizer.
+# 35,200 until a run could be watched from its journal alone, and parameter servers could keep the optimizer;
+# 37,800 until Ray could be asked for hosts.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 37_800, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 38_200, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

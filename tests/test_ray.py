@@ -25,7 +25,7 @@ from test_ssh import DIGITS, SLOWLY
 from paceline.cli import main
 from paceline.launch.engines.ray import bundles, pending
 
-slow, real = pytest.mark.slow, pytest.mark.timeout(600)
+slow, real = pytest.mark.slow, pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,9 @@ def test_a_node_that_dies_leaves_and_another_takes_its_place(launched: Launched,
     (tmp_path / "go").touch()
     error = launched.ended(process)
     assert process.returncode == 0, error
-    assert re.search(r"^bundle-1 is lost \(.*node.*\): it is tried again until it comes$", error, re.MULTILINE)
+    assert re.search(
+        r"^bundle-1 is lost \(.*(actor|node).*\): it is tried again until it comes$", error, re.MULTILINE
+    ), error
     launched.as_one_worker()
 
 
@@ -147,7 +149,7 @@ def test_an_actor_that_is_killed_leaves_and_comes_back(launched: Launched, tmp_p
     (tmp_path / "go").touch()
     error = launched.ended(process)
     assert process.returncode == 0, error
-    assert re.search(r"^bundle-1 is lost \(.*\): it is tried again until it comes$", error, re.MULTILINE)
+    assert re.search(r"^bundle-1 is lost \(.*actor.*\): it is tried again until it comes$", error, re.MULTILINE), error
     launched.as_one_worker()
 
 
@@ -193,13 +195,13 @@ def test_a_launcher_that_is_killed_leaves_a_checkpoint_and_nothing_else(launched
 @slow
 @real
 def test_a_failure_on_another_node_is_that_of_a_local_run(launched: Launched, tmp_path: Path) -> None:
-    fails = "    if report.step == 20 and os.environ['PACELINE_RANK'] == '1':\n        sys.exit(3)\n"
-    (tmp_path / "train.py").write_text("import sys\n" + SLOWLY.replace("trainer.export", f"{fails}trainer.export"))
-    (tmp_path / "go").touch()
-    process = launched.start("--nodes=2", "--run-dir", "run", "--min-workers", "2", "--max-restarts", "0", "train.py")
+    fails = "    if report.step >= 20 and os.environ['PACELINE_RANK'] != '0':\n        raise ValueError('here')\n"
+    (tmp_path / "train.py").write_text(SLOWLY.replace("trainer.export", f"{fails}trainer.export"))
+    process = launched.start("--nodes=2", "--run-dir", "run", "--min-workers", "2", "--max-restarts", "1", "train.py")
     error = launched.ended(process)
-    assert process.returncode == 3, error
-    assert re.search(r"^bundle-1 \| worker 1 failed \(host \S+, pid \d+, after step 20\)$", error, re.MULTILINE)
+    assert process.returncode == 1, error
+    assert re.search(r"^bundle-1 \| worker 1 failed \(host \S+, pid \d+, after step \d+\)$", error, re.MULTILINE), error
+    assert "ValueError: here" in error
 
 
 @slow
@@ -214,11 +216,15 @@ def test_what_ray_has_no_place_for_is_told(launched: Launched, tmp_path: Path) -
     cure = "; wait for longer with --wait, ask for less, or see `ray status`\n"
     assert re.fullmatch(f"{what}give that: {head}{cure}", launched.ended(process))
     assert process.returncode == 2
-    process = launched.start("--nodes=2", "--wait=1", "--engine=CPU=1 TPU=4", "train.py")
-    told = launched.ended(process)
+    process = launched.start("--nodes=2", "--wait=300", "--engine=CPU=1 TPU=4", "train.py")
+    assert process.stderr is not None
+    told = process.stderr.readline()
     what = "waiting for Ray: 2 nodes with 1 CPU and 4 TPU each are wanted, and of 3 alive 0 can give that: "
     assert told.startswith(what), told
-    assert told.count(" 0 of 0 TPU free") == 6
+    assert told.count(" 0 of 0 TPU free") == 3
+    process.send_signal(signal.SIGINT)
+    assert launched.ended(process) == "paceline: stopped by SIGINT; the same command starts again\n"
+    assert process.returncode == 130
 
 
 def test_bundles_are_what_hosts_need() -> None:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from paceline.errors import LaunchError, UsageError, shown
@@ -38,11 +38,10 @@ class Ray(Engine):
         driver = [sys.executable, "-m", "paceline.launch.engines.ray_driver", json.dumps(asked)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._driver = subprocess.Popen(driver, **pipes, start_new_session=True)  # type: ignore[call-overload]
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.close)
             placed = self._placed()
-        except BaseException:
-            self.close()
-            raise
+            stack.pop_all()
         names = [name for name, _ in asked["hosts"]] or [f"bundle-{number}" for number in range(len(placed))]
         counts = [count for _, count in asked["hosts"]] or [None] * len(placed)
         super().__init__([Host(name, count) for name, count in zip(names, counts, strict=True)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
@@ -60,8 +61,6 @@ class Shell:
 
     def read(self) -> tuple[bytes, bytes, int | None]:
         """What it has said on both its streams within a second, and its exit code if it has ended."""
-        import select
-
         said = {self._sh.stdout: b"", self._sh.stderr: b""}
         for pipe in select.select(self._open, [], [], 1.0)[0]:
             said[pipe] = os.read(pipe.fileno(), 1 << 16)
@@ -71,7 +70,7 @@ class Shell:
         return out, error, None if self._open else self._sh.wait()
 
 
-class Served:
+class Bridge:
     """A host: an actor in its bundle, between the standard streams of somebody who waits at `asker` for its end."""
 
     def __init__(self, actor: Any, asker: socket.socket, streams: list[int]) -> None:
@@ -101,11 +100,9 @@ class Served:
                     while data:
                         data = data[os.write(stream, data) :]
         except ray.exceptions.RayError as error:
-            preempted = "preempted: " if getattr(error, "preempted", False) else ""
-            words = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
             code = LOST
             with suppress(OSError):
-                os.write(self._streams[2], f"{SAID}{preempted}{words[-1]}\n".encode())
+                os.write(self._streams[2], f"{SAID}{_why(error)}\n".encode())
         except OSError:  # nobody listens any more
             code = LOST
         for stream in self._streams[1:]:
@@ -119,6 +116,15 @@ class Served:
 
         ray.kill(self._actor)  # and so its threads end
         self._asker.close()
+
+
+def _why(error: Exception) -> str:
+    import ray
+
+    if isinstance(error, ray.exceptions.ActorUnavailableError):  # the first to come where a node or a process has died
+        return "its actor does not answer any more"
+    preempted = "preempted: " if getattr(error, "preempted", False) else ""
+    return preempted + [line for line in str(error).splitlines() if line and not line.startswith("\t")][-1]
 
 
 def _tell(**said: Any) -> None:
@@ -146,6 +152,8 @@ def main(asked: Mapping[str, Any]) -> int:
     group = placement_group(wanted, strategy="STRICT_SPREAD")
     told, end = "", time.monotonic() + asked["wait"]
     while not group.wait(min(LOOK, asked["wait"])):
+        if select.select([0], [], [], 0)[0]:  # nobody is there any more
+            return 1
         why = pending(wanted, _nodes())
         if time.monotonic() > end:
             cure = "wait for longer with --wait, ask for less, or see `ray status`"
@@ -202,7 +210,7 @@ def _serve(listener: socket.socket, group: Any, wanted: list[Resources]) -> None
                         continue
                     number, streams, _, _ = socket.recv_fds(asker, 16, 3)
                     actor = _actor(group, wanted[int(number)], int(number))
-                    selector.register(asker, selectors.EVENT_READ, Served(actor, asker, streams))
+                    selector.register(asker, selectors.EVENT_READ, Bridge(actor, asker, streams))
                 else:  # whoever waited there has gone, or we have told it of the end
                     selector.unregister(key.fileobj)
                     key.data.close()
