@@ -380,6 +380,8 @@ def _by_name(option: Callable[..., Any], engine: str) -> None:
     option("--hosts", metavar="A,B:2,..", help=f"the hosts, as {engine} takes them, some with their number of workers")
     option("--hostfile", type=Path, metavar="FILE", help="a file with a host on each line")
     option("--sync", action="store_true", help="copy the files that git has here, at most 200 MB")
+    if engine != "Ray":  # where `ray job submit --no-wait` does it
+        option("--detach", action="store_true", help="let the run go on by itself once all hosts are of it")
     _far(option, engine)
 
 

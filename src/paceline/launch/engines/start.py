@@ -55,6 +55,7 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         given["workers_per_host"],
         given["listen"],
         archive() if given["sync"] else b"",
+        bool(given["detach"]),
     )
     engine: Engine | None
     if where == "ray":
