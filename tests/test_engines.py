@@ -43,8 +43,8 @@ class Here(Engine):
 given = json.loads(sys.argv[1])
 launcher.AGAIN = 0.5
 places = [Host(name, count) for name, count in given.pop("places")]
-python, listen = given.pop("python", sys.executable), given.pop("listen")
-job = launcher.HostJob(given, python, ".", listen=listen)
+python, listen, detach = given.pop("python", sys.executable), given.pop("listen"), given.pop("detach", False)
+job = launcher.HostJob(given, python, ".", listen=listen, detach=detach)
 try:
     sys.exit(launcher.Launcher(Here(places), job).run())
 except PacelineError as error:
@@ -203,6 +203,31 @@ def test_a_launcher_that_dies_stops_the_run(launched: Launched) -> None:
     process.kill()
     until(lambda: (launched.folder / "a/run/asked-0").exists())
     until(lambda: not launched.ours())
+
+
+def test_a_run_that_is_let_go_goes_on(launched: Launched) -> None:
+    """Not before all hosts are of it; what it says from then on is in its folders."""
+    (launched.folder / "c").mkdir()
+    (launched.folder / "c" / "down").touch()
+    process = launched.start({"a": WAITS, "b": WAITS, "c": WAITS}, detach=True)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    console = [line for line in error.splitlines() if not line.startswith("b | ")]
+    address = r"127\.0\.0\.1:[0-9]+"
+    assert console[0] == "c does not answer (no answer): it is tried again until it comes"
+    assert "c has not come: the run goes on without it" in console
+    assert any(
+        re.fullmatch(f"the run goes on by itself, at {address}, with its folder a:run", line) for line in console
+    )
+    ours = [" ".join(one.info["cmdline"] or ()) for one in launched.ours()]
+    assert len([command for command in ours if command.endswith("-m paceline agent")]) == 2
+    until(lambda: (launched.folder / "b/run/hosts/b/up-1").exists())
+    for name in "ab":
+        (launched.folder / name / "go").touch()
+    until(lambda: not launched.ours())
+    for folder in ("a/run", "b/run/hosts/b"):
+        console = (launched.folder / folder / "console.log").read_text().splitlines()
+        assert any("ended without using paceline" in line or "the run has ended" in line for line in console), console
 
 
 def test_sync_copies_what_git_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

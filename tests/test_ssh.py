@@ -171,6 +171,32 @@ def test_a_launcher_that_dies_leaves_a_checkpoint(shore: Callable[[int], Shore],
     assert (tmp_path / "run" / "checkpoints" / f"step-{stopped['step']:012d}" / "manifest.json").exists()
 
 
+def test_a_run_that_is_let_go_is_stopped_from_elsewhere(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+    """Nothing of the launcher's is left, nor of its ways to the hosts."""
+    here = shore(2)
+    (tmp_path / "train.py").write_text(SLOWLY)
+    run = tmp_path / "run"
+    process = here.start("--hosts", "a,b", "--run-dir", "run", "--min-workers", "2", "--detach", "train.py")
+    _, error = process.communicate(timeout=200)
+    assert process.returncode == 0, error
+    assert "come back with `paceline watch`, `paceline logs -f` or `paceline stop`, and that folder\n" in error
+    words = [word for one in processes() if here.ours(one.info) for word in one.info["cmdline"] or ()]
+    assert "paceline" in words
+    assert not {"ssh", "mpirun", "launch"}.intersection(words)
+    until(lambda: bool(journal(run, "formed")), 100)
+    steps = len(journal(run, "step")) + 90  # which take longer than an agent waits for its launcher
+    until(lambda: len(journal(run, "step")) > steps, 200)
+    assert not journal(run, "lost")
+    stop = here.here.command(sys.executable, "-m", "paceline", "stop", "run")
+    done = subprocess.run(stop, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    (stopped,) = journal(run, "stopped")
+    assert done.stderr.endswith(f"run has ended: stopped at step {stopped['step']}\n")
+    assert (run / "checkpoints" / f"step-{stopped['step']:012d}" / "manifest.json").exists()
+    until(here.nobody, 60)
+    assert "stopped after step " in (run / "console.log").read_text()
+
+
 def test_ctrl_c_saves_and_the_same_command_goes_on(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here = shore(2)
     process = begun(here)

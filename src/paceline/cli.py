@@ -81,7 +81,7 @@ def _run(take_over: Path | None, **options: Any) -> int | str:
 
 
 FAR = (
-    *("hosts", "hostfile", "sync", "nodes", "detach"),  # of one engine
+    *("hosts", "hostfile", "sync", "nodes", "detach", "address", "wait"),  # of one engine
     *("workers_per_host", "listen", "python", "cwd", "setup", "env", "engine", "dry_run"),
 )
 
@@ -304,6 +304,19 @@ def _launching(add: Callable[..., Any]) -> None:
     option("-N", "--nodes", least=1, metavar="N", help="how many nodes")
     option("--detach", action="store_true", help="submit, and do not follow")
     _far(option, "sbatch and srun")
+    option = add(
+        "launch ray",
+        partial(_launch, "ray"),
+        "train on nodes of a Ray cluster",
+        "examples:\n"
+        "  paceline launch ray --nodes 4 --engine='CPU=8 GPU=4' train.py\n"
+        "  paceline launch ray --hosts 10.0.0.7,10.0.0.8:2 --sync train.py     nodes by their addresses",
+        f"{does} Ray is asked for a placement group with a bundle a host, each on a node of its own.",
+    )
+    option("-N", "--nodes", least=1, metavar="N", help="how many nodes (default: all that fit)")
+    option("--address", metavar="HOST:PORT", help="of the cluster (default: RAY_ADDRESS, or that which runs here)")
+    option("--wait", least=0, default=300, metavar="SECONDS", help="for Ray to place all hosts (default 300)")
+    _by_name(option, "Ray")
 
 
 def _returning(add: Callable[..., Any]) -> None:
@@ -346,6 +359,8 @@ def _by_name(option: Callable[..., Any], engine: str) -> None:
     option("--hosts", metavar="A,B:2,..", help=f"the hosts, as {engine} takes them, some with their number of workers")
     option("--hostfile", type=Path, metavar="FILE", help="a file with a host on each line")
     option("--sync", action="store_true", help="copy the files that git has here, at most 200 MB")
+    if engine != "Ray":  # where `ray job submit --no-wait` does it
+        option("--detach", action="store_true", help="let the run go on by itself once all hosts are of it")
     _far(option, engine)
 
 
@@ -512,8 +527,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return hosted()
         if words[:1] == ["launch"]:
-            if words[1:2] not in (["ssh"], ["mpi"], ["slurm"]):
-                raise UsageError("where to launch is not said", "write paceline launch ssh, mpi or slurm")
+            if words[1:2] not in (["ssh"], ["mpi"], ["slurm"], ["ray"]):
+                raise UsageError("where to launch is not said", "write paceline launch ssh, mpi, slurm or ray")
             words[:2] = [" ".join(words[:2])]
         if words and words[0].endswith(".py"):
             raise UsageError(f"{shown(words[0])} is no command", f"write paceline run {shown(words[0])}")

@@ -114,7 +114,7 @@ def _follow(job: dict[str, Any]) -> int:
         start_new_session=True,  # a terminal's Ctrl-C is ours to hand on
     )
     assert agent.stdin is not None
-    order = {"name": "", "listen": "127.0.0.1", "towards": None, "join": None}
+    order = {"name": "", "listen": "127.0.0.1", "towards": None, "join": None, "detach": False}
     said = "".join(json.dumps(line) + "\n" for line in (job, order)).encode()
     unread = {agent.stdout: b"", agent.stderr: b""}
     with agent, _interrupts() as interrupts, selectors.DefaultSelector() as selector:

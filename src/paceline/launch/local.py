@@ -133,6 +133,8 @@ def _join(options: LaunchOptions) -> int:
         if own:
             keep_token(folder, token)  # it may be this host that is joined one day
         agent = Agent(options, folder, journal, progress, link, numbers, standby)
+        if options.heard is not None:
+            options.heard(link.address)
         with signals() as wakeup:
             return agent.run(wakeup)
 

@@ -30,8 +30,8 @@ class LaunchOptions:
     are to join, `token_file` its token; `listen`: the address at which other hosts reach this one; `store`: the etcd
     that decides who keeps the coordinator. `nodes`: ``auto`` where each node starts by itself; `token`: the
     run's own, where no file holds it; `patience`: seconds
-    in which the run to join may begin; `heard` is told where its coordinator listens; `again`: the command that goes
-    on with this run, where it is not `paceline run`. `address` and `size` (workers that the run began
+    in which the run to join may begin; `heard` is told where its coordinator listens, once it does; `again`: the
+    command that goes on with this run, where it is not `paceline run`. `address` and `size` (workers that the run began
     with) are found out.
     """
 

@@ -31,13 +31,14 @@ class End:
     @property
     def passing(self) -> bool:
         """Whether another attempt may go better."""
-        return self.kind == "lost"
+        return self.kind in ("lost", "preempted")
 
 
 class Engine(ABC):
     """Hosts at `places`, the first of which keeps the coordinator. `given` are options for the engine's own command."""
 
     name: str
+    listen: str | None = None  # where the others reach the first host, if that is known here
 
     def __init__(self, places: Sequence[Host], given: Sequence[str] = ()) -> None:
         self.places, self.given = list(places), list(given)
@@ -60,6 +61,9 @@ class Engine(ABC):
 
     def stop(self, place: Host) -> None:  # noqa: B027 (most have nothing to do)
         """Ends what may be left on a host after the end of `command`."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends what the engine itself has needed."""
 
 
 def parse_hosts(text: str) -> list[Host]:

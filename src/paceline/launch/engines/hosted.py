@@ -2,7 +2,8 @@
 
 It says three things on standard output, each a line that begins with `MARK`: ``ready``, ``like`` (what all hosts must
 have in common) and ``listens``. It hears a job, then an order (which host is the first), each a line of JSON; and then
-bytes: zeros, so that a cable that is cut can be told from a launcher that has nothing to say, and numbers of signals.
+bytes: zeros, so that a cable that is cut can be told from a launcher that has nothing to say, numbers of signals, and
+`GO_ON`: the launcher leaves, and the run goes on by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import sys
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,8 @@ SILENCE = 15.0  # seconds without a byte, after which the connection counts as b
 PATIENCE = 60.0  # seconds in which the first host's coordinator is to be there
 PIECE = 4096  # bytes that a pipe takes at once if it takes any
 STOPPED = 75
+GO_ON = 255
+CONSOLE = "console.log"  # in the run folder: what is said after that
 
 
 def hosted() -> int:
@@ -50,15 +53,41 @@ def hosted() -> int:
         order = json.loads(heard.readline() or "null")
     if order is None:  # the launcher is gone, or the hosts differ
         return STOPPED
-    broken = threading.Event()
-    threading.Thread(target=_heed, args=(broken,), name="paceline-heed", daemon=True).start()
+    apart = _apart() if order["detach"] else None
     where: dict[str, Any] = {"listen": order["listen"] or _own_address(order["towards"])}
-    where["heard"] = lambda address: _say("listens", address=address)
     if order["join"]:
         folder = Path(options.run_dir or ".", "hosts", order["name"])
         where = {"join": order["join"], "run_dir": str(folder), "patience": PATIENCE}
-    with _relayed(1, broken), _relayed(2, broken):
-        return launch(replace(options, **where))
+    options = replace(options, **where, heard=lambda address: _say("listens", address=address))
+    broken = threading.Event()
+    with _relayed(1, broken) as out, _relayed(2, broken) as error:
+
+        def go_on() -> None:
+            log = os.open(Path(options.run_dir or ".", CONSOLE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            for ours in (out, error):
+                os.dup2(log, ours, inheritable=False)
+            os.close(log)
+            if apart is not None:
+                os.write(apart, b"!")
+
+        threading.Thread(target=_heed, args=(broken, go_on), name="paceline-heed", daemon=True).start()
+        return launch(options)
+
+
+def _apart() -> int:
+    """Goes on in a process that whoever started us does not know, as an mpirun that ends what it has started. The first
+    one stays until that ends, or writes to what is returned.
+    """
+    comes, tells = os.pipe()
+    if child := os.fork():
+        os.close(tells)
+        if os.read(comes, 1):
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+    os.close(comes)
+    os.setsid()
+    return tells
 
 
 def _say(what: str, **fields: Any) -> None:
@@ -103,18 +132,23 @@ def _own_address(towards: str | None) -> str:
         raise UsageError(what, "give --listen ADDR, at which the other hosts reach the first") from error
 
 
-def _heed(broken: threading.Event) -> None:
+def _heed(broken: threading.Event, go_on: Callable[[], None]) -> None:
     """Signals that the launcher sends; and when nothing comes any more, this host stops as upon a SIGTERM."""
     while select.select([0], [], [], SILENCE)[0] and (numbers := os.read(0, PIECE)):
         for number in filter(None, numbers):
+            if number == GO_ON:
+                go_on()
+                return
             os.kill(os.getpid(), number)
     broken.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
-def _relayed(stream: int, broken: threading.Event) -> Iterator[None]:
-    """A standard stream through a pipe and a thread: a connection that breaks, or stands still, must not stop us."""
+def _relayed(stream: int, broken: threading.Event) -> Iterator[int]:
+    """A standard stream through a pipe and a thread: a connection that breaks, or stands still, must not stop us. Where
+    it goes may become another file's.
+    """
     own = os.dup(stream)
     read, write = os.pipe()
     os.dup2(write, stream)
@@ -131,7 +165,7 @@ def _relayed(stream: int, broken: threading.Event) -> Iterator[None]:
     thread = threading.Thread(target=relay, name="paceline-relay", daemon=True)
     thread.start()
     try:
-        yield
+        yield own
     finally:
         for text in (sys.stdout, sys.stderr):
             text.flush()

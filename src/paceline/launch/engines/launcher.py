@@ -20,11 +20,12 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
-from paceline.launch.engines.hosted import MARK, STOPPED
+from paceline.launch.engines.hosted import GO_ON, MARK, STOPPED
 from paceline.launch.local import signals
 
 BEAT = 1.0  # seconds between two bytes that say that we are there
@@ -39,6 +40,7 @@ COLUMNS = ("python", "torch", "paceline", "script")
 class HostJob:
     """What runs on each host: `python` in the folder `cwd`, after the lines of shell in `setup`. `options` are those of
     `paceline run` (`LaunchOptions`); `files` an archive that is unpacked there; `listen` where the first host listens.
+    `detach`: once all hosts are of the run it goes on without us.
     """
 
     options: Mapping[str, Any]
@@ -48,6 +50,7 @@ class HostJob:
     workers: int | None = None
     listen: str | None = None
     files: bytes = b""
+    detach: bool = False
 
     @property
     def script(self) -> str:
@@ -69,6 +72,7 @@ class _Host:
     last: str = ""  # its last line on standard error
     like: dict[str, Any] | None = None
     ordered: bool = False  # its agent begins
+    begun: bool = False  # it is of the run
     code: int | None = None
     end: End | None = None
     due: float = math.inf  # when it is started again
@@ -89,7 +93,7 @@ class Launcher:
         self._selector = selectors.DefaultSelector()
         self._began = time.monotonic()
         self._listens = ""  # where the coordinator is
-        self._checked = False
+        self._checked = self._left = False
         self._late = math.inf  # when the others are not waited for any more
         self._beaten = 0.0
         self.told: int | None = None
@@ -124,7 +128,8 @@ class Launcher:
     # ---- hosts
 
     def _start(self, host: _Host) -> None:
-        host.due, host.like, host.ordered, host.last = math.inf, None, False, ""
+        host.due, host.like, host.last = math.inf, None, ""
+        host.ordered = host.begun = False
         command = self._engine.command(host.place)
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         try:
@@ -190,13 +195,19 @@ class Launcher:
             host.like = said
         elif what == "listens":
             address, port = said["address"]
-            self._listens = f"{address}:{port}"
+            self._listens, host.begun = f"{address}:{port}", True
 
     def _order(self, host: _Host) -> None:
         """Its agent begins: the first listens, the others join it."""
         towards = self._hosts[1].place.name if len(self._hosts) > 1 else None
         join = None if host.first else self._listens
-        order = {"name": host.place.name, "listen": self._job.listen, "towards": towards, "join": join}
+        order = {
+            "name": host.place.name,
+            "listen": self._job.listen or self._engine.listen,
+            "towards": towards,
+            "join": join,
+            "detach": self._job.detach,
+        }
         host.ordered, host.pause = True, 0.0
         self._send(host, json.dumps(order).encode() + b"\n")
 
@@ -247,6 +258,24 @@ class Launcher:
                 self._start(host)
             elif self._listens and host.like and not host.ordered and host.process is not None:
                 self._admit(host)
+        ordered = [host for host in self._hosts if host.ordered and host.process is not None]
+        if self._job.detach and not self._left and self._listens and all(host.begun for host in ordered):
+            self._leave(ordered)
+
+    def _leave(self, hosts: list[_Host]) -> None:
+        """The run goes on with these hosts, without us."""
+        self._left = True
+        for host in self._hosts:
+            if host in hosts:
+                self._send(host, bytes([GO_ON]))
+                continue
+            self._say(f"{host.place.name} has not come: the run goes on without it")
+            self._close(host)
+        folder = Path(self._job.cwd, self._job.options["run_dir"])
+        self._say(
+            f"the run goes on by itself, at {self._listens}, with its folder {self._hosts[0].place.name}:{folder}"
+        )
+        self._say("come back with `paceline watch`, `paceline logs -f` or `paceline stop`, and that folder")
 
     def _check(self, now: float) -> None:
         """Lets the first host begin once all have answered, or some have not for too long."""

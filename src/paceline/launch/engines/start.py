@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import shlex
 import socket
@@ -19,6 +20,7 @@ from paceline.errors import LaunchError, UsageError, shown
 from paceline.launch.engines.engine import Engine, Host, parse_hosts, read_hosts
 from paceline.launch.engines.launcher import HostJob, Launcher
 from paceline.launch.engines.mpi import Mpi, queued
+from paceline.launch.engines.ray import Ray, ask, bundles
 from paceline.launch.engines.slurm import allocation, submit
 from paceline.launch.engines.ssh import Ssh
 from paceline.launch.modules import find_module
@@ -53,9 +55,18 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         given["workers_per_host"],
         given["listen"],
         archive() if given["sync"] else b"",
+        bool(given["detach"]),
     )
     engine: Engine | None
-    if where != "slurm":
+    if where == "ray":
+        named = given["hosts"] is not None or given["hostfile"] is not None
+        asked = ask(given, _places(where, given["hosts"], given["hostfile"]) if named else [])
+        if given["dry_run"]:
+            group = json.dumps(bundles({**asked, "nodes": asked["nodes"] or 1}, []))
+            print(f'placement_group({group}, strategy="STRICT_SPREAD"): sh <<< {shlex.quote(job.script)}')
+            return 0
+        engine = Ray(asked)
+    elif where != "slurm":
         kind = Mpi if where == "mpi" else Ssh
         engine = kind(_places(where, given["hosts"], given["hostfile"]), shlex.split(given["engine"]))
     else:
@@ -67,8 +78,11 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
             "\n".join(f"{shlex.join(engine.command(place))} <<< {shlex.quote(job.script)}" for place in engine.places)
         )
         return 0
-    launcher = Launcher(engine, job)
-    return engine.after(launcher.run(), launcher.told)
+    try:
+        launcher = Launcher(engine, job)
+        return engine.after(launcher.run(), launcher.told)
+    finally:
+        engine.close()
 
 
 def _places(where: str, hosts: str | None, file: Path | None) -> list[Host]:

@@ -1,0 +1,237 @@
+"""The process that speaks with Ray: keeps a placement group, and an actor for each host that was asked for. No torch.
+
+It prints lines of JSON: what it ``waits`` for, and either where all is ``placed`` or ``what`` went wrong. It ends with
+its standard input; then Ray ends what is left, as it does where this process is killed. To be run as ``__main__``: only
+so does `Shell` travel by value, and Ray's own Python needs no Paceline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from paceline.errors import first_line
+from paceline.launch.engines.ray import LOST, SAID, Resources, bundles, pending, reach
+
+CHUNK = 1 << 16
+LOOK = 2.0  # seconds between two looks at why there is no place yet
+
+
+class Shell:
+    """An actor: `sh` on its node, with pipes for us. Ray kills what an actor has started itself along with it; what
+    runs here is to hear by the end of its input that it is alone, and so has a parent between.
+    """
+
+    def __init__(self) -> None:
+        import ray
+
+        with open("/proc/self/environ", "rb") as file:  # without what Ray has added, as OMP_NUM_THREADS
+            own = dict(word.split(b"=", 1) for word in file.read().split(b"\0") if b"=" in word)
+        numbers = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        self._sh: Any = subprocess.Popen(
+            ["sh", "-c", "sh; exit $?"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env={**own, b"CUDA_VISIBLE_DEVICES": ",".join(numbers).encode()},
+            start_new_session=True,
+        )
+        self._open: list[Any] = [self._sh.stdout, self._sh.stderr]
+
+    def write(self, data: bytes) -> None:
+        """Its input."""
+        try:
+            while data:
+                data = data[self._sh.stdin.write(data) :]
+        except BrokenPipeError:
+            pass  # `read` tells of its end
+
+    def read(self) -> tuple[bytes, bytes, int | None]:
+        """What it has said on both its streams within a second, and its exit code if it has ended."""
+        said = {self._sh.stdout: b"", self._sh.stderr: b""}
+        for pipe in select.select(self._open, [], [], 1.0)[0]:
+            said[pipe] = os.read(pipe.fileno(), 1 << 16)
+            if not said[pipe]:
+                self._open.remove(pipe)
+        out, error = (said[pipe] for pipe in (self._sh.stdout, self._sh.stderr))
+        return out, error, None if self._open else self._sh.wait()
+
+
+class Bridge:
+    """A host: an actor in its bundle, between the standard streams of somebody who waits at `asker` for its end."""
+
+    def __init__(self, actor: Any, asker: socket.socket, streams: list[int]) -> None:
+        self._actor, self._asker, self._streams = actor, asker, streams
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._hear, self._say)]
+        for thread in self._threads:
+            thread.start()
+
+    def _hear(self) -> None:
+        import ray
+
+        with (
+            open(self._streams[0], "rb", buffering=0) as heard,
+            suppress(ray.exceptions.RayError),
+        ):  # which `_say` tells
+            while data := heard.read(CHUNK):
+                ray.get(self._actor.write.remote(data))
+
+    def _say(self) -> None:
+        import ray
+
+        code: int | None = None
+        try:
+            while code is None:
+                *said, code = ray.get(self._actor.read.remote())
+                for stream, data in zip(self._streams[1:], said, strict=True):
+                    while data:
+                        data = data[os.write(stream, data) :]
+        except ray.exceptions.RayError as error:
+            code = LOST
+            with suppress(OSError):
+                os.write(self._streams[2], f"{SAID}{_why(error)}\n".encode())
+        except OSError:  # nobody listens any more
+            code = LOST
+        for stream in self._streams[1:]:
+            os.close(stream)
+        with suppress(OSError):
+            self._asker.send(str(code).encode())
+            self._asker.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        import ray
+
+        ray.kill(self._actor)  # and so its threads end
+        self._asker.close()
+
+
+def _why(error: Exception) -> str:
+    import ray
+
+    if isinstance(error, ray.exceptions.ActorUnavailableError):  # the first to come where a node or a process has died
+        return "its actor does not answer any more"
+    preempted = "preempted: " if getattr(error, "preempted", False) else ""
+    return preempted + [line for line in str(error).splitlines() if line and not line.startswith("\t")][-1]
+
+
+def _tell(**said: Any) -> None:
+    print(json.dumps(said), flush=True)
+
+
+def main(asked: Mapping[str, Any]) -> int:
+    try:
+        import ray
+        from ray.util.placement_group import placement_group, placement_group_table
+    except ModuleNotFoundError:
+        _tell(what=f"ray is not installed for {sys.executable}", cure="pip install 'paceline[ray]'")
+        return 1
+    address = asked["address"]
+    try:
+        if address != "auto":
+            reach(address)
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        where = "running here" if address == "auto" else f"at {address}"
+        cure = "start one by `ray start --head`, or give --address HOST:PORT of one that has a node here"
+        _tell(what=f"there is no Ray {where} ({first_line(error)})", cure=cure)
+        return 1
+    wanted = bundles(asked, [total for _, total in _nodes().values()])
+    group = placement_group(wanted, strategy="STRICT_SPREAD")
+    told, end = "", time.monotonic() + asked["wait"]
+    while not group.wait(min(LOOK, asked["wait"])):
+        if select.select([0], [], [], 0)[0]:  # nobody is there any more
+            return 1
+        why = pending(wanted, _nodes())
+        if time.monotonic() > end:
+            cure = "wait for longer with --wait, ask for less, or see `ray status`"
+            _tell(what=f"Ray has not placed the hosts within {asked['wait']} s: {why}", cure=cure)
+            return 1
+        if why != told:
+            told = why
+            _tell(waits=why)
+    at = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    found = placement_group_table(group)["bundles_to_node_id"]
+    door = f"paceline-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{door}")
+        listener.listen(len(wanted))
+        _tell(door=door, placed=[at[found[number]] for number in range(len(wanted))])
+        _serve(listener, group, wanted)
+    ray.shutdown()
+    return 0
+
+
+def _nodes() -> dict[str, tuple[Resources, Resources]]:
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    names = [node["NodeManagerAddress"] for node in alive]
+    return {
+        (name if names.count(name) == 1 else f"{name} ({node['NodeID'][:6]})"): (
+            free.get(node["NodeID"], {}),
+            node["Resources"],
+        )
+        for name, node in zip(names, alive, strict=True)
+    }
+
+
+def _serve(listener: socket.socket, group: Any, wanted: list[Resources]) -> None:
+    """Until our standard input ends."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj == 0:
+                    for other in selector.get_map().values():
+                        if other.data is not None:
+                            other.data.close()
+                    return
+                if key.fileobj is listener:
+                    asker, _ = listener.accept()
+                    uid = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+                    if uid != os.getuid():
+                        asker.close()
+                        continue
+                    number, streams, _, _ = socket.recv_fds(asker, 16, 3)
+                    actor = _actor(group, wanted[int(number)], int(number))
+                    selector.register(asker, selectors.EVENT_READ, Bridge(actor, asker, streams))
+                else:  # whoever waited there has gone, or we have told it of the end
+                    selector.unregister(key.fileobj)
+                    key.data.close()
+
+
+def _actor(group: Any, has: Resources, number: int) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return (
+        ray.remote(Shell)
+        .options(
+            num_cpus=has.get("CPU", 0),
+            num_gpus=has.get("GPU", 0),
+            max_concurrency=2,  # it reads while it is written to
+            enable_task_events=False,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+        )
+        .remote()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))
