@@ -357,7 +357,7 @@ def test_who_differs_or_has_no_token_is_refused(cluster: Callable[[int], Cluster
     told = refused(here, code=script.replace("lr=1e-2", "lr=1e-3"))
     assert told == (
         "paceline: the script differs from the run's:\n"
-        "--- script of the run\n+++ script here\n@@ -72,3 +72,3 @@\n"
+        "--- script of the run\n+++ script here\n@@ -86,3 +86,3 @@\n"
         "     loss=contrast if over else lambda output, batch: F.cross_entropy(output, batch[1]),\n"
         "-    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),\n"
         "+    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),\n"
