@@ -199,12 +199,13 @@ class Windows(ServedStepper):
                 self._log, self._dropped = answer["log"], answer["dropped"]
                 break
             dealt, began = True, time.perf_counter()
+            self.replica.ask_weights(answer["update"])
             portion = deal(answer["ticket"] - self.done)
             if portion is None:
                 said["cut"] = answer["ticket"]
                 continue
             step.spent["data"] += time.perf_counter() - began
-            self.replica.read(answer["update"])
+            self.replica.await_weights()
             self.replica.take_weights()
             try:
                 self._ticket(answer, portion)
@@ -212,7 +213,8 @@ class Windows(ServedStepper):
                 self._trouble, said["broken"] = error, True
         step.steps = len(self._log)
         if self._trouble is None:
-            self.replica.read(self.done + step.steps)
+            self.replica.ask_weights(self.done + step.steps)
+            self.replica.await_weights()
             self._buffers = unpack(torch.frombuffer(self.replica.buffers(), dtype=torch.uint8))
 
     def _ticket(self, dealt: dict[str, Any], portion: Portion) -> None:
