@@ -323,7 +323,8 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
             "unknown plan word 'quick'; the known ones are data=N local=N every=H "
             "outer=sgd:RATE|nesterov:RATE:MOMENTUM fragments=F delay=D outer_codec=int8|int4 quorum=Q "
             "server=S staleness=K|inf window=W damping shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N "
-            "schedule=gpipe|1f1b virtual=V context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy "
+            "schedule=gpipe|1f1b virtual=V context=N micro=N "
+            "codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy "
             "lr_scaling=linear|sqrt precision=bf16|fp16 recompute=blocks compile exact auto",
         ),
         ("data=2 data=3", "plan word 'data' is said twice: data=2 and data=3; keep one of them"),
