@@ -46,6 +46,7 @@ def weights(folder: Path, script: str, plan: str, **env: str) -> dict[str, np.nd
         ("micro=8 precision=bf16", 0.1),
         ("server=1", 1e-9),
         ("server=2 micro=4", 1e-9),
+        ("server=2 micro=4 staleness=2 window=7", 1e-9),
     ],
 )
 def test_the_weights_of_the_cpu(plan, apart, tmp_path):

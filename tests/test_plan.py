@@ -28,6 +28,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "server": NUMBERS,
     "staleness": st.one_of(st.integers(0, 999_999_999), st.just(math.inf)),
     "window": NUMBERS,
+    "damping": st.just(True),
     "shard": NUMBERS,
     "zero": st.sampled_from([1, 2, 3]),
     "offload": st.just("cpu"),
@@ -232,6 +233,11 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
             "window=9 is for workers that are not in step; "
             "add staleness=K, or leave window out: in step all meet after each update",
         ),
+        (
+            "server=1 damping",
+            "damping is for workers that are not in step; "
+            "add staleness=K, or leave damping out: in step all meet after each update",
+        ),
         ("window=9", "window=9 needs server; add server=N, or leave window=9 out"),
         (
             "server=1 staleness=4 precision=fp16",
@@ -278,7 +284,7 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
 
 
 BUILT = "use only what is: data=N, local=N, every=H, outer=sgd:RATE|nesterov:RATE:MOMENTUM, "
-BUILT += "fragments=F, delay=D, outer_codec=int8|int4, quorum=Q, server=S, staleness=K|inf, window=W, "
+BUILT += "fragments=F, delay=D, outer_codec=int8|int4, quorum=Q, server=S, staleness=K|inf, window=W, damping, "
 BUILT += "shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
 BUILT += "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy, "
 BUILT += "lr_scaling=linear|sqrt, precision=bf16|fp16, "
@@ -316,8 +322,9 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
             "quick",
             "unknown plan word 'quick'; the known ones are data=N local=N every=H "
             "outer=sgd:RATE|nesterov:RATE:MOMENTUM fragments=F delay=D outer_codec=int8|int4 quorum=Q "
-            "server=S staleness=K|inf window=W shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N schedule=gpipe|1f1b "
-            "virtual=V context=N micro=N codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy "
+            "server=S staleness=K|inf window=W damping shard=N zero=1|2|3 offload=cpu tensor=N pipeline=N "
+            "schedule=gpipe|1f1b virtual=V context=N micro=N "
+            "codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy "
             "lr_scaling=linear|sqrt precision=bf16|fp16 recompute=blocks compile exact auto",
         ),
         ("data=2 data=3", "plan word 'data' is said twice: data=2 and data=3; keep one of them"),
@@ -370,10 +377,10 @@ def test_the_help_has_one_line_per_word() -> None:
     lines = describe().splitlines()
     assert [line.split("=")[0].split()[0] for line in lines] == [row.name for row in fields(Plan)]
     assert lines[0] == "data=N               N replicas, gradients all-reduced every step"
-    assert lines[11].endswith("parameters, gradients and optimizer state in N shards")
-    assert lines[13].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
-    assert lines[14] == "tensor=N             the model cut N times inside its layers"
-    assert lines[24] == "compile              torch.compile"
+    assert lines[12].endswith("parameters, gradients and optimizer state in N shards")
+    assert lines[14].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
+    assert lines[15] == "tensor=N             the model cut N times inside its layers"
+    assert lines[25] == "compile              torch.compile"
 
 
 def test_the_plan_needs_no_torch() -> None:

@@ -37,6 +37,10 @@ def counted(folder: Path, workers: int, plan: str, steps: int, *options: str, **
     return done.stdout + done.stderr
 
 
+def windows_of(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_journal(folder / "run") if event["event"] == "window"]
+
+
 def each_row_once(folder: Path, steps: int, first: int = 0) -> list[dict[str, Any]]:
     """Every row of every update, exactly; the windows of the journal, which are of the steps from the `first` on."""
     weights = load_file(folder / "out.safetensors")
@@ -46,9 +50,8 @@ def each_row_once(folder: Path, steps: int, first: int = 0) -> list[dict[str, An
     turns = json.loads((folder / "told.json").read_text())
     assert turns[-1][0] == steps
     assert [samples for _, _, samples in turns] == [turn * BATCH for _, turn, _ in turns]
-    windows = [event for event in read_journal(folder / "run") if event["event"] == "window"]
     assert sum(turn for _, turn, _ in turns) == steps - first
-    return windows
+    return windows_of(folder)
 
 
 def test_one_worker_gives_what_one_process_gives(tmp_path: Path) -> None:
@@ -91,6 +94,19 @@ def test_each_row_counts_once(tmp_path: Path, workers: int, servers: int, bound:
     how = "as far ahead as they are" if bound == "inf" else f"at most {bound} ahead"
     assert f"updates are not in step: workers read weights {how}, and meet every 40 updates" in said
     assert "global batch 6 = 2 micro-batches of 3 rows; one epoch = 5 steps" in said
+
+
+def test_damping_divides_rates_by_what_was_missed(tmp_path: Path) -> None:
+    """On all servers alike; the schedule's rate is not touched."""
+    counted(tmp_path, 3, "server=2 staleness=inf window=30 damping", 60, SLOW="0:4")
+    missed = Counter[int]()
+    for one in windows_of(tmp_path):
+        missed.update(dict(one["missed"]))
+    assert missed.total() == 60
+    assert max(missed) > 1
+    weights, whole = load_file(tmp_path / "out.safetensors"), sum(count / (1 + m) for m, count in missed.items())
+    assert float(weights["more"][0]) == pytest.approx(-BATCH * whole, rel=1e-12)
+    assert float(weights["rows"].sum()) == pytest.approx(-BATCH * whole, rel=1e-12)
 
 
 def test_what_a_lost_worker_had_is_dealt_again(tmp_path: Path) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from paceline.checkpoint.tree import pack
 from paceline.comm.frames import Connection, Frame, Key, Kind
@@ -50,8 +53,8 @@ class Window:
 
 
 class Dealing(Holding):
-    """What this `server` has of the trainer of that number. `links` are connections to it, by worker, or server (of a
-    number below zero); `first` is that to the first server, from the others. `reached` hears of moments.
+    """What this `server` has of the trainer of that number. `peers` are the other servers' connections to the
+    first one, `first` is that, of the others. `reached` hears of moments.
     """
 
     def __init__(self, stepper: Steps, trainer: int, server: int, reached: Callable[[str], None]) -> None:
@@ -59,7 +62,7 @@ class Dealing(Holding):
         super().__init__(stepper, self.servers, server)
         self.trainer, self.server, self._reached = trainer, server, reached
         self.pushed: dict[int, Pushed] = {}  # by worker
-        self.links: dict[int, Connection] = {}
+        self.peers: dict[int, Connection] = {}
         self.first: Connection | None = None
         self._reading: list[tuple[Connection, Frame]] = []
         self._weights: tuple[int, list[torch.Tensor]] = -1, []  # as they are sent, after so many updates
@@ -68,7 +71,8 @@ class Dealing(Holding):
 
     def hear(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
         """Of a worker, or of another server, whose number is below zero: -2 is server 1."""
-        self.links[worker] = link
+        if worker < 0:
+            self.peers[worker] = link
         if frame.kind == Kind.READ:
             self._reading.append((link, frame))
         elif frame.kind == Kind.DEAL:
@@ -80,9 +84,9 @@ class Dealing(Holding):
             if self._is_due(of, key := (ticket, dealing, 0)):  # else it comes again
                 self._has(of, key, -1 - worker)
         elif frame.kind == Kind.APPLY:
-            update, of, _ = frame.key
+            update, of, missed = frame.key
             if update == self.applied:
-                self._apply(of)
+                self._apply(of, missed)
         elif frame.kind == Kind.BUFFERS:
             buffers = dict(self.replica.job.model.named_buffers())
             link.put(Kind.BUFFERS, frame.trainer, frame.key, content=[pack(buffers)])
@@ -90,8 +94,8 @@ class Dealing(Holding):
 
     def lose(self, worker: int) -> None:
         """Its connection has gone: it is not heard any more."""
-        self.links.pop(worker, None)
         self.window.asking.pop(worker, None)
+        self.window.have.pop(worker, None)
         self.window.tickets.lose(worker)
         self._go_on()
 
@@ -126,9 +130,8 @@ class Dealing(Holding):
             self.first.put(Kind.HAVE, frame.trainer, (ticket, dealing, worker))
         elif self._is_due(worker, frame.key):
             self._has(worker, frame.key, 0)
-        else:  # it may have been applied, and the word of that lost
+        else:  # it may have come before
             self.window.dropped += 1
-            link.put(Kind.PUSHED, frame.trainer, frame.key)
 
     def _is_due(self, worker: int, key: Key) -> bool:
         """Whether it is of a ticket as that was dealt last, and not lost since."""
@@ -160,21 +163,15 @@ class Dealing(Holding):
     def _settle(self, worker: int, key: Key) -> None:
         """What becomes of a push that all servers have."""
         window, tickets = self.window, self.window.tickets
-        if self._is_due(worker, key):
-            missed, told = tickets.applied - tickets.open[key[0]][1], self.pushed[worker].told
-            assert tickets.push(worker, key[0]) is Push.APPLY
-            window.log.append({"ticket": key[0], "worker": worker, "missed": missed, **told["log"]})
-            for other, peer in self.links.items():
-                if other < 0:
-                    peer.put(Kind.APPLY, self.trainer, (self.applied, worker, 0))
-            self._apply(worker)
-        else:
-            window.dropped += 1
-        if worker in self.links:
-            self.links[worker].put(Kind.PUSHED, self.trainer, key)
+        missed, told = tickets.applied - tickets.open[key[0]][1], self.pushed[worker].told
+        assert tickets.push(worker, key[0]) is Push.APPLY
+        window.log.append({"ticket": key[0], "worker": worker, "missed": missed, **told["log"]})
+        for peer in self.peers.values():
+            peer.put(Kind.APPLY, self.trainer, (self.applied, worker, missed))
+        self._apply(worker, missed)
 
-    def _apply(self, worker: int) -> None:
-        """The next update, with what a worker has pushed."""
+    def _apply(self, worker: int, missed: int) -> None:
+        """The next update, with what a worker has pushed; it has missed so many others."""
         pushed = self.pushed.pop(worker)
         self._reached("reduced")
         for number in self.numbers:
@@ -184,12 +181,15 @@ class Dealing(Holding):
             options = Options(self.applied, 1.0, told["micro_batches"], collect=True)
             carried.begin(options, pushed.records.device)
             carried.merge(pushed.records)
-        self.apply(self.applied, pushed.told)
+        with _damped(self.replica.job.optimizers, 1 + missed if self.stepper.plan.damping else 1):
+            self.apply(self.applied, pushed.told)
         self._reached("applied")
 
     def _deal(self) -> None:
         window = self.window
         for worker, (link, key) in [*window.asking.items()]:
+            if worker in window.have:  # not yet at all servers
+                continue
             answer: dict[str, Any] = {}
             if window.tickets.ended or window.broken:
                 answer = {"log": window.log, "dropped": window.dropped}
@@ -208,3 +208,23 @@ class Dealing(Holding):
         if self._weights[0] != self.applied:
             self._weights = self.applied, [self.params[number].detach().clone() for number in self.numbers]
         return self._weights[1]
+
+
+@contextmanager
+def _damped(optimizers: Sequence[Optimizer], by: int) -> Iterator[None]:
+    """Learning rates divided by so much (Zhang et al., "Staleness-Aware Async-SGD for Distributed Deep Learning", IJCAI
+    2016), in the optimizers' own steps alone: schedules go on from the rates as they are.
+    """
+    with ExitStack() as stack:
+        for optimizer in optimizers if by > 1 else ():
+            groups = optimizer.param_groups
+            rates = [group["lr"] for group in groups]
+            for register, scale in ((optimizer.register_step_pre_hook, by), (optimizer.register_step_post_hook, 1)):
+                hook = register(partial(_set_rates, groups, [rate / scale for rate in rates]))
+                stack.callback(hook.remove)
+        yield
+
+
+def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Any], *_: Any) -> None:
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate

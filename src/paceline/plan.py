@@ -80,6 +80,12 @@ class Plan:
     window: int | None = _word(
         "W", "with staleness: updates until all workers meet again, 256 unless said", of="server", built=True
     )
+    damping: bool = _word(
+        "",
+        "with staleness: the learning rate of an update is divided by 1 + those that it missed",
+        of="server",
+        built=True,
+    )
     shard: int | None = _word("N", "parameters, gradients and optimizer state in N shards", axis=True, built=True)
     zero: int | None = _word(
         "1|2|3", "sharded: 1 optimizer state, 2 and gradients, 3 and parameters", of="shard", built=True
@@ -253,9 +259,9 @@ class Plan:
         if row.metadata["axis"] and row.name != "data" and (value > 1 or row.name == "shard"):
             what = f"{word} and server={self.server} both divide a model"
             raise PlanError(what, f"keep one of them: under server={self.server} each worker has a whole one")
-        if row.name == "window" and not self.staleness:
+        if row.name in ("window", "damping") and not self.staleness:
             what = f"{word} is for workers that are not in step"
-            raise PlanError(what, "add staleness=K, or leave window out: in step all meet after each update")
+            raise PlanError(what, f"add staleness=K, or leave {row.name} out: in step all meet after each update")
         if word == "precision=fp16" and self.staleness:
             what = f"{word} looks for one loss scale, and staleness={self.staleness:g} has no step that all make"
             raise PlanError(what, "say precision=bf16")

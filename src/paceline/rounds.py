@@ -26,11 +26,9 @@ from paceline.lateness import Quorum, missed, name_dropped, part
 from paceline.mesh import Mesh
 from paceline.portions import Portion
 from paceline.pulse import PULSE
-from paceline.step import Agreed, Grid, add_metrics, deal
+from paceline.step import NOTHING, Agreed, Grid, add_metrics, deal
 from paceline.stepping import Step, Stepper
 from paceline.team.operations import Attempt, ReformedError
-
-SUMMED = ("stop", "save", "enter", "writing", "written", "look", "news", "broken")
 
 
 def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
@@ -244,7 +242,7 @@ class Rounds(Stepper):
             if portion is None:
                 last = True
                 break
-            self._load(one := Step(self.done + ahead, 0.0), partial(_same, portion))
+            self._load(one := Step(self.done + ahead, 0.0), partial(same, portion))
             step.spent["data"] += time.perf_counter() - began
             step.whole = replace(portion, micro_batches=[])
             step.steps, last = step.steps + 1, portion.last
@@ -318,24 +316,11 @@ class Rounds(Stepper):
             "sizes": self._sizes,
             "epoch": step.whole.epoch,
             "merged": decided,
-            "trouble": self._trouble and [self._trouble.what, self._trouble.cure],
-            "news": self._untold(),
-            "stop": run.notice is not None,
-            "save": run.wants_save(step.steps),
-            "enter": self.operations.newcomers,
-            "look": group.rank == 0 and group.size > 1 and self.weights.wish,
-            "seconds": seconds,
-            "digest": step.digest or 0.0,
             "broken": decided is None and run.notice is not None and (not made or self.merging_by.waits),
-            **run.saving.fields,
         }
-        group.enter(name, check=False, kind="merges")
-        said = group.gather_json(mine)
-        sums = {key: sum(bool(one[key]) if key == "news" else one[key] for one in said) for key in SUMMED}
-        if trouble := next(filter(None, (one["trouble"] for one in said)), None):
-            raise NonFiniteLossError(*trouble)
-        if sums.pop("broken"):
-            raise BrokenOffError(agreed_of(said, sums))
+        said = meet(self, step, name, mine, seconds, self._trouble)
+        if any(one["broken"] for one in said):
+            raise BrokenOffError(step.agreed)
         told = {int(one[0]): one[1:] for some in said for one in some["islands"]}
         merged = next((one["merged"] for one in said if one["merged"] is not None), sorted(told))
         late = {island: told[island][1:3] for island in sorted({*told}.difference(merged)) if told[island][1]}
@@ -348,15 +333,13 @@ class Rounds(Stepper):
             if left is not None:
                 unused = {*left} if unused is None else unused & {*left}
         step.agreed = replace(
-            agreed_of(said, sums),
+            step.agreed,
             loss=math.fsum(one[0] for one in islands),
             count=math.fsum(one[1] for one in islands),
             metrics=metrics,
             unused=tuple(sorted(unused or ())),
         )
         step.norm, step.lr = islands[0][4:]
-        for one in said:
-            step.news = {kind: (what, why) for kind, (what, why) in one["news"].items()} | step.news
         if step.digest is not None:
             self.weights.judge(group, step.agreed.digests)
         self._refuse(step)
@@ -380,22 +363,36 @@ class Rounds(Stepper):
         step.whole = replace(step.whole, rows=sum(told[island][2] for island in merged), epoch=whole["epoch"])
 
 
-def agreed_of(said: list[Any], sums: dict[str, int]) -> Agreed:
-    """What all want, at the end of a turn of several steps."""
-    return Agreed(
-        count=0.0,
-        loss=0.0,
-        tested=0,
-        strict=0,
-        metrics={},
-        unused=(),
-        seconds=tuple(one["seconds"] for one in said),
-        digests=tuple(one["digest"] for one in said),
-        **sums,
-    )
+def meet(
+    stepper: Stepper, step: Step, name: str, mine: dict[str, Any], seconds: float, trouble: NonFiniteLossError | None
+) -> list[dict[str, Any]]:
+    """The end of a turn of several steps: what each worker says of itself and wants, `mine` besides. All know the same
+    of it then, in `step.agreed` as well; where one has come to `trouble` all raise that.
+    """
+    group, run = stepper.run.team.group, stepper.run
+    wants = {
+        "stop": run.notice is not None,
+        "save": run.wants_save(step.steps),
+        "enter": stepper.operations.newcomers,
+        "look": group.rank == 0 and group.size > 1 and stepper.weights.wish,
+        **run.saving.fields,
+    }
+    told = {"trouble": trouble and [trouble.what, trouble.cure], "news": stepper.untold()}
+    group.enter(name, check=False, kind="turns")
+    said = group.gather_json({**mine, **told, "wants": wants, "seconds": seconds, "digest": step.digest or 0.0})
+    if troubles := [one["trouble"] for one in said if one["trouble"]]:
+        raise NonFiniteLossError(*troubles[0])
+    for one in said:
+        step.news = {kind: (what, why) for kind, (what, why) in one["news"].items()} | step.news
+    sums = {key: sum(one["wants"][key] for one in said) for key in wants} | {
+        "news": sum(bool(one["news"]) for one in said)
+    }
+    seconds_of, digests = (tuple(one[key] for one in said) for key in ("seconds", "digest"))
+    step.agreed = replace(NOTHING, seconds=seconds_of, digests=digests, **sums)
+    return said
 
 
-def _same(portion: Portion) -> Portion:
+def same(portion: Portion) -> Portion:
     return portion
 
 

@@ -19,7 +19,7 @@ from paceline.errors import NonFiniteLossError, UsageError
 from paceline.mesh import Mesh
 from paceline.portions import Portion
 from paceline.pulse import PULSE
-from paceline.rounds import SUMMED, BrokenOffError, agreed_of, rounds_of
+from paceline.rounds import BrokenOffError, meet, rounds_of, same
 from paceline.step import NOTHING, Grid, add_metrics
 from paceline.stepping import Step, Stepper
 from paceline.strategies.servers import Served, Servers, Ticketed
@@ -199,12 +199,13 @@ class Windows(ServedStepper):
                 self._log, self._dropped = answer["log"], answer["dropped"]
                 break
             dealt, began = True, time.perf_counter()
+            self.replica.ask_weights(answer["update"])
             portion = deal(answer["ticket"] - self.done)
             if portion is None:
                 said["cut"] = answer["ticket"]
                 continue
             step.spent["data"] += time.perf_counter() - began
-            self.replica.read(answer["update"])
+            self.replica.await_weights()
             self.replica.take_weights()
             try:
                 self._ticket(answer, portion)
@@ -212,13 +213,14 @@ class Windows(ServedStepper):
                 self._trouble, said["broken"] = error, True
         step.steps = len(self._log)
         if self._trouble is None:
-            self.replica.read(self.done + step.steps)
+            self.replica.ask_weights(self.done + step.steps)
+            self.replica.await_weights()
             self._buffers = unpack(torch.frombuffer(self.replica.buffers(), dtype=torch.uint8))
 
     def _ticket(self, dealt: dict[str, Any], portion: Portion) -> None:
         """The gradients of one global batch, for the servers."""
         ticket, self.expected = dealt["ticket"], 0.0
-        self._load(one := Step(ticket, 0.0), partial(_same, portion))
+        self._load(one := Step(ticket, 0.0), partial(same, portion))
         one.options = replace(self.options(one), collect=True)
         self.replica.key = ticket, dealt["dealing"], 0
         began = time.perf_counter()
@@ -238,28 +240,9 @@ class Windows(ServedStepper):
 
     def _agree_on(self, step: Step, name: str, seconds: float) -> None:
         """Whether all go on, and what the window has come to: of it all know the same, from the first server."""
-        group, run = self.run.team.group, self.run
-        mine = {
-            "trouble": self._trouble and [self._trouble.what, self._trouble.cure],
-            "news": self._untold(),
-            "stop": run.notice is not None,
-            "save": run.wants_save(step.steps),
-            "enter": self.operations.newcomers,
-            "look": 0,
-            "seconds": seconds,
-            "digest": 0.0,
-            **run.saving.fields,
-        }
-        group.enter(name, check=False, kind="windows")
-        said = group.gather_json(mine)
-        if trouble := next(filter(None, (one["trouble"] for one in said)), None):
-            raise NonFiniteLossError(*trouble)
-        sums = {key: sum(bool(one[key]) if key == "news" else one[key] for one in said) for key in SUMMED[:-1]}
-        step.agreed = agreed_of(said, sums)
+        meet(self, step, name, {}, seconds, self._trouble)
         if not self._log:
             raise BrokenOffError(step.agreed)
-        for one in said:
-            step.news = {kind: (what, why) for kind, (what, why) in one["news"].items()} | step.news
         metrics: dict[str, tuple[float, float]] = {}
         for one in self._log:
             add_metrics(metrics, one["metrics"])
@@ -285,7 +268,3 @@ class Windows(ServedStepper):
             by, missed = (Counter(one[key] for one in self._log) for key in ("worker", "missed"))
             told = {"workers": sorted(by.items()), "missed": sorted(missed.items()), "dropped": self._dropped}
             self.run.journal.write("window", trainer=self.trainer, step=self.done, updates=step.steps, **told)
-
-
-def _same(portion: Portion) -> Portion:
-    return portion

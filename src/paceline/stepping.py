@@ -274,7 +274,7 @@ class Stepper:
         """All is computed: what somebody has to tell, and what cannot be applied."""
         group = self.group
         if step.agreed.news:
-            for told in group.gather_json(self._untold()):
+            for told in group.gather_json(self.untold()):
                 step.news = {**told, **step.news}
         if step.agreed.tune:
             self._choose(anew=True)
@@ -507,7 +507,7 @@ class Stepper:
         self.run.journal.write("note", trainer=self.trainer, step=self.done, text=text)
         self.run.say(text, once=True)
 
-    def _untold(self) -> dict[str, tuple[str, str]]:
+    def untold(self) -> dict[str, tuple[str, str]]:
         return {kind: said for kind, said in self.news.items() if kind not in self.told}
 
     def _name_unused(self, unused: tuple[int, ...]) -> None:
@@ -549,7 +549,7 @@ class Stepper:
             "strict": sums.strict,
             "whole": sums.whole or step.indivisible,
             "failed": sums.failed,
-            "news": bool(self._untold()),
+            "news": bool(self.untold()),
             "stop": self.stops,
             "save": run.wants_save(),
             "enter": self.operations.newcomers,

@@ -275,21 +275,29 @@ class Ticketed(Served):
         alone.ledger = group.ledger
         super().__init__(job, group, mesh, count, alone)
         self._asked = 0
+        self._reading: Key = (0, 0, 0)
 
     def deal(self, start: int, said: Mapping[str, Any]) -> dict[str, Any]:
-        """What the first server deals of the window from `start` on, or says at its end."""
-        self.servers.begin(self.number)
+        """What the first server deals of the window from `start` on, or says at its end; once servers are done with
+        what was pushed.
+        """
         self._asked += 1
         key = start, self._asked, 0
         self.servers.put(0, Kind.DEAL, self.number, key, (), json.dumps(said).encode())
-        return json.loads(self.servers.answers([0], Kind.DEAL, self.number, key)[0].text)  # type: ignore[no-any-return]
+        (frame,) = self.servers.answers([0], Kind.DEAL, self.number, key)
+        self.servers.begin(self.number)
+        return json.loads(frame.text)  # type: ignore[no-any-return]
 
-    def read(self, update: int) -> None:
-        """The weights land, each server's as they are after so many updates or more."""
-        servers, key = range(self.servers.count), (update, self._asked, 0)
-        for server in servers:
-            self.servers.put(server, Kind.READ, self.number, key)
-        self.servers.answers(servers, Kind.READ, self.number, key)
+    def ask_weights(self, update: int) -> None:
+        """Each server's, as they are after so many updates or more."""
+        self._reading = update, self._asked, 0
+        for server in range(self.servers.count):
+            self.servers.put(server, Kind.READ, self.number, self._reading)
+        self.servers.advance()
+
+    def await_weights(self) -> None:
+        """Those that were asked for have landed then."""
+        self.servers.answers(range(self.servers.count), Kind.READ, self.number, self._reading)
 
     def run(self, micro_batches: Sequence[MicroBatch], options: Options, heard: Heard | None = None) -> Sums:
         return Replica.run(self, micro_batches, options)
@@ -298,12 +306,12 @@ class Ticketed(Served):
         return Replica.norm(self, agreed, options)
 
     def push(self, sums: Sums, told: Mapping[str, Any]) -> None:
-        """All of the ticket's gradients are on their way: tells of them, and waits until servers are done with it."""
+        """All of the ticket's gradients are on their way: tells of them."""
         records = b"" if sums.records is None else sums.records.cpu().numpy().tobytes()
         text = json.dumps(told).encode() + b"\n"
         for server in range(self.servers.count):
             self.servers.put(server, Kind.PUSHED, self.number, self.key, (), text + (b"" if server else records))
-        self.servers.answers([0], Kind.PUSHED, self.number, self.key)
+        self.servers.advance()
 
     def buffers(self) -> bytearray:
         """As the servers have them after the last update, packed."""
