@@ -91,15 +91,17 @@ class ParameterServer:
         def heard() -> bool:
             self._away |= {_who(link): time.monotonic() for link, _ in self._clients if link.broken}
             self._clients = [one for one in self._clients if not one[0].broken]
-            for link, client in [*self._clients]:
-                while link.inbox:
-                    self._hear(link, client, link.inbox.popleft())
-            while self._first is not None and self._first.inbox:
-                if (frame := self._first.inbox.popleft()).kind == Kind.APPLY:
-                    self._hear(self._first, Client(), frame)
-            for link in links():
-                link.advance()
-            return until()
+            while True:
+                for link, client in [*self._clients]:
+                    while link.inbox:
+                        self._hear(link, client, link.inbox.popleft())
+                while self._first is not None and self._first.inbox:
+                    if (frame := self._first.inbox.popleft()).kind == Kind.APPLY:
+                        self._hear(self._first, Client(), frame)
+                for link in links():
+                    link.advance()
+                if not any(link.inbox for link in links()):  # what has come meanwhile nobody would wait for
+                    return until()
 
         def links() -> list[Connection]:
             known = [link for link, _ in self._clients]
