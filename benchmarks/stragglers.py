@@ -1,6 +1,6 @@
 """What workers that are not in step deliver where some are slow, beside an event simulation of the same law.
 
-    python benchmarks/stragglers.py [--tick 0.04] [--tickets 1000] [--record FILE]
+    python benchmarks/stragglers.py [--tick 0.05] [--tickets 1000] [--record FILE]
 
 Four workers, whose ticks take so many seconds by sleeping, and one parameter server. *random*: a tick in twenty takes
 eight times as long. *quarter*: the first worker's ticks all take four times as long. A ticket is one tick. With
@@ -96,7 +96,7 @@ def measured(law: str, bound: str, seconds: float, tickets: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tick", type=float, default=0.04)
+    parser.add_argument("--tick", type=float, default=0.05)
     parser.add_argument("--tickets", type=int, default=1000)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--script", help=argparse.SUPPRESS)
