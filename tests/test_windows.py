@@ -235,3 +235,10 @@ trainer.step([part[:4] for part in data.tensors])
         "step() brings the rows of one step, and under staleness=2 a turn of the loop has several; "
         "use steps(), or leave staleness=2 out"
     ) in text
+
+
+def test_paceline_check_refuses_what_cannot_be_the_same(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    said = paceline("check", "--plan", "server=1 staleness=4", "train.py", cwd=tmp_path, code=2).stderr
+    told = "with staleness=4 the result depends on who is how fast, and is not that of one worker"
+    assert said == f"paceline: {told}; check the script without staleness\n"

@@ -71,7 +71,7 @@ class Dealing(Holding):
 
     def hear(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
         """Of a worker, or of another server, whose number is below zero: -2 is server 1."""
-        if worker < 0:
+        if frame.kind == Kind.HAVE:
             self.peers[worker] = link
         if frame.kind == Kind.READ:
             self._reading.append((link, frame))

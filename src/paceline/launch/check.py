@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, UsageError
 from paceline.launch.ending import INTERRUPTED
 from paceline.launch.local import launch
 from paceline.launch.options import LaunchOptions
 from paceline.launch.warm import Kept
+from paceline.plan import Plan
 from paceline.team.coordinator import STOPPED
 
 FLOOR = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
@@ -24,9 +25,12 @@ MARGIN = 10.0  # N workers may differ by this much more than another order of su
 def check(options: LaunchOptions, steps: int) -> int:
     """Prints three differences and a verdict; returns 0 if the training is the same, 1 if not.
 
-    A difference is that of `apart`.
+    A difference is that of `apart`. UsageError: the plan says that it is not.
     """
     results, workers = [], options.workers
+    if (bound := Plan.parse(options.plan or "").staleness) is not None and bound > 0:
+        what = f"with staleness={bound:g} the result depends on who is how fast, and is not that of one worker"
+        raise UsageError(what, "check the script without staleness")
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder, Kept() as kept:
         # A worker lost in so few steps is to be seen; but servers are told of to those who may be started again.
         several = replace(options, max_restarts=int("server=" in (options.plan or "")), kept=kept)
