@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -58,6 +58,24 @@ class Launched:
         run = self.folder / "run"
         until(lambda: (run / "journal.jsonl").exists() and bool(journal(run, "formed")), 200)
         return process
+
+    def back(self, process: subprocess.Popen[str], how: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """The second host is lost, for a reason that says `how`; `meanwhile` something is done, and it comes again."""
+        until(lambda: self.teams()[-1] == [0], 100)
+        meanwhile()
+        until(lambda: len(self.teams()[-1]) == 2, 200)
+        (self.folder / "go").touch()
+        error = self.ended(process)
+        assert process.returncode == 0, error
+        told = rf"^bundle-1 is lost \(.*{how}.*\): it is tried again until it comes$"
+        assert re.search(told, error, re.MULTILINE), error
+        self.as_one_worker()
+
+    def saved(self) -> None:
+        """It was stopped, with a checkpoint."""
+        (stopped,) = journal(self.folder / "run", "stopped")
+        name = f"step-{stopped['step']:012d}"
+        assert (self.folder / "run" / "checkpoints" / name / "manifest.json").exists()
 
     def teams(self) -> list[object]:
         return [event["workers"] for event in journal(self.folder / "run", "generation")]
@@ -122,35 +140,20 @@ def test_two_nodes_train_what_one_worker_trains(launched: Launched, tmp_path: Pa
 
 @slow
 @real
-def test_a_node_that_dies_leaves_and_another_takes_its_place(launched: Launched, tmp_path: Path) -> None:
+def test_a_node_that_dies_leaves_and_another_takes_its_place(launched: Launched) -> None:
     process = launched.begun()
     raylet, _ = launched.ray.actor(first=False)
     raylet.kill()
-    until(lambda: launched.teams()[-1] == [0], 100)
-    launched.ray.add()
-    until(lambda: len(launched.teams()[-1]) == 2, 200)
-    (tmp_path / "go").touch()
-    error = launched.ended(process)
-    assert process.returncode == 0, error
-    assert re.search(
-        r"^bundle-1 is lost \(.*(actor|node).*\): it is tried again until it comes$", error, re.MULTILINE
-    ), error
-    launched.as_one_worker()
+    launched.back(process, "(actor|node)", launched.ray.add)
 
 
 @slow
 @real
-def test_an_actor_that_is_killed_leaves_and_comes_back(launched: Launched, tmp_path: Path) -> None:
+def test_an_actor_that_is_killed_leaves_and_comes_back(launched: Launched) -> None:
     process = launched.begun()
     _, second = launched.ray.actor(first=False)
     second.kill()
-    until(lambda: launched.teams()[-1] == [0], 100)
-    until(lambda: len(launched.teams()[-1]) == 2, 200)
-    (tmp_path / "go").touch()
-    error = launched.ended(process)
-    assert process.returncode == 0, error
-    assert re.search(r"^bundle-1 is lost \(.*actor.*\): it is tried again until it comes$", error, re.MULTILINE), error
-    launched.as_one_worker()
+    launched.back(process, "actor")
 
 
 @slow
@@ -162,8 +165,7 @@ def test_the_first_actor_is_killed_and_the_same_command_goes_on(launched: Launch
     error = launched.ended(process)
     assert process.returncode == 75, error
     assert re.search(r"^bundle-0: lost \(.*\); the same command goes on$", error, re.MULTILINE)
-    (stopped,) = journal(tmp_path / "run", "stopped")
-    assert (tmp_path / "run" / "checkpoints" / f"step-{stopped['step']:012d}" / "manifest.json").exists()
+    launched.saved()
     (tmp_path / "go").touch()
     error = launched.ended(launched.start("--nodes=2", "--run-dir", "run", "train.py"))
     assert "train.py finished at step 400" in error
@@ -183,12 +185,11 @@ def test_ctrl_c_saves_and_leaves_nothing(launched: Launched) -> None:
 
 @slow
 @real
-def test_a_launcher_that_is_killed_leaves_a_checkpoint_and_nothing_else(launched: Launched, tmp_path: Path) -> None:
+def test_a_launcher_that_is_killed_leaves_a_checkpoint_and_nothing_else(launched: Launched) -> None:
     process = launched.begun()
     process.kill()
     until(lambda: not [one for one in processes() if launched.ours(one)], 100)
-    (stopped,) = journal(tmp_path / "run", "stopped")
-    assert (tmp_path / "run" / "checkpoints" / f"step-{stopped['step']:012d}" / "manifest.json").exists()
+    launched.saved()
     launched.ended(process)
 
 

@@ -7,7 +7,6 @@ of an update and tells them. So each ticket is applied by all servers or by none
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,11 +25,11 @@ from paceline.tickets import Push, Tickets
 
 @dataclass
 class Pushed:
-    """What a worker has pushed of a ticket: `key` is (ticket, number of the dealing, 0). Gradients by number, what it
-    `told` of them, and `records` of what its forwards leave in buffers.
+    """What a worker has pushed of a `ticket`: gradients by number, what it `told` of them, and `records` of what its
+    forwards leave in buffers.
     """
 
-    key: Key
+    ticket: int
     told: dict[str, Any]
     gradients: dict[int, torch.Tensor]
     records: torch.Tensor | None
@@ -45,7 +44,7 @@ class Window:
     tickets: Tickets
     log: list[dict[str, Any]] = field(default_factory=list)
     asking: dict[int, tuple[Connection, Key]] = field(default_factory=dict)
-    have: dict[int, tuple[Key, set[int]]] = field(default_factory=dict)
+    have: dict[int, set[int]] = field(default_factory=dict)
     dealings: dict[int, int] = field(default_factory=dict)  # the last of each ticket
     dropped: int = 0
     stopped: int = -1  # where no other window is to begin
@@ -66,13 +65,11 @@ class Dealing(Holding):
         self.first: Connection | None = None
         self._reading: list[tuple[Connection, Frame]] = []
         self._weights: tuple[int, list[torch.Tensor]] = -1, []  # as they are sent, after so many updates
-        done, bound = stepper.done, stepper.plan.staleness
-        self.window = Window(Tickets(math.inf if bound is None else bound, done, done, done))
+        done = stepper.done
+        self.window = Window(Tickets(stepper.plan.staleness or 0.0, done, done, done))
 
     def hear(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
         """Of a worker, or of another server, whose number is below zero: -2 is server 1."""
-        if frame.kind == Kind.HAVE:
-            self.peers[worker] = link
         if frame.kind == Kind.READ:
             self._reading.append((link, frame))
         elif frame.kind == Kind.DEAL:
@@ -80,9 +77,10 @@ class Dealing(Holding):
         elif frame.kind == Kind.PUSHED:
             self._take(link, client, worker, frame)
         elif frame.kind == Kind.HAVE:
+            self.peers[worker] = link
             ticket, dealing, of = frame.key
-            if self._is_due(of, key := (ticket, dealing, 0)):  # else it comes again
-                self._has(of, key, -1 - worker)
+            if self._is_due(of, (ticket, dealing, 0)):  # else it comes again
+                self._has(of, -1 - worker)
         elif frame.kind == Kind.APPLY:
             update, of, missed = frame.key
             if update == self.applied:
@@ -102,16 +100,17 @@ class Dealing(Holding):
     def _ask(self, link: Connection, worker: int, frame: Frame) -> None:
         window, said, start = self.window, json.loads(frame.text), frame.key[0]
         tickets = window.tickets
-        if said.get("stop") and start == tickets.end and tickets.ended:
-            window.stopped = start
-        if start == tickets.end and tickets.ended and start != window.stopped:
-            tickets.turn(said["updates"])
-            window.log.clear()
-            window.dealings.clear()
-            window.dropped = 0
+        if start == tickets.end and tickets.ended:
+            if said["stop"]:
+                window.stopped = start
+            if start != window.stopped:
+                tickets.turn(said["updates"])
+                window.log.clear()
+                window.dealings.clear()
+                window.dropped = 0
         if worker not in tickets.clocks:
             tickets.join(worker)
-        if said.get("stop"):
+        if said["stop"]:
             tickets.stop()
         if "cut" in said:
             tickets.cut(said["cut"])
@@ -123,35 +122,32 @@ class Dealing(Holding):
         text, _, rest = bytes(frame.text).partition(b"\n")
         gradients = {number: client.buffers[frame.trainer, number] for number in self.numbers}
         records = torch.frombuffer(bytearray(rest), dtype=torch.float64) if rest else None
-        self.pushed[worker] = Pushed(frame.key, json.loads(text), gradients, records)
+        if not self.server and not self._is_due(worker, frame.key):  # it may have come before
+            self.window.dropped += 1
+            return
+        ticket, dealing, _ = frame.key
+        self.pushed[worker] = Pushed(ticket, json.loads(text), gradients, records)
         if self.server:
             assert self.first is not None
-            ticket, dealing, _ = frame.key
             self.first.put(Kind.HAVE, frame.trainer, (ticket, dealing, worker))
-        elif self._is_due(worker, frame.key):
-            self._has(worker, frame.key, 0)
-        else:  # it may have come before
-            self.window.dropped += 1
+        else:
+            self._has(worker, 0)
 
     def _is_due(self, worker: int, key: Key) -> bool:
-        """Whether it is of a ticket as that was dealt last, and not lost since."""
+        """Whether a push is of a ticket as that was dealt last, and not lost since: `key` is (ticket, dealing, 0)."""
         ticket, dealing, _ = key
         window = self.window
         return window.tickets.open.get(ticket, (-1, 0))[0] == worker and window.dealings[ticket] == dealing
 
-    def _has(self, worker: int, key: Key, server: int) -> None:
-        have = self.window.have
-        if worker not in have or have[worker][0] != key:
-            have[worker] = key, set()
-        have[worker][1].add(server)
+    def _has(self, worker: int, server: int) -> None:
+        self.window.have.setdefault(worker, set()).add(server)
 
     def _go_on(self) -> None:
         """Whatever can go on now."""
         if not self.server:
-            for worker, (key, servers) in [*self.window.have.items()]:
-                if len(servers) == self.servers:
-                    del self.window.have[worker]
-                    self._settle(worker, key)
+            for worker in [worker for worker, have in self.window.have.items() if len(have) == self.servers]:
+                del self.window.have[worker]
+                self._settle(worker)
             self._deal()
         waiting, self._reading = self._reading, []
         for link, frame in waiting:
@@ -160,12 +156,13 @@ class Dealing(Holding):
             else:
                 link.put(Kind.READ, frame.trainer, frame.key, self.numbers, self._snapshot())
 
-    def _settle(self, worker: int, key: Key) -> None:
-        """What becomes of a push that all servers have."""
-        window, tickets = self.window, self.window.tickets
-        missed, told = tickets.applied - tickets.open[key[0]][1], self.pushed[worker].told
-        assert tickets.push(worker, key[0]) is Push.APPLY
-        window.log.append({"ticket": key[0], "worker": worker, "missed": missed, **told["log"]})
+    def _settle(self, worker: int) -> None:
+        """All servers have its push."""
+        window, tickets, pushed = self.window, self.window.tickets, self.pushed[worker]
+        missed = tickets.applied - tickets.open[pushed.ticket][1]
+        found = tickets.push(worker, pushed.ticket)
+        assert found is Push.APPLY, "a push that is not due any more is none that all have"
+        window.log.append({"ticket": pushed.ticket, "worker": worker, "missed": missed, **pushed.told["log"]})
         for peer in self.peers.values():
             peer.put(Kind.APPLY, self.trainer, (self.applied, worker, missed))
         self._apply(worker, missed)

@@ -150,7 +150,6 @@ class ParameterServer:
             self._commit(link, frame)
         elif frame.kind == Kind.KEPT:
             link.put(Kind.KEPT, frame.trainer, frame.key, content=[pack(self._parts[frame.trainer].kept())])
-
         elif frame.kind != Kind.PUSH:
             part = self._parts[frame.trainer]
             assert isinstance(part, Dealing)

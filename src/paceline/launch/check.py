@@ -28,7 +28,7 @@ def check(options: LaunchOptions, steps: int) -> int:
     A difference is that of `apart`. UsageError: the plan says that it is not.
     """
     results, workers = [], options.workers
-    if (bound := Plan.parse(options.plan or "").staleness) is not None and bound > 0:
+    if bound := Plan.parse(options.plan or "").staleness:
         what = f"with staleness={bound:g} the result depends on who is how fast, and is not that of one worker"
         raise UsageError(what, "check the script without staleness")
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder, Kept() as kept:

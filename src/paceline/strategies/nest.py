@@ -20,7 +20,7 @@ from paceline.strategies.job import Job
 from paceline.strategies.layout import Layout
 from paceline.strategies.replica import Replica
 from paceline.strategies.schedule import KINDS, kept, table
-from paceline.strategies.servers import Served, Ticketed
+from paceline.strategies.servers import InStep, Ticketed
 from paceline.strategies.shard import Shard
 from paceline.strategies.state import held, kept_for_each
 from paceline.strategies.values import Values
@@ -147,7 +147,7 @@ def nest(
     if plan.server:
         if group.serves:
             return Replica(job, Layout(job), group, outer, mesh)
-        return (Ticketed if plan.staleness else Served)(job, group, mesh, plan.server)
+        return (Ticketed if plan.staleness else InStep)(job, group, mesh, plan.server)
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
         return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec, team)

@@ -164,8 +164,8 @@ class Pushes(Transit):
 
 
 class Served(Replica):
-    """A copy of a model whose optimizer is kept by `servers`, of the trainer with this `number`. A contribution to a
-    step is known by its `key`.
+    """A copy of a model whose optimizer is kept by `servers`, of the trainer with this `number`. What it contributes is
+    known by its `key`.
     """
 
     servers: Servers
@@ -177,8 +177,6 @@ class Served(Replica):
         self.owners = spread([param.nbytes for param in job.named.values()], count)
         self.transit = Pushes(self)
         self.key: Key = (0, 0, 0)
-        self._round = 0, 0  # the generation, and the attempt in it
-        self._owed: tuple[Key, Agreed] | None = None  # of an update whose weights have not all come
 
     def account(self, size: int) -> None:
         """So many bytes go to servers."""
@@ -194,11 +192,48 @@ class Served(Replica):
 
     def met(self, generation: int) -> None:
         """All servers have the state of the training: they alone keep the optimizers' from now on."""
-        self.servers.met, self._round = True, (generation, 0)
+        self.servers.met = True
         for optimizer in self.job.optimizers:
             optimizer.state.clear()
 
-    # -- a step -----------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """As they have arrived."""
+        landing = self.servers.landings[self.number]
+        for number, param in enumerate(self.job.named.values()):
+            param.copy_(landing[number].view(param.shape))
+
+    def follow_schedule(self, agreed: Agreed) -> None:
+        """After an update of the servers."""
+        for optimizer in self.job.optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns: it steps elsewhere
+        self.updater.follow_schedule(agreed)
+
+    def kept(self) -> list[bytearray]:
+        """What each server keeps of its parameters, packed."""
+        asked = range(self.servers.count)
+        for server in asked:
+            self.servers.put(server, Kind.KEPT, self.number, self.key)
+        return [frame.text for frame in self.servers.answers(asked, Kind.KEPT, self.number, self.key)]
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        if state.get("owed"):
+            what = "the checkpoint holds sums that a codec had not sent yet, and server= has no place for them"
+            raise UsageError(what, "resume it once without codec= and server=, for a step")
+        super().load(state)
+
+
+class InStep(Served):
+    """All workers push to the same step. A contribution is known by the step, the generation, and the attempt in it."""
+
+    def __init__(self, job: Job, group: Group, mesh: Mesh, count: int) -> None:
+        super().__init__(job, group, mesh, count)
+        self._round = 0, 0  # the generation, and the attempt in it
+        self._owed: tuple[Key, Agreed] | None = None  # of an update whose weights have not all come
+
+    def met(self, generation: int) -> None:
+        super().met(generation)
+        self._round = generation, 0
 
     def run(self, micro_batches: Sequence[MicroBatch], options: Options, heard: Heard | None = None) -> Sums:
         self.key = (options.step, *self._round)
@@ -234,41 +269,15 @@ class Served(Replica):
         self.home.applied()
         self.follow_schedule(agreed)
 
-    @torch.no_grad()
-    def take_weights(self) -> None:
-        """As they have arrived."""
-        landing = self.servers.landings[self.number]
-        for number, param in enumerate(self.job.named.values()):
-            param.copy_(landing[number].view(param.shape))
-
-    def follow_schedule(self, agreed: Agreed) -> None:
-        """After an update of the servers."""
-        for optimizer in self.job.optimizers:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns: it steps elsewhere
-        self.updater.follow_schedule(agreed)
-
     def abort(self, again: bool = False) -> None:
         super().abort(again)
         self._round = self._round[0], self._round[1] + again
 
-    # -- state ------------------------------------------------------------------------------------------------------
-
-    def kept(self) -> list[bytearray]:
-        """What each server keeps of its parameters, packed."""
-        asked = range(self.servers.count)
-        for server in asked:
-            self.servers.put(server, Kind.KEPT, self.number, self.key)
-        return [frame.text for frame in self.servers.answers(asked, Kind.KEPT, self.number, self.key)]
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        if state.get("owed"):
-            what = "the checkpoint holds sums that a codec had not sent yet, and server= has no place for them"
-            raise UsageError(what, "resume it once without codec= and server=, for a step")
-        super().load(state)
-
 
 class Ticketed(Served):
-    """The same where training is not in step: this worker makes gradients of whole global batches by itself."""
+    """Training is not in step: this worker makes gradients of whole global batches by itself. A contribution is known
+    by its ticket, and how often that was dealt.
+    """
 
     def __init__(self, job: Job, group: Group, mesh: Mesh, count: int) -> None:
         alone = Group(World(rank=group.names[group.rank]))
@@ -298,12 +307,6 @@ class Ticketed(Served):
     def await_weights(self) -> None:
         """Those that were asked for have landed then."""
         self.servers.answers(range(self.servers.count), Kind.READ, self.number, self._reading)
-
-    def run(self, micro_batches: Sequence[MicroBatch], options: Options, heard: Heard | None = None) -> Sums:
-        return Replica.run(self, micro_batches, options)
-
-    def norm(self, agreed: Agreed, options: Options) -> float:
-        return Replica.norm(self, agreed, options)
 
     def push(self, sums: Sums, told: Mapping[str, Any]) -> None:
         """All of the ticket's gradients are on their way: tells of them."""
