@@ -1,4 +1,4 @@
-"""Two towers over tables of which a step touches few rows: rows.py [OUT]. `by_hand` is the same training in plain
+"""Two towers over tables of which a step touches few rows: rows.py OUT [whole]. `by_hand` is the same training in plain
 PyTorch.
 """
 
@@ -19,8 +19,9 @@ USERS, ITEMS, WIDTH = 40, 300, 4
 
 
 class Towers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, whole: bool) -> None:
         super().__init__()
+        self.whole = whole
         self.users = nn.Embedding(USERS, WIDTH, sparse=True)
         self.tower = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, WIDTH))
         self.items = nn.EmbeddingBag(ITEMS, WIDTH, mode="sum", sparse=True)
@@ -32,7 +33,8 @@ class Towers(nn.Module):
         one = self.tower(self.users(users)) * self.items(items)
         some = (users == 3).nonzero()[:, 0]
         if len(some):  # not every worker has such a row in each step
-            one = one.index_add(0, some, self.seldom(users[some] % 5))
+            found = self.seldom(users[some] % 5)
+            one = one.index_add(0, some, found + self.seldom.weight.sum(0) if self.whole else found)
         return one.sum(1)
 
 
@@ -56,13 +58,13 @@ def optimizers(params: Any) -> list[torch.optim.Optimizer]:
     ]
 
 
-def by_hand(steps: int = STEPS, seed: int = 0) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+def by_hand(more: str = "", seed: int = 0) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
     """Weights; and of each step the loss, and the norm of the gradient."""
     torch.manual_seed(paceline.stream_seed(seed, 0, -1))
-    model, data, figures = Towers(), drawn(), []
+    model, data, figures = Towers(bool(more)), drawn(), []
     updates = optimizers(list(model.named_parameters()))
     schedules = [torch.optim.lr_scheduler.LambdaLR(update, lambda step: 0.9**step) for update in updates]
-    for step in range(steps):
+    for step in range(STEPS):
         epoch, start = divmod(step * BATCH, len(data))
         rows = [paceline.sample_index(place, len(data), seed, epoch) for place in range(start, start + BATCH)]
         batch = [tensor[rows] for tensor in data.tensors]
@@ -82,13 +84,13 @@ def by_hand(steps: int = STEPS, seed: int = 0) -> tuple[dict[str, torch.Tensor],
         for update, schedule in zip(updates, schedules, strict=True):
             update.step()
             schedule.step()
-        figures.append((float(found), norm))
+        figures.append((float(found.detach()), norm))
     return dict(model.state_dict()), figures
 
 
 def main() -> None:
     trainer = paceline.Trainer(
-        Towers,
+        lambda: Towers("whole" in sys.argv),
         loss,
         optimizers,
         global_batch=BATCH,

@@ -54,4 +54,4 @@ def _summed(param: Parameter, group: Group) -> torch.Tensor | None:
         at.split([len(one) for one in rows]), parts, strict=True
     ):  # in each of them a row comes once
         total.index_add_(0, where, part.view(-1, *shape))
-    return torch.sparse_coo_tensor(union[None], total, param.shape, is_coalesced=True)
+    return torch.sparse_coo_tensor(union[None], total, param.shape, is_coalesced=True, check_invariants=False)
