@@ -9,6 +9,8 @@ import pytest
 from launching import paceline
 from safetensors.torch import load_file
 
+from paceline.observe.journal import read_journal
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -33,6 +35,21 @@ def test_the_gpt_learns(tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stderr)]
     assert 7.5 < losses[0] < 9  # 256 equally likely bytes need 8 bits
     assert losses[-1] < 5
+
+
+@pytest.mark.slow
+def test_rows_that_are_touched_travel_alone(tmp_path):
+    """The loss of each step is that of whole gradients, as is what comes of it; bytes are a twentieth at most."""
+    said, sent = [], []
+    for kind in ("sparse", "dense"):
+        options = ("--workers", "2", "--run-dir", kind)
+        done = paceline("run", *options, EXAMPLES / "recommend.py", kind, cwd=tmp_path)
+        said.append(re.findall(r"right for .*|loss        .*", done.stdout + done.stderr))
+        (figures,) = (event for event in read_journal(tmp_path / kind) if event["event"] == "figures")
+        sent.append(sum(figures["measured"][0]["sent"].values()))
+    assert said[0] == said[1]
+    assert len(said[0]) == 2
+    assert sent[0] < 0.05 * sent[1]
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ print("stopped", trainer.steps_done, trainer.state["waited"], trainer.complete)
 
 def test_every_other_recipe_runs(tmp_path: Path) -> None:
     others = [block for block in BLOCKS if block != STOPPING]
-    assert len(others) == 7
+    assert len(others) == 8
     done = train_basics(tmp_path, STATE + "\n".join(others), 2)
     assert "rows 0 to 2: [" in done.stdout
     assert (tmp_path / "outputs.safetensors").exists()

@@ -232,13 +232,15 @@ GIVEN = {
         "LBFGS computes the loss several times a step, by a closure; take an optimizer whose step() needs none, such "
         "as AdamW",
     ),
-    "sparse gradients": (
-        {"model": lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))},
-        "0 gives sparse gradients; make it with sparse=False",
+    "sparse gradients over the whole batch": (
+        {"model": lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)), "loss_over": "batch"},
+        '0 gives sparse gradients, which loss_over="batch" does not know yet; make it with sparse=False, or leave '
+        'loss_over="batch" out',
     ),
-    "a sparse model": (
-        {"model": nn.EmbeddingBag(4, 2, mode="sum", sparse=True)},
-        "the model gives sparse gradients; make it with sparse=False",
+    "sparse gradients with exact": (
+        {"model": nn.EmbeddingBag(4, 2, mode="sum", sparse=True), "plan": "exact"},
+        "the model gives sparse gradients, which exact does not know yet; make it with sparse=False, or leave exact "
+        "out",
     ),
     "a lazy parameter": (
         {"model": lambda: nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2))},

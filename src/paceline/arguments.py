@@ -27,6 +27,7 @@ from paceline.hints import path_of, unfit
 from paceline.pieces import Cut
 from paceline.plan import Plan
 from paceline.schedules import cosine
+from paceline.strategies.sparse import tables
 from paceline.strategies.state import THEIRS
 from paceline.strategies.streams import Streams
 from paceline.world import World
@@ -45,6 +46,15 @@ _CALLED = {
     "loss": ("(output, batch)", "output, batch: torch.nn.functional.cross_entropy(output, batch[1])"),
     "forward": ("(model, batch)", "model, batch: model(batch[0])"),
 }
+_NOT_IN_ROWS = (
+    "local",
+    "server",
+    "shard",
+    "tensor",
+    "pipeline",
+    "context",
+    "exact",
+)  # words that do not know such gradients
 _OF_STEPS = ("dataset", "epochs", "count", "collate", "order", "loader")
 # What other libraries call an argument, or where it is said here.
 _ELSEWHERE = {
@@ -279,10 +289,22 @@ def checked(model: Any) -> nn.Module:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise UsageError(f"{name} of the model has no size yet", "give the sizes, or run one forward first")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UsageError(f"{name or 'the model'} gives sparse gradients", "make it with sparse=False")
     return model
+
+
+def trainable(model: nn.Module, plan: Plan, whole_batch: bool) -> dict[str, Any]:
+    """What a job is to know of the parameters that are trained: those whose gradients are rows come last."""
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if not named:
+        raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
+    found = {id(param): name for name, param in tables(model) if param.requires_grad}
+    words = [word for row, value, word in plan.said() if row.name in _NOT_IN_ROWS and (value is True or value > 1)]
+    words += ['loss_over="batch"'] if whole_batch else []
+    if found and words:
+        what = f"{next(iter(found.values())) or 'the model'} gives sparse gradients, which {words[0]} does not know yet"
+        raise UsageError(what, f"make it with sparse=False, or leave {words[0]} out")
+    order = sorted(named, key=lambda name: id(named[name]) in found)
+    return {"named": {name: named[name] for name in order}, "sparse": len(found)}
 
 
 def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> list[Optimizer]:
@@ -438,11 +460,12 @@ def refuse_fused(optimizers: Sequence[Optimizer], exact_shards: bool) -> None:
             raise UsageError(what, "leave fused out, or give the model contiguous parameters")
 
 
-def fused(optimizers: list[Optimizer], device: torch.device, exact: bool) -> list[str]:
+def fused(optimizers: list[Optimizer], device: torch.device, exact: bool, sparse: Sequence[nn.Parameter]) -> list[str]:
     """Lets optimizers whose user left `fused` open run fused, where torch can; the names of those that do now.
 
-    None with `exact`: torch's fused kernels for CPUs round an element by where it lies, in the last few of a tensor
-    or before, and a shard's rows would come out other than the same rows in the whole.
+    None that has one of the `sparse` parameters, and none with `exact`: torch's fused kernels for CPUs round an
+    element by where it lies, in the last few of a tensor or before, and a shard's rows would come out other than the
+    same rows in the whole.
     """
     if exact and device.type == "cpu":
         return []
@@ -453,7 +476,7 @@ def fused(optimizers: list[Optimizer], device: torch.device, exact: bool) -> lis
         if type(one) not in known or device.type not in ("cpu", "cuda"):
             continue
         params = [param for group in groups for param in group["params"]]
-        even = all(param.is_contiguous() for param in params)
+        even = all(param.is_contiguous() for param in params) and not {*map(id, params)} & {*map(id, sparse)}
         # A fused SGD fails where some parameters have momentum already and others get their first gradient.
         against = ("foreach", "differentiable", "momentum")
         open_ = all(group["fused"] is None and not any(map(group.get, against)) for group in groups)

@@ -241,7 +241,7 @@ class Stepper:
         self.group.enter(name, check=False, kind="gradients")
         while True:
             step.ahead = self.operations.migration.step(
-                self.trainer, whole=bool(self.plan.exact or self.scaling or self.plan.local)
+                self.trainer, whole=bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
             )
             sums = step.sums = self.replica.run(step.whole.micro_batches, options, step.ahead.sum)
             computed = time.perf_counter()

@@ -35,6 +35,7 @@ from paceline.arguments import (
     refuse_words,
     scheduler_of,
     settle_arithmetic,
+    trainable,
     whole_number,
 )
 from paceline.best import Best
@@ -123,14 +124,12 @@ class Trainer:
         run.begin(str(whole), origin, seed, self._device)
         self._streams = Streams(self._device)
         self.model, told = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.apart)
-        named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        if not named:
-            raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
         form = Hinting(fitting("forward", forward or default_forward), "forward", default=forward is None)
         said_so = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
         judge = Hinting(fitting("loss", loss), "loss")
         over = judge if loss_over else None
-        kept = {"named": named, "beside": run.models, "precision": self.plan.precision, "over": over, **said_so, **told}
+        kept = trainable(self.model, self.plan, whole_batch=over is not None)
+        kept |= {"beside": run.models, "precision": self.plan.precision, "over": over, **said_so, **told}
         job = self._job = Job(self.model, form, led if loss_over else judge, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1
@@ -143,7 +142,7 @@ class Trainer:
         optimizers = self._optimizers(optimizer, mesh)
         self._said = FromScript.of(seed, optimizers, self.model)
         self._replica.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
-        for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact):
+        for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact, job.in_rows):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
         run.agreement.weights.append(weights := Weights(job, mesh))

@@ -478,6 +478,8 @@ class Group:
         lengths[self.rank] = tensor.numel()
         self.sum(lengths)
         longest = int(lengths.max())
+        if not longest:
+            return [tensor] * self.size
         padded = torch.zeros(longest, dtype=tensor.dtype, device=tensor.device)
         padded[: tensor.numel()] = tensor
         everyone = torch.empty(self.size * longest, dtype=tensor.dtype, device=tensor.device)

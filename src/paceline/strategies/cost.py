@@ -18,7 +18,8 @@ class Facts:
     """What costs depend on: the `shapes` of the trainable parameters and the bytes `each` of their elements takes; the
     bytes of what else a model has `beside` them; which of them, by number, are gathered together, as `blocks` and the
     `rest`; the bytes of the optimizer's state for one of theirs; and those that this worker sends `inside` a unit in a
-    micro-batch, by axis, which is known once one was seen, and where a step `ends`. Where a model is cut, the shapes
+    micro-batch, by axis, which is known once one was seen, and where a step `ends`. Of `sparse` parameters, the last,
+    gradients are rows, of which nobody knows how many before. Where a model is cut, the shapes
     are those of a worker's parts.
     """
 
@@ -30,6 +31,7 @@ class Facts:
     state: float = 2.0
     inside: Mapping[str, int] = field(default_factory=dict)
     ends: Mapping[str, int] = field(default_factory=dict)
+    sparse: int = 0
 
     def bytes(self, places: int = 1, numbers: Sequence[int] | None = None) -> int:
         """Of these parameters, or all, on the place that has most of their rows."""

@@ -16,8 +16,9 @@ from paceline.strategies.cost import Cost, Facts
 def cost(facts: Facts, replicas: int) -> Cost:
     """Every worker holds all, and sends its gradients once in a step."""
     whole = facts.bytes()
-    sent = {"gradients": whole} if replicas > 1 else {}
-    return Cost(whole + facts.beside, whole, int(facts.state * whole), sent)
+    dense = facts.bytes(numbers=range(len(facts.shapes) - facts.sparse))
+    sent = {"gradients": dense} if replicas > 1 else {}
+    return Cost(whole + facts.beside, dense, int(facts.state * whole), sent)
 
 
 def share(tensors: Iterable[torch.Tensor], group: Group) -> None:

@@ -37,9 +37,9 @@ class Job:
     """What is trained, in the user's own objects, and where: the model is already on `device`.
 
     `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows;
-    with `offload` copies of these in the memory of the host. Of which tensors of the model, and of what the optimizers
-    hold, a worker has but a piece, `cuts` and `own_cuts` tell by name: that at its `place` in its `replica`.
-    In a pipeline, `stages` say who has which blocks.
+    with `offload` copies of these in the memory of the host. Gradients of the last ones, the `sparse`, are rows. Of
+    which tensors of the model, and of what the optimizers hold, a worker has but a piece, `cuts` and `own_cuts` tell by
+    name: that at its `place` in its `replica`. In a pipeline, `stages` say who has which blocks.
     """
 
     model: nn.Module
@@ -57,6 +57,7 @@ class Job:
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[LRScheduler] = field(default_factory=list)
     named: dict[str, nn.Parameter] = field(default_factory=dict)
+    sparse: int = 0
     own: dict[str, nn.Parameter] = field(default_factory=dict)
     cuts: dict[str, Cut] = field(default_factory=dict)
     own_cuts: dict[str, Cut] = field(default_factory=dict)
@@ -76,6 +77,16 @@ class Job:
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
     decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a forward, as in `Sums`
+
+    @property
+    def dense(self) -> list[nn.Parameter]:
+        """Those whose gradients are whole."""
+        return [*self.named.values()][: len(self.named) - self.sparse]
+
+    @property
+    def in_rows(self) -> list[nn.Parameter]:
+        """The others."""
+        return [*self.named.values()][len(self.named) - self.sparse :]
 
     def arithmetic(self) -> AbstractContextManager[Any]:
         """The context of forward and loss: autocast where the plan says `precision`."""

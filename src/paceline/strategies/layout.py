@@ -31,11 +31,11 @@ class Layout:
 
     def land(self) -> Landing:
         """Where gradients of the parameters land."""
-        return Landing(list(self.job.named.values())) if self.allocate is None else self.buckets()
+        return Landing(self.job.dense) if self.allocate is None else self.buckets()
 
     def buckets(self) -> Buckets:
         kind = ExactBuckets if self.job.exact else Buckets
-        return kind(list(self.job.named.values()), shards=self.shards, own=list(self.job.own.values()))
+        return kind(self.job.dense, shards=self.shards, own=[*self.job.own.values()][: len(self.job.dense)])
 
     def running(self, name: str) -> AbstractContextManager[None]:
         """Around the forwards and backwards of a step of this name."""

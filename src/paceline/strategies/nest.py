@@ -82,6 +82,7 @@ def facts_of(job: Job) -> Facts:
         kept_for_each(job.optimizers),
         job.inside,
         job.ends,
+        job.sparse,
     )
 
 

@@ -34,7 +34,7 @@ def squares(gradients: Iterable[torch.Tensor]) -> float:
 
 def looked_at(step: int, plan: Plan, mesh: Mesh, job: Job) -> str:
     """Whose squares are looked at in a step, as Options have it: where a worker has whole gradients of its own rows."""
-    whole = mesh.unit == plan.together == 1 and not (plan.exact or plan.local or job.over)
+    whole = mesh.unit == plan.together == 1 and not (plan.exact or plan.local or job.over or job.sparse)
     return ("all" if mesh.units > 1 else "first") if whole and step % EVERY == EVERY - 1 else ""
 
 

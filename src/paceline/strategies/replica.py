@@ -25,6 +25,7 @@ from paceline.strategies.layout import Layout
 from paceline.strategies.own import Own
 from paceline.strategies.pipeline import Pipeline
 from paceline.strategies.runner import Runner
+from paceline.strategies.sparse import add_up, rows_of
 from paceline.strategies.staged import StagedRunner
 from paceline.strategies.state import held, in_pieces, load_model
 from paceline.strategies.update import Update
@@ -49,7 +50,7 @@ class Replica:
         team: Group | None = None,
     ) -> None:
         self.mesh = mesh
-        self.job, self.layout, self.team = job, layout, team or group
+        self.job, self.layout, self.team, self.outer = job, layout, team or group, outer
         layout.own()
         self.landing = layout.land()
         self.home = self.landing.home
@@ -58,7 +59,9 @@ class Replica:
         self.over = None if job.over is None else OverBatch(self.runner)
         self.updater = Update(job, self.home)
         whole = partial(Cut.whole, places=mesh.replica)
-        cuts = {name: job.own_cuts.get(name) or whole(param.shape) for name, param in job.own.items()}
+        cuts = {
+            name: job.own_cuts.get(name) or whole(param.shape) for name, param in [*job.own.items()][: len(job.dense)]
+        }
         self._counted = counting([*cuts.values()], job.place)
         self.home.elements = [math.prod(cut.shape) for cut in cuts.values()]
         self.transit = Transit(self.team, [*layout.route, Hop("sum", outer)], codec)
@@ -86,7 +89,7 @@ class Replica:
         """Forward and backward over this worker's micro-batches, whose sums are on their way then. `heard` is told of
         each bucket that has arrived.
         """
-        name = f"step {options.step + 1}"
+        name, job = f"step {options.step + 1}", self.job
         if self.codec is not None:
             self.codec.begin(options.turn, options.expected)
 
@@ -100,6 +103,8 @@ class Replica:
             else:
                 sums = self.over.run(micro_batches, options, run)
         self.transit.hand_on()
+        first = len(job.named) - job.sparse
+        sums.unused |= {first + number for number, param in enumerate(job.in_rows) if param.grad is None}
         return sums
 
     def agree(self, vector: torch.Tensor, sums: Sums, options: Options) -> torch.Tensor:
@@ -109,6 +114,9 @@ class Replica:
         self.transit.finish()
         options.reached("summed")
         self.team.finish(work)
+        if self.job.sparse:
+            self.outer.enter(f"rows of step {options.step + 1}", check=False, kind="rows")
+            add_up(self.job.in_rows, self.outer)
         if sums.records is not None:
             vector, sums.records = small[: len(vector)], small[len(vector) :]
         if sums.maxima is not None:
@@ -130,8 +138,11 @@ class Replica:
         alike = self._counted is None and self.mesh.context == 1 and not self.own.owed  # on all who have summed
         known = self.transit.squares() if alike and not self.job.exact else None
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
-            return torch.tensor([known], dtype=torch.float64)
-        return self.home.squares(options.micro_batches, self._counted)
+            found = torch.tensor([known], dtype=torch.float64)
+        else:
+            found = self.home.squares(options.micro_batches, self._counted)
+        rows = rows_of(self.job.in_rows)
+        return torch.cat([found, torch.stack(torch._foreach_norm(rows)).cpu().double().square()]) if rows else found
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
         """Changes the weights; `norm` is that of the mean gradient, for clipping."""
@@ -170,7 +181,8 @@ class Replica:
         """The bytes of parameters (and buffers), gradients and optimizer that this worker holds in a step, at most."""
         model = self.job.model
         weights = held([*model.parameters(), *model.buffers(), *self.updater.own]) + self.layout.gathered()
-        return {"parameters": weights, "gradients": self.landing.memory(), "optimizer": self.updater.memory()}
+        gradients = self.landing.memory() + held(rows_of(self.job.in_rows))
+        return {"parameters": weights, "gradients": gradients, "optimizer": self.updater.memory()}
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, by logical names."""

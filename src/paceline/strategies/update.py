@@ -16,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.step import Agreed
 from paceline.strategies.job import Job, Options
 from paceline.strategies.offload import Hosted
+from paceline.strategies.sparse import rows_of
 from paceline.strategies.state import held, load_optimizer, optimizer_state, same_number
 from paceline.strategies.whole import WholeCopies
 
@@ -58,7 +59,7 @@ class Update:
         factor = options.expected / agreed.count
         if self.job.clip_norm is not None:
             factor *= min(1.0, self.job.clip_norm / (norm + 1e-6))
-        grads = self.home.sums
+        grads = [*self.home.sums, *rows_of(self.job.in_rows)]
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         for number in agreed.unused:
