@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import mmap
 import os
@@ -131,7 +132,7 @@ for report in t.steps(data, count=10**6 if not os.path.exists("go") else 1):
 """
 
 
-def test_stacks_of_a_run_that_goes_on_from_all_its_agents(tmp_path: Path) -> None:
+def test_stacks_and_profiles_of_a_run_that_goes_on_from_all_its_agents(tmp_path: Path) -> None:
     """Five workers of two agents; the one in the user's code computes without ever letting the interpreter go."""
     (tmp_path / "train.py").write_text(STANDS)
     run = [sys.executable, "-m", "paceline", "run", "--quiet", "--hang-timeout", "0"]
@@ -141,6 +142,19 @@ def test_stacks_of_a_run_that_goes_on_from_all_its_agents(tmp_path: Path) -> Non
     until(lambda: any(len(event["workers"]) == 5 for event in journal(tmp_path / "out", "formed")))  # type: ignore[arg-type]
     said = paceline("stacks", "out", cwd=tmp_path).stdout.splitlines()  # whatever they do just now
     assert (said[0], said[-1]) == ("5 workers:", "all stacks and last collectives: out/stacks")
+    done = paceline("profile", "out", "--steps", "2", "--workers", "0,4", cwd=tmp_path)  # of both agents
+    assert done.stderr == "profiling 2 steps of workers 0, 4\n"
+    for number, path in zip((0, 4), done.stdout.splitlines(), strict=True):
+        assert re.fullmatch(rf"out/profiles/\d+/worker-{number}\.json\.gz", path)
+        names = [
+            event.get("name") for event in json.loads(gzip.decompress((tmp_path / path).read_bytes()))["traceEvents"]
+        ]
+        steps = [int(name[5:]) for name in names if re.fullmatch(r"step \d+", str(name))]
+        assert steps == [steps[0], steps[0] + 1]
+        assert names.count("aten::linear") >= 4
+    said = paceline("profile", "out", "--workers", "1,9", cwd=tmp_path, code=2).stderr
+    what = r"it has no worker 9, but workers 0-4; see its console"
+    assert re.fullmatch(rf"paceline: the run at \S+ refuses to be profiled: {what}\n", said)
     (tmp_path / "stand").touch()
     until((tmp_path / "stands").exists)
 

@@ -1,5 +1,5 @@
-"""The command line: run, launch, stop, stacks, logs, check, chaos, tokenize, export, import, inspect, explain, report,
-metrics, watch.
+"""The command line: run, launch, stop, stacks, profile, logs, check, chaos, tokenize, export, import, inspect, explain,
+report, metrics, watch.
 """
 
 from __future__ import annotations
@@ -182,6 +182,12 @@ def _weights(add: Callable[..., Any]) -> None:
     option("--json", dest="as_json", action="store_true", help="print one JSON object")
 
 
+def _of_run(option: Callable[..., Any]) -> None:
+    """Which run that goes on."""
+    option("run", metavar="RUN|HOST:PORT", help="its folder, or where its coordinator listens")
+    option("--token-file", metavar="FILE", help="its token, where its folder is not here")
+
+
 def _workers(option: Callable[..., Any], default: int, does: str) -> None:
     """How many workers, and what to run as a module."""
     option("--workers", least=1, default=default, metavar="N", help=f"{does} (default {default})")
@@ -330,8 +336,7 @@ def _returning(add: Callable[..., Any]) -> None:
         "  paceline stop 10.0.0.7:29400 --token-file token --no-wait",
         "Waits until the run has ended.",
     )
-    option("run", metavar="RUN|HOST:PORT", help="its folder, or where its coordinator listens")
-    option("--token-file", metavar="FILE", help="its token, where its folder is not here")
+    _of_run(option)
     option("--no-wait", dest="wait", action="store_false", help="ask, and do not wait for its end")
     option = add(
         "stacks",
@@ -340,8 +345,17 @@ def _returning(add: Callable[..., Any]) -> None:
         "examples:\n  paceline stacks runs/a\n  paceline stacks 10.0.0.7:29400 --token-file token",
         "All stacks, and the last 1,000 collectives of each worker, are in the run's folder then, under stacks/.",
     )
-    option("run", metavar="RUN|HOST:PORT", help="its folder, or where its coordinator listens")
-    option("--token-file", metavar="FILE", help="its token, where its folder is not here")
+    _of_run(option)
+    option = add(
+        "profile",
+        _late("launch.returning", "profile"),
+        "profile the next steps of a run with torch's profiler",
+        "examples:\n  paceline profile runs/a\n  paceline profile runs/a --steps 2 --workers 0,3",
+        "A file for each worker, in the run's folder under profiles/: open it at https://ui.perfetto.dev.",
+    )
+    _of_run(option)
+    option("--steps", least=1, default=5, help="how many, from the next one on (default: 5)")
+    option("--workers", metavar="A,B,..", help="of these alone (default: all)")
     option = add(
         "logs",
         _late("launch.returning", "logs"),

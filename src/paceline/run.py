@@ -34,6 +34,7 @@ from paceline.observe.figures import duration, plural, size_of
 from paceline.observe.journal import Journal, plain
 from paceline.observe.loggers import Loggers
 from paceline.observe.memory import advice, whole_memory
+from paceline.observe.profiling import Profiles
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
@@ -99,6 +100,7 @@ class Run:
         team.operations.holder = self
         alone = self.main and world.launcher != "paceline"  # without an agent, which holds the lock for its workers
         self._lock = hold_lock(self.folder) if self.folder is not None and alone else None
+        self.profiles = Profiles(self.folder, world.rank, lambda: team.operations.profile)
         self.loggers = Loggers(self.folder, world.tensorboard)
         self.journal = Journal(self.folder if self.main else None, self.loggers)
         self.progress = Progress() if self.main and world.events_fd is None else None
@@ -405,6 +407,7 @@ class Run:
         self._stop_due |= agreed.stop > 0
         self._enter_due |= agreed.enter > 0
         self.saving.agreed(agreed)
+        self.profiles.turn(self.step)
 
     def between(self, ends: bool = False) -> None:
         """When the outermost loop asks for the next step: what was agreed, after its body did its part. Where the loop

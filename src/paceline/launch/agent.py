@@ -70,6 +70,7 @@ class Agent:
         self._at_once = self._over = self._leaving = self._away = False
         self._lines = 0  # the version of the orders with the last line that was shown
         self._coming: dict[str, Any] = {}  # who is sent the state, as the workers were told
+        self._profile: dict[str, Any] = {}  # asked for last
         self._merge: dict[str, Any] | None = None  # of islands, as the workers were told
         self._servers: dict[str, Any] = {}  # where they are, as the workers were told
         self._number = (0, 0)  # epoch and number of the generation that the workers were told
@@ -263,6 +264,9 @@ class Agent:
         if orders["servers"] != self._servers or (orders["servers"] and told):
             self._servers = orders["servers"]
             told.append({"servers": self._servers})
+        if orders["profile"] != self._profile:
+            self._profile = orders["profile"]
+            told.append({"profile": self._profile})
         for worker in self._workers.all if told else []:
             if worker.alive:
                 for order in told:

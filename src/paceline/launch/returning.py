@@ -1,4 +1,4 @@
-"""`paceline stop`, `stacks` and `logs`: to come back to a run that others started, on any engine. No torch."""
+"""`paceline stop`, `stacks`, `profile`, `logs`: to come back to a run that others started, on any engine. No torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launch.coordinator_process import ADDRESS
 from paceline.launch.joining import find
 from paceline.launch.options import LaunchOptions
-from paceline.observe.figures import plural
+from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import read_journal
+from paceline.observe.profiling import FOLDER as PROFILES
+from paceline.observe.profiling import profile_of
 from paceline.observe.stacks import FOLDER
 from paceline.observe.traces import short
 from paceline.team.link import RefusedError, Wire, ask_once
 from paceline.team.stands import table
+from paceline.world import parse_whole
 
 LOOK, AGAIN = 0.2, 0.02  # seconds between two looks at a run, or for answers
 PATIENCE = 5.0  # seconds for agents to answer
@@ -51,6 +54,31 @@ def stacks(run: str, token_file: str | None) -> str:
     lines = [f"{agent} does not answer" for agent in said["waits"]]
     lines = [f"{plural(len(said['workers']), 'worker')}:", *table(said["workers"]), *lines]
     return "\n".join([*lines, f"all stacks and last collectives: {where}" + ("" if folder else f" on {address[0]}")])
+
+
+def profile(run: str, steps: int, workers: str | None, token_file: str | None) -> int:
+    """Has the next steps of some workers, or all, profiled, and waits for the files. UsageError, LaunchError: it cannot
+    be asked, or ends before.
+    """
+    address, token, folder = _found(run, token_file)
+    some = [parse_whole("--workers ", number, 0) for number in workers.split(",")] if workers is not None else None
+    said = _ask(address, token, "/profile", {"steps": steps, "workers": some}, "profiled")
+    which = said["workers"]
+    _say(f"profiling {plural(steps, 'step')} of {ranks(which)}")
+    there = folder or Path(said["folder"])
+    if folder is None:
+        _say(f"it will be in {there / PROFILES / str(said['asked'])} on the hosts of these workers")
+        return 0
+    while missing := [worker for worker in which if not profile_of(there, said["asked"], worker).exists()]:
+        if not _answers(address):
+            what = f"{run} has ended before there was a profile of {ranks(missing)}"
+            raise LaunchError(
+                what, "ask for fewer steps; what workers on other hosts have written is in their run folders"
+            )
+        time.sleep(LOOK)
+    for worker in which:
+        print(short(profile_of(there, said["asked"], worker)))
+    return 0
 
 
 def _found(run: str, token_file: str | None) -> tuple[tuple[str, int], bytes, Path | None]:

@@ -52,6 +52,7 @@ class Orders:
         self.newest: Generation | None = None
         self.coming: Coming = {}
         self.servers: dict[int, At] = {}  # where parameter servers are
+        self.profile: dict[str, Any] = {}  # which steps of whom are to be profiled
         self.merge: dict[str, Any] = {}  # which islands are in the one that was decided last
         self.wait_here = False  # whether to make no further step for the time being
         self._heard, self._comes = heard, comes
@@ -77,6 +78,9 @@ class Orders:
                     with self._news:
                         self.merge = said["merge"] or {}
                         self._news.notify_all()
+                    continue
+                if "profile" in said:
+                    self.profile = said["profile"]
                     continue
                 if "wait" in said:
                     self.wait_here = bool(said["wait"])

@@ -149,6 +149,11 @@ class Operations:
         """Where parameter servers are."""
         return self._orders.servers
 
+    @property
+    def profile(self) -> dict[str, Any]:
+        """Which steps somebody wants to see, of which workers."""
+        return self._orders.profile
+
     def await_merge(self, ends: Callable[[], bool]) -> None:
         """Waits until that is decided, or it `ends` otherwise. PeerLostError: another generation forms."""
         self._orders.hear(lambda: self.interrupted or self.merge is not None or ends())

@@ -7,6 +7,7 @@
     POST /fence       a coordinator of a higher epoch has taken over
     POST /stop        somebody with the token wants the run to stop, with a checkpoint
     POST /stacks      somebody with the token wants to know where all workers stand, or what was answered to that
+    POST /profile     somebody with the token wants the next steps of workers profiled
     POST /stands      an agent answers, for one worker after another
     GET  /orders      the state that it is to bring about, as soon as that is another version than the one it knows
 
@@ -38,6 +39,7 @@ from tornado.httpserver import HTTPServer
 from tornado.iostream import IOStream
 from tornado.web import Application, RequestHandler
 
+from paceline.observe.figures import ranks
 from paceline.observe.journal import NAME, Journal, event_of, lines_from_end
 from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.link import RefusedError, fence
@@ -56,7 +58,7 @@ UNKNOWN = 410  # the status for a session of a coordinator before this one: its 
 FENCE = 1.0  # seconds between two attempts to reach the coordinator before us
 LOOK = 0.1  # seconds between two looks at who is silent
 LOADED, RARER = 10.0, 0.05  # seconds at least, and part of a run, between two records of loading
-STRANGERS = ("fence", "join", "stop", "stacks")  # who asks for these has no session
+STRANGERS = ("fence", "join", "stop", "stacks", "profile")  # who asks for these has no session
 SIGNED = {*(("POST", what) for what in (*STRANGERS, "report", "stands")), ("GET", "orders")}
 
 
@@ -102,6 +104,7 @@ class Service:
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
         self.strangers, self._stands = Strangers(), Stands(Path(run["folder"]))
+        self._profile: dict[str, Any] = {}
 
     # ---- requests
 
@@ -170,6 +173,18 @@ class Service:
             self._publish()
         return self._stands.answer()
 
+    def profile(self, body: bytes) -> Any:
+        said, workers = json.loads(body), [*self._coordinator.roster.members]
+        steps, which = int(said["steps"]), [int(number) for number in said["workers"] or workers]
+        if others := sorted({*which} - {*workers}):
+            raise RefusalError(409, f"it has no {ranks(others)}, but {ranks(workers)}")
+        asked = max(self._profile.get("asked", 0) + 1, time.time_ns() // 1_000_000)  # that of no coordinator before
+        self._profile = {"asked": asked, "steps": steps, "workers": which}
+        self._record("profiling", steps=steps, workers=which)
+        self._coordinator.version += 1
+        self._publish()
+        return {**self._profile, "folder": str(Path(self._run["folder"]).absolute())}
+
     def stands(self, session: Session, body: bytes) -> Any:
         self._stands.take(session.agent, json.loads(body))
         return {}
@@ -221,7 +236,7 @@ class Service:
                 break
             finally:
                 self._waiting.discard(news)
-        return {**self._coordinator.orders(session.agent), "stacks": self._stands.asked}
+        return {**self._coordinator.orders(session.agent), "stacks": self._stands.asked, "profile": self._profile}
 
     def session(self, method: str, path: str, header: str, body: bytes) -> Session | None:
         """Whose request this is; None for one that joins. RefusalError: it is not signed, or was sent before."""

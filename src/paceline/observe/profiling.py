@@ -1,0 +1,61 @@
+"""torch's profiler on request, over the next steps of a run that goes on: `paceline profile`. No torch before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+FOLDER = "profiles"  # in the run folder
+
+
+def profile_of(folder: Path, asked: int, worker: int) -> Path:
+    """Where a worker writes what was asked for under this number."""
+    return folder / FOLDER / str(asked) / f"worker-{worker}.json.gz"
+
+
+class Profiles:
+    """Of this `worker`. `newest` tells what was asked for last: its number, how many `steps`, of which `workers`."""
+
+    def __init__(self, folder: Path | None, worker: int, newest: Callable[[], Mapping[str, Any]]) -> None:
+        self._folder, self._worker, self._newest = folder, worker, newest
+        self._asked = 0
+        self._profile: Any = None
+        self._span: Any = None  # the step under way
+        self._left = 0
+
+    def turn(self, step: int) -> None:
+        """So many steps have been made. What is profiled lies between two of these calls."""
+        if self._profile is not None:
+            self._span.__exit__(None, None, None)
+            self._left -= 1
+            if not self._left:
+                self._write()
+        asked = self._newest()
+        if self._profile is None and asked.get("asked", 0) > self._asked:
+            self._asked = asked["asked"]
+            if self._worker in asked["workers"] and self._folder is not None:
+                from torch.profiler import profile, supported_activities
+
+                self._left = asked["steps"]
+                self._profile = profile(activities=supported_activities(), acc_events=True)
+                self._profile.start()
+        if self._profile is not None:
+            from torch.profiler import record_function
+
+            self._span = record_function(f"step {step + 1}")
+            self._span.__enter__()
+
+    def _write(self) -> None:
+        assert self._folder is not None
+        taken, self._profile = self._profile, None
+        taken.stop()
+        path = profile_of(self._folder, self._asked, self._worker)
+        half = path.with_name(f".{os.getpid()}.json.gz")
+        with suppress(OSError):  # a full disk costs the profile alone
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            taken.export_chrome_trace(str(half))
+            half.chmod(0o600)
+            half.replace(path)
