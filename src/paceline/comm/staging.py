@@ -19,7 +19,7 @@ from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.pieces import Shards
 
-UNDER_WAY = 2  # blocks, before the backward waits for them
+UNDER_WAY = 1  # blocks, before the backward waits for them
 
 
 @dataclass
