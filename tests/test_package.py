@@ -269,7 +269,19 @@ def test_hosts_behind_mpirun_have_the_options_of_those_behind_ssh(capsys: pytest
 @pytest.mark.parametrize(
     "command",
     [
-        *("run", "launch ssh", "launch slurm", "stop", "stacks", "profile", "trace", "doctor", "logs", "check", "tokenize"),
+        *(
+            "run",
+            "launch ssh",
+            "launch slurm",
+            "stop",
+            "stacks",
+            "profile",
+            "trace",
+            "doctor",
+            "logs",
+            "check",
+            "tokenize",
+        ),
         *("export", "import", "inspect", "explain", "report", "metrics", "watch"),
     ],
 )

@@ -330,20 +330,18 @@ class Pipeline:
         if came:
             self._to(stage - 1, [torch.zeros_like(v) if v.grad is None else v.grad for v in came])
 
-    def better(self, seconds: Mapping[int, float]) -> tuple[str, str] | None:
-        """Another cut, where stages take their workers unequally long, and why. Collective in the line."""
+    def better(self, seconds: Mapping[int, float]) -> str:
+        """For people: another cut, where stages take their workers unequally long, and why. Collective in the line."""
         line, names = self.line, self.line.names
         took = dict(sorted((int(at), some) for mine in line.gather_json(seconds) for at, some in mine.items()))
         found = self.stages.better([*took.values()], line.size) if len(took) == self.stages.count else None
         if found is None:
-            return None
+            return ""
         said, now, then = found
         each = ", ".join(f"{some:.2g} s on worker {names[at % line.size]}" for at, some in took.items())
         gain = f"so cut, the slowest worker would compute {then:.2g} instead of {now:.2g}"
-        return (
-            f'other stages suit these workers better: Trainer(..., pipeline_blocks="{said}")',
-            f"in a step the stages take {each}; {gain}",
-        )
+        what = f'other stages suit these workers better: Trainer(..., pipeline_blocks="{said}")'
+        return f"{what}: in a step the stages take {each}; {gain}"
 
     def add_up(self, number: int, parts: Sequence[torch.Tensor]) -> None:
         """The gradients of a parameter that several workers have."""

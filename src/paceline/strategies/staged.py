@@ -104,5 +104,5 @@ class StagedRunner(Runner):
         if step < FIRST or step & (step - 1):
             return
         better = self.pipeline.better({stage: median(some) for stage, some in self._seconds.items()})
-        if better is not None:
-            sums.news["stages"] = better
+        if better:
+            sums.news["stages"] = better, ""
