@@ -417,12 +417,19 @@ def _showing(add: Callable[..., Any]) -> None:
     option("--once", action="store_true", help="show it once, as it is now")
     option = add(
         "doctor",
-        _late("observe.doctor", "doctor"),
-        "say why a run is slow, or failed",
-        "example:\n  paceline doctor runs/a",
-        "The first verdict with its figures, of the journal alone, and what a step would take if it were mended.",
+        _late("launch.engines.checkup_hosts", "doctor"),
+        "say why a run is slow, or failed; or, without one, whether a run can begin here",
+        "examples:\n"
+        "  paceline doctor runs/a\n"
+        "  paceline doctor                      this host: versions, memory, /dev/shm, address, who has started us\n"
+        "  paceline doctor --hosts a,b,c        these, over ssh: also their clocks, and the links between them",
+        "Of a run the first verdict with its figures, from its journal, and what a step would take if it were mended.",
     )
-    option("folder", type=Path, metavar="RUN", help="the run folder")
+    option("folder", nargs="?", type=Path, metavar="RUN", help="the run folder (default: look before a run)")
+    option("--hosts", metavar="A,B,..", help="look at these, over ssh, and at the links between them")
+    option("--python", default="python3", metavar="PATH", help="their Python (default: python3)")
+    option("--engine", metavar="OPTIONS", help="options for ssh, as --engine='-F config'")
+    option("--here", action="store_true", help=argparse.SUPPRESS)
     option = add(
         "trace",
         _late("observe.timeline", "trace"),

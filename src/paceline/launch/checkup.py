@@ -1,0 +1,196 @@
+"""`paceline doctor` before a run: whether this host has what a run needs, and what the environment would make of it.
+No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from paceline.errors import PacelineError
+from paceline.observe.figures import plural, size_of
+from paceline.world import gloo_interface, gpus, memory_free, read_nodes, read_world, slurm_job
+
+SHM = Path("/dev/shm")
+LEAST_SHM = 1 << 30  # bytes from which on nothing is said
+COPIED = 32 << 20  # bytes of the copy that is tried
+FILES = 1024  # descriptors that hundreds of workers and loaders are short of
+SLOW = 0.5  # seconds of a flush, from which on it is told
+TORCH = (2, 13)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`fine`, or what is wrong: with a `cure` a run may fail, with a `note` it may be slow. Each a text for people."""
+
+    what: str
+    cure: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        mark = "BAD " if self.cure else "note" if self.note else "ok  "
+        return f"{mark}  {self.what}" + (f": {self.cure or self.note}" if self.cure or self.note else "")
+
+
+def checkup(folder: Path) -> Iterator[Finding]:
+    """What is found here, for a run in this folder; in about a tenth of a second."""
+    for look in (_versions, _cores, _memory, _shared, _graphics, _address, _files):
+        yield from look()
+    yield from _disk(folder)
+    yield from _start()
+
+
+def versions() -> dict[str, str]:
+    """Of what all hosts must have alike."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in ("torch", "paceline"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def _versions() -> Iterator[Finding]:
+    found = versions()
+    told = ", ".join(f"{name} {number}" for name, number in found.items())
+    known = re.match(r"(\d+)\.(\d+)", found["torch"])
+    fits = known is not None and (int(known[1]), int(known[2])) >= TORCH
+    yield Finding(told, "" if fits else "pip install 'torch>=2.13'")
+
+
+def _cores() -> Iterator[Finding]:
+    count, flags = len(os.sched_getaffinity(0)), ""
+    with suppress(OSError):
+        flags = Path("/proc/cpuinfo").read_text()
+    kind = next((name for name, flag in (("AVX-512", "avx512f"), ("AVX2", "avx2")) if f" {flag}" in flags), "")
+    with suppress(OSError, ValueError):  # of a container
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max" and int(quota) < count * int(period):
+            what = f"{plural(count, 'core')}, of which a quota gives {int(quota) / int(period):g}"
+            yield Finding(what, note="start no more workers than that")
+            return
+    yield Finding(plural(count, "core") + (f" with {kind}" if kind else ""))
+
+
+def _memory() -> Iterator[Finding]:
+    yield Finding(f"{size_of(memory_free())} of memory free")
+
+
+def _shared() -> Iterator[Finding]:
+    """Room for what workers of a host share, and a copy of it that is compared."""
+    if not SHM.is_dir():
+        yield Finding(f"there is no {SHM}", "mount a tmpfs there: workers of a host exchange gradients in it")
+        return
+    free = shutil.disk_usage(SHM).free
+    what, cure = f"{size_of(free)} free in {SHM}", "docker run --shm-size=8g, or a memory emptyDir in Kubernetes"
+    if free < 2 * COPIED:
+        yield Finding(what, cure)
+        return
+    yield Finding(what, note="" if free >= LEAST_SHM else f"each worker has about its gradients there; {cure}")
+    pattern = os.urandom(1 << 20) * (COPIED >> 20)
+    with tempfile.TemporaryFile(dir=SHM) as file:
+        file.truncate(COPIED)
+        with mmap.mmap(file.fileno(), COPIED) as there:
+            there[:] = pattern  # its pages are made
+            began = time.perf_counter()
+            there[:] = pattern
+            took = time.perf_counter() - began
+            same = hashlib.blake2b(there).digest() == hashlib.blake2b(pattern).digest()
+    speed = f"{COPIED / took / 1e9:.1f} GB/s"
+    yield Finding(
+        f"a copy through shared memory is right, {speed}" if same else "a copy through shared memory differs",
+        "" if same else "test this machine's memory: nothing that is computed on it can be trusted",
+    )
+
+
+def _graphics() -> Iterator[Finding]:
+    count, torch = gpus(), versions()["torch"]
+    if count and torch.endswith("+cpu"):
+        yield Finding(f"{plural(count, 'GPU')}, and torch {torch} knows no CUDA", "install torch for CUDA")
+    elif count:
+        yield Finding(plural(count, "GPU"))
+
+
+def own_address() -> str:
+    """From which this host reaches others, by the route that it would take; empty where there is none."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # an address of documentation: nothing is sent
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _address() -> Iterator[Finding]:
+    name, address, chosen = socket.gethostname(), own_address(), gloo_interface()
+    names = [interface for _, interface in socket.if_nameindex()]
+    if chosen and not any(one.strip() in names for one in chosen.split(",")):
+        yield Finding(f"GLOO_SOCKET_IFNAME={chosen}", f"there is no such interface, but {', '.join(names)}; unset it")
+    if not address:
+        yield Finding(f"{name} has no route to other hosts", note="workers of this host alone can meet")
+        return
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+    resolved = ""
+    with suppress(OSError):
+        resolved = socket.gethostbyname(name)
+    loops = resolved.startswith("127.")
+    more = f"the name {name} means {resolved} here; Paceline takes the address, other tools may not" if loops else ""
+    yield Finding(f"{name} is reached at {address}", note=more)
+
+
+def _files() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < FILES:
+        yield Finding(
+            f"{soft} open files a process", note=f"ulimit -n {min(hard, 65536)}, for many workers and loaders"
+        )
+
+
+def _disk(folder: Path) -> Iterator[Finding]:
+    """Whether a checkpoint can be written near `folder`, and how long a flush takes there."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"\0" * (1 << 20))
+            file.flush()
+            began = time.perf_counter()
+            os.fsync(file.fileno())
+            took = time.perf_counter() - began
+    except OSError as error:
+        yield Finding(f"{there} cannot be written ({error.strerror})", "give --run-dir, or --checkpoints, elsewhere")
+        return
+    what = f"{size_of(shutil.disk_usage(there).free)} free in {there}, a flush takes {1000 * took:.0f} ms"
+    yield Finding(what, note="checkpoints will take long" if took > SLOW else "")
+
+
+def _start() -> Iterator[Finding]:
+    """Who has started us, as `python train.py` and `paceline run --nodes auto` would see it."""
+    try:
+        world = read_world()
+        if world.launcher != "none":
+            yield Finding(f"{world.launcher}'s variables: `python train.py` is worker {world.rank} of {world.size}")
+        elif (job := slurm_job()) is not None:
+            yield Finding(f"Slurm's job {job.number} on {job.nodes}: `paceline launch slurm train.py` uses it")
+        else:
+            yield Finding("nobody has started workers: `python train.py` trains alone")
+    except PacelineError as error:
+        yield Finding(error.what, error.cure)
+    try:
+        number, count, first, _ = read_nodes()
+        yield Finding(f"node {number} of {count} at {first}: `paceline run --nodes auto train.py` on each makes a team")
+    except PacelineError as error:
+        if "disagree" in error.what:
+            yield Finding(error.what, error.cure)

@@ -1,0 +1,134 @@
+"""`paceline doctor` before a run: what this host has, and what hosts have and are to each other."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from conftest import lacking
+from launching import paceline
+from networks import Network
+from networks import hosts as hosts
+from test_ssh import Shore
+
+from paceline.launch import checkup
+from paceline.launch.engines.checkup_hosts import ALL, rounds
+
+SSH = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+shift 2
+exec "$@"
+"""
+
+
+def test_this_host(tmp_path: Path) -> None:
+    said = paceline("doctor", cwd=tmp_path).stdout.splitlines()
+    assert re.fullmatch(r"ok    python 3\.\S+, torch 2\.\S+, paceline \S+", said[0])
+    assert any(re.fullmatch(r"ok    a copy through shared memory is right, [\d.]+ GB/s", line) for line in said)
+    assert any(re.fullmatch(rf"ok    .* free in {tmp_path}, a flush takes \d+ ms", line) for line in said)
+    assert said[-2:] == ["ok    nobody has started workers: `python train.py` trains alone", "a run can begin"]
+
+
+def test_what_is_wrong_here(tmp_path: Path) -> None:
+    """The variables of two starts, one of which disagrees with itself; an interface that is none."""
+    said = paceline(
+        *("doctor",),
+        cwd=tmp_path,
+        code=1,
+        RANK="3",
+        WORLD_SIZE="2",
+        GLOO_SOCKET_IFNAME="eth77",
+        SKYPILOT_NODE_RANK="1",
+        SKYPILOT_NUM_NODES="2",
+        DSTACK_NODE_RANK="0",
+        DSTACK_NODES_NUM="2",
+    ).stdout.splitlines()
+    bad = [line for line in said if line.startswith("BAD")]
+    assert re.fullmatch(r"BAD   GLOO_SOCKET_IFNAME=eth77: there is no such interface, but lo\b.*; unset it", bad[0])
+    assert bad[1:] == [
+        "BAD   RANK=3 is not below WORLD_SIZE=2: number the workers from 0",
+        "BAD   the variables of SkyPilot and dstack disagree about the nodes: unset those of another start",
+    ]
+    assert said[-1] == "3 things to mend"
+
+
+def test_who_has_started_us(tmp_path: Path) -> None:
+    sky = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "4", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    torchs = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    said = paceline("doctor", cwd=tmp_path, **torchs, **sky).stdout
+    assert "ok    torchrun's variables: `python train.py` is worker 1 of 2\n" in said
+    assert "ok    node 1 of 4 at 10.0.0.1: `paceline run --nodes auto train.py` on each makes a team\n" in said
+
+
+def test_a_small_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 26, 0, 1 << 26 - 1))
+    (found,) = checkup._shared()
+    cure = "docker run --shm-size=8g, or a memory emptyDir in Kubernetes"
+    assert str(found) == f"BAD   33.6 MB free in /dev/shm: {cure}"
+
+
+@pytest.mark.parametrize("count", range(2, 13))
+def test_all_pairs_are_tried(count: int) -> None:
+    """Each host once in a round; each pair once, of many hosts so many that each has seven."""
+    found = [*rounds(count)]
+    for pairs in found:
+        assert max(Counter(host for pair in pairs for host in pair).values()) == 1
+    seen = [pair for pairs in found for pair in pairs]
+    assert len({*seen}) == len(seen)
+    if count <= ALL:
+        assert {*seen} == {*combinations(range(count), 2)}
+    else:
+        each = Counter(host for pair in seen for host in pair)
+        assert min(each.values()) >= ALL - 2
+
+
+def test_hosts_one_of_which_does_not_come(tmp_path: Path) -> None:
+    """Where ssh is a shell here."""
+    (tmp_path / "ssh").write_text(SSH.replace("shift 2", '[ "$2" != c ] || exit 255; shift 2'))
+    (tmp_path / "ssh").chmod(0o755)
+    words = ("doctor", "--hosts", "a,b,c", "--python", sys.executable)
+    said = paceline(*words, cwd=tmp_path, code=1, PATH=f"{tmp_path}:/usr/bin:/bin").stdout.splitlines()
+    for name, line in zip("ab", said[:2], strict=True):
+        assert re.fullmatch(rf"{name}  [\d.]+, python 3\S+, torch 2\S+, paceline \S+, clock [+-]0\.\d{{3}} s", line)
+    assert re.fullmatch(r"a to b: [\d,]+ Mbit/s, [\d.]+ ms there and back", said[2])
+    assert "BAD   c does not answer: it says nothing" in said
+    assert said[-1] == "1 thing to mend"
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_hosts_behind_ssh(hosts: Callable[[int], Network], tmp_path: Path) -> None:
+    """A link of 20 Mbit/s is found, and one that is none is named."""
+    if shutil.which("sshd", path="/usr/sbin") is None:
+        lacking("there is no sshd: run .ci/servers")
+    shore = Shore(hosts(4), tmp_path, "ssh")
+    try:
+        one, other, third = shore.hosts
+        other.cap(20)
+        subprocess.run(one.command("ip", "route", "add", "unreachable", third.address), check=True)
+        config = f"--engine=-F {tmp_path / 'config'}"
+        words = ("doctor", "--hosts", "a,b,c", "--python", sys.executable, config)
+        said = subprocess.run(
+            shore.here.command(sys.executable, "-m", "paceline", *words), cwd=tmp_path, capture_output=True, text=True
+        )
+    finally:
+        shore.close()
+    assert said.returncode == 1, said.stderr
+    rate = {
+        line.partition(":")[0]: float(line.split(": ")[1].split()[0].replace(",", ""))
+        for line in said.stdout.splitlines()
+        if "Mbit/s" in line
+    }
+    assert 15 < rate["b to c"] < 25
+    assert rate["a to b"] > 100
+    assert (
+        "BAD   a does not reach c (No route to host): open the ports between the hosts: any, or those of --listen and "
+        "of the coordinator" in said.stdout.splitlines()
+    )
