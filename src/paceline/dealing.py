@@ -57,22 +57,19 @@ class Dealing(Holding):
     """
 
     def __init__(self, stepper: Steps, trainer: int, server: int, reached: Callable[[str], None]) -> None:
-        self.servers = stepper.plan.server or 0
-        super().__init__(stepper, self.servers, server)
+        super().__init__(stepper, server)
         self.trainer, self.server, self._reached = trainer, server, reached
         self.pushed: dict[int, Pushed] = {}  # by worker
         self.peers: dict[int, Connection] = {}
         self.first: Connection | None = None
         self._reading: list[tuple[Connection, Frame]] = []
-        self._weights: tuple[int, list[torch.Tensor]] = -1, []  # as they are sent, after so many updates
+        self._weights: tuple[int, dict[int, torch.Tensor]] = -1, {}  # as they are sent, after so many updates
         done = stepper.done
         self.window = Window(Tickets(stepper.plan.staleness or 0.0, done, done, done))
 
     def hear(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
         """Of a worker, or of another server, whose number is below zero: -2 is server 1."""
-        if frame.kind == Kind.READ:
-            self._reading.append((link, frame))
-        elif frame.kind == Kind.DEAL:
+        if frame.kind == Kind.DEAL:
             self._ask(link, worker, frame)
         elif frame.kind == Kind.PUSHED:
             self._take(link, client, worker, frame)
@@ -88,6 +85,10 @@ class Dealing(Holding):
         elif frame.kind == Kind.BUFFERS:
             buffers = dict(self.replica.job.model.named_buffers())
             link.put(Kind.BUFFERS, frame.trainer, frame.key, content=[pack(buffers)])
+        self._go_on()
+
+    def read(self, link: Connection, frame: Frame) -> None:
+        self._reading.append((link, frame))
         self._go_on()
 
     def lose(self, worker: int) -> None:
@@ -154,7 +155,8 @@ class Dealing(Holding):
             if frame.key[0] > self.applied:
                 self._reading.append((link, frame))
             else:
-                link.put(Kind.READ, frame.trainer, frame.key, self.numbers, self._snapshot())
+                weights, numbers = self._snapshot(), self.parts[frame.key[2]]
+                link.put(Kind.READ, frame.trainer, frame.key, numbers, [weights[number] for number in numbers])
 
     def _settle(self, worker: int) -> None:
         """All servers have its push."""
@@ -200,10 +202,10 @@ class Dealing(Holding):
                 del window.asking[worker]
                 link.put(Kind.DEAL, self.trainer, key, content=json.dumps(answer).encode())
 
-    def _snapshot(self) -> list[torch.Tensor]:
+    def _snapshot(self) -> dict[int, torch.Tensor]:
         """The weights, in memory that the next update does not touch."""
         if self._weights[0] != self.applied:
-            self._weights = self.applied, [self.params[number].detach().clone() for number in self.numbers]
+            self._weights = self.applied, {number: self.params[number].detach().clone() for number in self.numbers}
         return self._weights[1]
 
 

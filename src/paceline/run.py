@@ -135,8 +135,8 @@ class Run:
 
     # -- a team that changes ------------------------------------------------------------------------------------
 
-    def hand_over(self) -> Any:
-        trainers = [member.snapshot() for member in self.members]
+    def hand_over(self, done: int | None = None) -> Any:
+        trainers = [member.snapshot(done) for member in self.members]
         if self.team.world.newcomer:  # those that it was given, and has not made yet
             trainers += self.tree.get("trainers", ())[len(trainers) :]
         own = {

@@ -22,7 +22,7 @@ from paceline.comm.frames import Connection, Frame, Kind, exchange
 from paceline.dealing import Dealing
 from paceline.errors import PacelineError
 from paceline.holding import Client, Holding, Steps
-from paceline.strategies.servers import MEET, RANKED, SQUARED, At
+from paceline.strategies.servers import MEET, RANKED, At
 from paceline.world import SERVERS, World
 
 GRACE = 0.5  # seconds in which a worker whose connection has gone may come again
@@ -33,7 +33,7 @@ class ParameterServer:
 
     def __init__(self, world: World) -> None:
         assert world.store is not None
-        self.number = world.rank - SERVERS
+        self.world, self.number = world, world.rank - SERVERS
         self.steppers: list[Steps] = []
         self._parts: dict[int, Holding] = {}
         self._listener = socket.create_server((world.store[0], 0), backlog=128)
@@ -42,11 +42,13 @@ class ParameterServer:
         self._clients: list[tuple[Connection, Client]] = []
         self._away: dict[int, float] = {}  # workers whose connections have gone, since when
         self._first: Connection | None = None  # to the first server, from the others
-        world.tell("serving", at=[world.store[0], self._listener.getsockname()[1], self._secret])
+        self._at = world.store[0], self._listener.getsockname()[1], self._secret
 
     def take(self) -> Any:
-        """What a server begins with, from the team's first worker."""
+        """What a server begins with, from the team's first worker, which waits for those that say where they are."""
+        self.world.tell("serving", at=self._at)
         self._until(lambda: bool(self._state))
+        self.world.tell("holds")
         return unpack(torch.frombuffer(bytearray(self._state), dtype=torch.uint8))
 
     def serve(self, reached: Callable[[str], None], find: Callable[[], Mapping[int, At]]) -> Never:
@@ -58,7 +60,7 @@ class ParameterServer:
             if stepper.plan.staleness:
                 self._parts[number] = Dealing(stepper, number, self.number, reached)
             elif stepper.plan.server:
-                self._parts[number] = Holding(stepper, stepper.plan.server, self.number)
+                self._parts[number] = Holding(stepper, self.number)
         self._until(lambda: False)
         raise AssertionError
 
@@ -147,9 +149,12 @@ class ParameterServer:
             client.asked[frame.trainer] = (frame.key, *RANKED.unpack(frame.text))
             self._look(link, frame)
         elif frame.kind == Kind.COMMIT:
-            self._commit(link, frame)
+            self._commit(frame)
         elif frame.kind == Kind.KEPT:
-            link.put(Kind.KEPT, frame.trainer, frame.key, content=[pack(self._parts[frame.trainer].kept())])
+            kept = self._parts[frame.trainer].kept(frame.key[2])
+            link.put(Kind.KEPT, frame.trainer, frame.key, content=[pack(kept)])
+        elif frame.kind == Kind.READ:
+            self._parts[frame.trainer].read(link, frame)
         elif frame.kind != Kind.PUSH:
             part = self._parts[frame.trainer]
             assert isinstance(part, Dealing)
@@ -158,9 +163,8 @@ class ParameterServer:
     def _look(self, link: Connection, frame: Frame) -> None:
         """Whether all have pushed their contributions; what is known is told again to whoever asks again."""
         part, key = self._parts[frame.trainer], frame.key
-        told = SQUARED.pack(part.squares)
         if part.applied > key[0] or part.ready == key:
-            link.put(Kind.SQUARES, frame.trainer, key, content=told)
+            link.put(Kind.SQUARES, frame.trainer, key, content=json.dumps(part.squares).encode())
             return
         asking, size = dict[int, tuple[Connection, Client]](), 0  # by rank; who has come again counts once
         for other, client in self._clients:
@@ -173,10 +177,10 @@ class ParameterServer:
         part.add(key, [{number: buffers[frame.trainer, number] for number in part.numbers} for buffers in pushed])
         self._reached("summed")
         for other, _ in asking.values():
-            other.put(Kind.SQUARES, frame.trainer, key, content=SQUARED.pack(part.squares))
+            other.put(Kind.SQUARES, frame.trainer, key, content=json.dumps(part.squares).encode())
 
-    def _commit(self, link: Connection, frame: Frame) -> None:
-        """Applies a step that all servers can apply, unless it has, and tells what became of the weights."""
+    def _commit(self, frame: Frame) -> None:
+        """Applies a step that all servers can apply, unless it has."""
         part, key = self._parts[frame.trainer], frame.key
         if part.applied == key[0] and part.ready == key:
             self._reached("reduced")
@@ -185,8 +189,6 @@ class ParameterServer:
         elif part.applied <= key[0]:
             what = f"server {self.number} was told to apply step {key[0] + 1}, of which it has not all contributions"
             raise PacelineError(what, "report this with the run's journal")
-        weights = [part.params[number].detach().contiguous() for number in part.numbers]
-        link.put(Kind.WEIGHTS, frame.trainer, key, part.numbers, weights)
 
 
 def _who(link: Connection) -> int:
