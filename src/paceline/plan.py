@@ -267,9 +267,6 @@ class Plan:
             raise PlanError(what, f"add staleness=K, or leave {row.name} out: in step all meet after each update")
         if word == "copies=1" and self.server == 1:
             raise PlanError("copies=1 needs another server that holds them", "say server=2, or leave copies out")
-        if word == "copies=1" and self.staleness:
-            what = f"copies=1 and staleness={self.staleness:g} are not built together yet"
-            raise PlanError(what, "leave copies or staleness out")
         if word == "precision=fp16" and self.staleness:
             what = f"{word} looks for one loss scale, and staleness={self.staleness:g} has no step that all make"
             raise PlanError(what, "say precision=bf16")

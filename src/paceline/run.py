@@ -379,8 +379,7 @@ class Run:
         """
         self.need_team()
         if self.serving is not None:
-            operations = self.team.operations
-            self.serving.serve(operations.reached, lambda: operations.servers)
+            self.serving.serve(self.team.operations.reached)
         saved = self._streams
         if self.imported and not self.took_step and len(self.members) < len(self.tree["trainers"]):
             what = f"the weights imported from {self.imported} are for trainer {len(self.tree['trainers']) - 1}"

@@ -109,7 +109,7 @@ class ServedStepper(Stepper):
             met, stops, *said = group.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
             used = {n for n in everybody if said[n] == group.size}
             if all(n in used or (met and not said[servers.count + n]) for n in everybody):
-                servers.use(used)
+                servers.use(used, self.operations.number)
                 if servers.whole:
                     return
             if stops and not met:
@@ -181,10 +181,13 @@ class Windows(ServedStepper):
                 deal(0)
                 self._compared = self.operations.number
             undo.callback(self.replica.abort)
-            with self.streams.lent():
-                self._make(step, deal)
-            computed = time.perf_counter()
-            self._agree_on(step, name, computed - began)
+            alike = False
+            while not alike:
+                with self.streams.lent():
+                    self._make(step, deal)
+                computed = time.perf_counter()
+                alike = self._meet_others(step, name, computed - began)
+            self._agree_on(step)
             for member in self.run.members:
                 member.state.step_computed()
             step.spent["compute"] = computed - began - step.spent["data"]
@@ -257,9 +260,15 @@ class Windows(ServedStepper):
 
     # -- what all agree on ------------------------------------------------------------------------------------------
 
-    def _agree_on(self, step: Step, name: str, seconds: float) -> None:
+    def _meet_others(self, step: Step, name: str, seconds: float) -> bool:
+        """The end of the window. Whether it is the same for all: the first server may have been lost when it had told
+        some that nothing is to be made.
+        """
+        said = meet(self, step, name, {"made": len(self._log)}, seconds, self._trouble)
+        return len({one["made"] for one in said}) == 1
+
+    def _agree_on(self, step: Step) -> None:
         """Whether all go on, and what the window has come to: of it all know the same, from the first server."""
-        meet(self, step, name, {}, seconds, self._trouble)
         if not self._log:
             raise BrokenOffError(step.agreed)
         metrics: dict[str, tuple[float, float]] = {}

@@ -10,7 +10,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Never
@@ -42,6 +42,8 @@ class ParameterServer:
         self._clients: list[tuple[Connection, Client]] = []
         self._away: dict[int, float] = {}  # workers whose connections have gone, since when
         self._first: Connection | None = None  # to the first server, from the others
+        self._generation, self._used = -1, dict[int, At]()  # those that workers use, the lowest of which is the first
+        self._met: At | None = None  # where the first is that is met
         self._at = world.store[0], self._listener.getsockname()[1], self._secret
 
     def take(self) -> Any:
@@ -51,14 +53,12 @@ class ParameterServer:
         self.world.tell("holds")
         return unpack(torch.frombuffer(bytearray(self._state), dtype=torch.uint8))
 
-    def serve(self, reached: Callable[[str], None], find: Callable[[], Mapping[int, At]]) -> Never:
-        """To the end of the run, with which the process ends. `reached` hears of moments, `find` tells where servers
-        are.
-        """
-        self._reached, self._find = reached, find
+    def serve(self, reached: Callable[[str], None]) -> Never:
+        """To the end of the run, with which the process ends. `reached` hears of moments."""
+        self._reached = reached
         for number, stepper in enumerate(self.steppers):
             if stepper.plan.staleness:
-                self._parts[number] = Dealing(stepper, number, self.number, reached)
+                self._parts[number] = Dealing(stepper, number, self.number, reached, self._workers)
             elif stepper.plan.server:
                 self._parts[number] = Holding(stepper, self.number)
         self._until(lambda: False)
@@ -68,16 +68,36 @@ class ParameterServer:
     def _dealing(self) -> list[Dealing]:
         return [part for part in self._parts.values() if isinstance(part, Dealing)]
 
+    def _workers(self) -> set[int]:
+        """Those who are connected."""
+        return {_who(link) for link, _ in self._clients if not link.broken}
+
+    def _hear_used(self, frame: Frame) -> None:
+        """Which servers a worker uses: in a generation they become fewer."""
+        generation, said = frame.key[0], {int(n): (at[0], at[1], at[2]) for n, at in json.loads(frame.text).items()}
+        before = self._generation, [*self._used]
+        if generation > self._generation:
+            self._generation, self._used = generation, said
+        elif generation == self._generation:
+            self._used = {server: at for server, at in self._used.items() if server in said}
+        if before != (self._generation, [*self._used]):
+            self._meet_first()
+            for part in self._dealing:
+                part.use({*self._used})
+
     def _meet_first(self) -> None:
         """Servers that deal tell the first one what they have."""
-        if not self.number or not self._dealing or (self._first is not None and not self._first.broken):
+        at = self._used[min(self._used)] if self._used and self._dealing else None
+        if self._first is not None and at != self._met:  # it is not heard any more
+            self._first.close()
+            self._first = None
+        if at is None or min(self._used) == self.number or (self._first is not None and not self._first.broken):
             return
-        if (at := self._find().get(0)) is not None:
-            with suppress(OSError):  # it is not there yet, or gone
-                self._first = Connection(socket.create_connection(at[:2], MEET), lambda frame: [])
-                self._first.put(Kind.HELLO, content=f"{at[2]} {-1 - self.number}".encode())
-                for part in self._dealing:
-                    part.first = self._first
+        with suppress(OSError):  # it is not there yet, or gone
+            self._first, self._met = Connection(socket.create_connection(at[:2], MEET), lambda frame: []), at
+            self._first.put(Kind.HELLO, content=f"{at[2]} {-1 - self.number}".encode())
+            for part in self._dealing:
+                part.stand(self._first)
 
     def _tend(self) -> None:
         """Workers that have not come back in time are lost."""
@@ -97,9 +117,9 @@ class ParameterServer:
                 for link, client in [*self._clients]:
                     while link.inbox:
                         self._hear(link, client, link.inbox.popleft())
-                while self._first is not None and self._first.inbox:
-                    if (frame := self._first.inbox.popleft()).kind == Kind.APPLY:
-                        self._hear(self._first, Client(), frame)
+                while (first := self._first) is not None and first.inbox:
+                    if (frame := first.inbox.popleft()).kind == Kind.APPLY:
+                        self._hear(first, Client(), frame)
                 for link in links():
                     link.advance()
                 if not any(link.inbox for link in links()):  # what has come meanwhile nobody would wait for
@@ -150,6 +170,8 @@ class ParameterServer:
             self._look(link, frame)
         elif frame.kind == Kind.COMMIT:
             self._commit(frame)
+        elif frame.kind == Kind.USED:
+            self._hear_used(frame)
         elif frame.kind == Kind.KEPT:
             kept = self._parts[frame.trainer].kept(frame.key[2])
             link.put(Kind.KEPT, frame.trainer, frame.key, content=[pack(kept)])

@@ -31,7 +31,7 @@ class Kind(IntEnum):
     """What a frame is for."""
 
     HELLO, WELCOME, STATE, PUSH, SQUARES, COMMIT, READ, KEPT = range(8)
-    DEAL, PUSHED, HAVE, APPLY, BUFFERS = range(8, 13)  # where training is not in step
+    DEAL, PUSHED, HAVE, APPLY, APPLIED, BUFFERS, USED, STAND = range(8, 16)  # where training is not in step
 
 
 class Frame(NamedTuple):

@@ -70,6 +70,7 @@ class Servers:
         self._told: dict[tuple[int, int], list[tuple[Any, ...]]] = {}  # since a step began, by server and trainer
         # Since then, by trainer: by server, kind and contribution.
         self._replies: dict[int, dict[tuple[int, int, Key], Frame]] = {}
+        self._generation = 0  # that of `used`
         self._reading: dict[int, Key] = {}  # by trainer: which weights are asked for
 
     # -- whom there is ----------------------------------------------------------------------------------------------
@@ -102,9 +103,15 @@ class Servers:
         self._given.add(server)
         self.links[server].put(Kind.STATE, content=[state])
 
-    def use(self, servers: Iterable[int]) -> None:
+    def use(self, servers: Iterable[int], generation: int) -> None:
         """All workers have met these."""
-        self.used = {server: self._at[server] for server in sorted(servers)}
+        self.used, self._generation = {server: self._at[server] for server in sorted(servers)}, generation
+        for server in self.used:
+            self._tell_used(server)
+
+    def _tell_used(self, server: int) -> None:
+        text = json.dumps(self.used).encode()
+        self.links[server].put(Kind.USED, key=(self._generation, 0, 0), content=text)
 
     def counts(self, part: int) -> int | None:
         """The server that counts for the part of one."""
@@ -208,15 +215,19 @@ class Servers:
         for other, trainer in [*self._told]:
             if other == server:
                 del self._told[other, trainer]
+        for other in self.used:
+            self._tell_used(other)
 
     def _connect(self, server: int, at: At) -> None:
         with suppress(OSError):  # it is gone again
             link = Connection(socket.create_connection(at[:2], MEET), self._place)
             link.put(Kind.HELLO, content=f"{at[2]} {self.worker}".encode())
+            self.links[server], self._at[server] = link, at
+            if server in self.used:
+                self._tell_used(server)
             for (other, _), told in self._told.items():
                 for frame in told if other == server else ():
                     link.put(*frame)
-            self.links[server], self._at[server] = link, at
             self._said.pop(server, None)
             self._given.discard(server)
 
@@ -404,9 +415,9 @@ class Ticketed(Served):
     def push(self, sums: Sums, told: Mapping[str, Any]) -> None:
         """All of the ticket's gradients are on their way: tells of them."""
         records = b"" if sums.records is None else sums.records.cpu().numpy().tobytes()
-        text = json.dumps(told).encode() + b"\n"
+        text, keep = json.dumps(told).encode() + b"\n", holders(0, self.servers.count, self.servers.copies)
         for server in self.servers.used:
-            self.servers.put(server, Kind.PUSHED, self.number, self.key, (), text + (b"" if server else records))
+            self.servers.put(server, Kind.PUSHED, self.number, self.key, (), text + records * (server in keep))
         self.servers.advance()
 
     def buffers(self) -> bytearray:
