@@ -213,6 +213,8 @@ class Dealing(Holding):
     def _ask(self, link: Connection, worker: int, frame: Frame) -> None:
         window, said, start = self.window, json.loads(frame.text), frame.key[0]
         tickets = window.tickets
+        if start > tickets.start:
+            tickets.cut(start)  # it was, if this one deals since then
         if start == tickets.end and tickets.ended:
             if said["stop"]:
                 window.stopped = start
