@@ -2,7 +2,8 @@
 
 Usage: losses.py [--losses N] [--sides NAME ...] [--record FILE]. Six workers with a loader process each train a small
 model; one of them is lost every few seconds, killed or stopped, and comes back. As root also two hosts (network
-namespaces) with three workers each, of which one is cut off and comes back. Beside it torchrun restarts the same loop,
+namespaces) with three workers each, of which one is cut off and comes back. Of a parameter server with a copy, of three
+beside three workers, likewise. Beside it torchrun restarts the same loop,
 without loader processes, after one kill in each of as many runs: as its documentation has it, and with a part of the
 store for each attempt. What has not gone on after half a minute counts as hung. The work since torchrun's checkpoint,
 which it does again, comes on top.
@@ -28,6 +29,7 @@ import small
 from turns import record
 
 from paceline.observe.journal import read_journal
+from paceline.world import SERVERS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from networks import network
@@ -45,11 +47,16 @@ def gaps(done: dict[int, float], faults: list[float]) -> list[float]:
     return [min((end for end in ends if end > fault), default=math.inf) - fault - usual for fault in faults]
 
 
-def lose(kind: str, losses: int) -> list[float]:
-    text = ",".join(f"{kind}:{(5 * number) % WORKERS}@{APART * (number + 1)}.backward" for number in range(losses))
+def lose(kind: str, losses: int, servers: int = 0) -> list[float]:
+    whom, when = [(5 * number) % WORKERS for number in range(losses)], "backward"
+    plan, workers = list[str](), WORKERS
+    if servers:
+        whom, when = [SERVERS + number % servers for number in range(losses)], "reduced"
+        plan, workers = ["--plan", f"server={servers} copies=1"], WORKERS - servers
+    text = ",".join(f"{kind}:{who}@{APART * (number + 1)}.{when}" for number, who in enumerate(whom))
     with tempfile.TemporaryDirectory() as folder:
         out, run = Path(folder), Path(folder, "run")
-        options = ["--workers", str(WORKERS), "--run-dir", str(run), "--max-restarts", str(losses), "--quiet"]
+        options = ["--workers", str(workers), "--run-dir", str(run), "--max-restarts", str(losses), "--quiet", *plan]
         os.environ["PACELINE_CHAOS"] = text
         process = small.start("paceline", out, APART * (losses + 1), options, loaders=1)
         del os.environ["PACELINE_CHAOS"]
@@ -127,6 +134,9 @@ def main() -> None:
     parser.add_argument("--record", type=Path, metavar="FILE", help="writes the raw figures")
     options = parser.parse_args()
     sides = {"killed": partial(lose, "kill"), "stopped": partial(lose, "stop")}
+    sides |= {
+        f"server {how}": partial(lose, kind, servers=3) for kind, how in (("kill", "killed"), ("stop", "stopped"))
+    }
     sides |= {"host cut off": cut} if os.geteuid() == 0 else {}
     peers = {"torchrun": partial(torchrun, "ddp"), "torchrun, own store": partial(torchrun, "ddp-prefix")}
     results = {}

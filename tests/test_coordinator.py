@@ -466,3 +466,85 @@ def test_a_run_with_too_few_workers_says_that_it_is_paused() -> None:
     assert play.coordinator.status()["paused"]
     play.come_back()
     assert not play.coordinator.status()["paused"]
+
+
+SERVER = 1_000_000
+
+
+class Served:
+    """A host with two workers and three parameter servers that hold the state, each also what another keeps."""
+
+    def __init__(self) -> None:
+        self.journal: list[dict[str, Any]] = []
+        self.now = 0.0
+        worker = Said(store=STORE, ready=True, servers=3, copies=1)
+        self.said = {0: worker, 1: worker}
+        self.coordinator = self.start(Roster((0, 1)))
+        self.report()
+        for number in range(3):
+            self.said[SERVER + number] = Said(store=STORE, newcomer=True, at=TAKES, holds=True)
+        self.report()
+
+    def start(self, roster: Roster) -> Coordinator:
+        record = lambda event, **fields: self.journal.append({"event": event, **fields})
+        made = Coordinator(3, 1, record, roster)
+        made.join("a", "logs", STORE, [0, 1], 2)
+        return made
+
+    def report(self) -> None:
+        self.now += 0.05
+        self.coordinator.report("a", self.said, 7, self.now)
+
+    def ends(self, *servers: int) -> None:
+        for server in servers:
+            self.said[SERVER + server] = replace(self.said[SERVER + server], status=-9, why="was killed by SIGKILL")
+        self.report()
+
+    def serves(self, server: int, **more: Any) -> None:
+        life = self.coordinator.seats[SERVER + server].life
+        self.said[SERVER + server] = Said(life=life, store=STORE, newcomer=True, at=TAKES, **more)
+        self.report()
+
+    @property
+    def lives(self) -> list[int]:
+        return [seat.life for _, seat in sorted(self.coordinator.seats.items())]
+
+
+def test_a_server_with_a_copy_comes_back_between_two_steps() -> None:
+    play = Served()
+    assert play.journal == []
+    play.ends(1)
+    assert play.lives == [0, 0, 0, 1, 0]
+    assert play.coordinator.lines[-1][1].startswith(
+        "server 1 was killed by SIGKILL: server 2 has a copy of what it kept\n"
+    )
+    assert sorted(play.coordinator.orders("a")["servers"]) == [0, 2]
+    assert [entry["event"] for entry in play.journal] == ["lost"]
+    play.serves(1)
+    assert play.journal[-1] == {"event": "generation", "number": 1, "workers": [0, 1], "planned": True, "at_once": 0}
+    play.said |= {number: replace(play.said[number], formed=1) for number in (0, 1)}
+    play.serves(1, holds=True)
+    play.ends(2)
+    assert play.lives == [0, 0, 0, 1, 1]
+    assert len(play.journal) == 3
+
+
+def test_a_server_whose_copy_is_lost_as_well_makes_all_go_back() -> None:
+    for servers in ((1, 2), (0, 2)):
+        play = Served()
+        play.ends(servers[0])
+        play.serves(servers[0])  # it has not got the state back
+        play.ends(servers[1])
+        assert "all go back to the last checkpoint" in play.coordinator.lines[-1][1]
+        assert play.lives == [1, 1, *(2 if server == servers[0] else 1 for server in range(3))]
+
+
+def test_a_coordinator_that_is_started_again_knows_which_server_is_to_come_back() -> None:
+    play = Served()
+    play.ends(1)
+    play.serves(1)
+    play.coordinator = play.start(Roster((0, 1)))
+    play.coordinator.recovering = play.now + RETURN
+    play.report()
+    assert play.coordinator.recovering == math.inf
+    assert play.coordinator.order == Announcement(1, (0, 1), planned=True)

@@ -29,7 +29,7 @@ from paceline.comm.frames import Connection, Frame, Kind
 from paceline.errors import PlanError
 from paceline.observe.journal import read_journal
 from paceline.strategies.servers import spread
-from paceline.team.chaos import read_log
+from paceline.team.chaos import GO, read_log
 from paceline.team.coordinator import STOPPED
 
 STEPS, TOLERANCE = 8, 1e-12
@@ -94,7 +94,8 @@ def test_any_number_of_servers_and_workers(tmp_path: Path, workers: int, servers
 
 
 def test_a_run_goes_on_under_other_plans(tmp_path: Path) -> None:
-    trained(tmp_path, 2, "server=2", "--steps", "3")
+    for steps in ("2", "3"):  # what a server was given of others' at first is in no checkpoint
+        trained(tmp_path, 2, "server=2", "--steps", steps)
     trained(tmp_path, 2, "data=2", "--steps", "5")
     trained(tmp_path, 1, "server=3")
     right(tmp_path, first=6)
@@ -133,6 +134,92 @@ def test_a_server_is_lost(tmp_path: Path, server: int, moment: str, kind: str, h
     said = trained(tmp_path, 2, "server=2", "--save-every", "2", PACELINE_CHAOS=chaos)
     assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
     assert f"server {server} {how}: all go back to the last checkpoint" in said
+    right(tmp_path, first=len(by_hand()[1]) + 1 - len(json.loads((tmp_path / "told.json").read_text())["figures"]))
+
+
+def nobody_went_back(folder: Path, said: str, *lost: int) -> None:
+    """Each of these servers was lost, once, and has come again; all others are still in their first processes."""
+    assert "go back" not in said
+    events = read_journal(folder / "run")
+    assert sorted(one["server"] for one in events if one["event"] == "server" and one["what"] == "ended") == sorted(
+        lost
+    )
+    started = [one for one in events if one["event"] in ("server", "worker") and one["what"] == "started"]
+    assert sorted(one["server"] for one in started if one["life"]) == sorted(lost)
+    assert [one["workers"] for one in events if one["event"] == "lost"] == [[1000000 + server] for server in lost]
+
+
+KILLED = "was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "server", "moment"),
+    [
+        (2, 2, 0, "applied"),
+        *(
+            pytest.param(workers, 3, server, moment, marks=pytest.mark.slow)
+            for workers, server in [(2, 0), (3, 1), (5, 2)]
+            for moment in ("summed", "reduced", "applied")
+        ),
+    ],
+)
+def test_a_server_of_which_there_is_a_copy_loses_nothing(
+    tmp_path: Path, workers: int, servers: int, server: int, moment: str
+) -> None:
+    """Nor what its optimizer keeps: a checkpoint has it soon afterwards, of whoever has it then."""
+    plan, chaos = f"server={servers} copies=1", f"kill:{1000000 + server}@3.{moment}"
+    said = trained(tmp_path, workers, plan, "--steps", "5", PACELINE_CHAOS=chaos)
+    assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
+    assert f"server {server} {KILLED}: server {(server + 1) % servers} has a copy of what it kept" in said
+    nobody_went_back(tmp_path, said, server)
+    trained(tmp_path, 1, "data=1")
+    right(tmp_path, first=6)
+
+
+def test_copies_change_nothing(tmp_path: Path) -> None:
+    """Not a bit."""
+    for name, plan in (("whole", "server=3"), ("copied", "server=3 copies=1")):
+        (tmp_path / name).mkdir()
+        trained(tmp_path / name, 2, plan)
+    whole, copied = ((tmp_path / name / "out.safetensors").read_bytes() for name in ("whole", "copied"))
+    assert whole == copied
+
+
+def test_servers_with_copies_are_lost_one_after_another(tmp_path: Path) -> None:
+    """The first has its state back, from the one that is lost then, when that one is lost."""
+    said = ("--workers", "2", "--run-dir", "run", "--plan", f"micro={MICRO} server=3 copies=1")
+    command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "served.py"), ".", str(STEPS)]
+    chaos = "stop:1000001@2.reduced,wait:0@3.loading,kill:1000002@6.applied"
+    with Process(command, environment(PACELINE_CHAOS=chaos), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((journal := tmp_path / "run" / "journal.jsonl").exists)
+        until(lambda: '"generation"' in journal.read_text())
+        (tmp_path / "run" / GO).touch()
+        _, told = process.communicate(timeout=100)
+    assert process.returncode == 0, told
+    assert len(read_log(tmp_path / "run")) == 3
+    assert "server 1 was stopped: server 2 has a copy of what it kept" in told
+    assert f"server 2 {KILLED}: server 0 has a copy of what it kept" in told
+    nobody_went_back(tmp_path, told, 1, 2)
+    right(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("worker", "server"),
+    [("0@3.applied", "0@3.applied"), ("1@3.reduced", "0@3.summed"), ("0@4.backward", "1@3.applied")],
+)
+def test_a_worker_and_a_server_are_lost_at_once(tmp_path: Path, worker: str, server: str) -> None:
+    said = trained(tmp_path, 3, "server=2 copies=1", PACELINE_CHAOS=f"kill:{worker},kill:100000{server}")
+    assert len(read_log(tmp_path / "run")) == 2
+    assert "go back" not in said
+    assert apart(load_file(tmp_path / "out.safetensors"), by_hand()[0]) <= TOLERANCE
+
+
+def test_a_server_and_its_copy_are_lost(tmp_path: Path) -> None:
+    chaos = "kill:1000001@5.applied,kill:1000002@5.applied"
+    said = trained(tmp_path, 2, "server=3 copies=1", "--save-every", "2", PACELINE_CHAOS=chaos)
+    assert len(read_log(tmp_path / "run")) == 2
+    assert ": all go back to the last checkpoint" in said
     right(tmp_path, first=len(by_hand()[1]) + 1 - len(json.loads((tmp_path / "told.json").read_text())["figures"]))
 
 

@@ -24,6 +24,7 @@ class World:
         self.tickets, self.window, self.updates, self.faults = Tickets(bound), window, updates, faults
         self.has: dict[int, int] = {}  # by worker: what it computes
         self.late: tuple[tuple[int, int], ...] = ()  # pushes that come again
+        self.other = Tickets(bound)  # of a server that follows
         self.applied: Counter[int] = Counter()
         self.next = workers
         for worker in range(workers):
@@ -32,10 +33,10 @@ class World:
 
     def twin(self) -> World:
         """Copying by hand takes a tenth of the time."""
-        made, tickets = object.__new__(World), object.__new__(type(self.tickets))
+        made = object.__new__(World)
         vars(made).update(vars(self))
-        vars(tickets).update({n: v.copy() if hasattr(v, "copy") else v for n, v in vars(self.tickets).items()})
-        made.tickets, made.has, made.applied = tickets, self.has.copy(), self.applied.copy()
+        made.tickets, made.other = copied(self.tickets), copied(self.other)
+        made.has, made.applied = self.has.copy(), self.applied.copy()
         return made
 
     @property
@@ -59,10 +60,11 @@ class World:
             yield ("join",)
             yield from (("twice", worker) for worker in alive if worker in self.has)
             yield ("stop",)
+            yield ("over",)
 
     def act(self, what: str, worker: int = -1) -> None:
         tickets = self.tickets
-        if what in ("lose", "join", "twice", "stop"):
+        if what in ("lose", "join", "twice", "stop", "over"):
             self.faults -= 1
         if what == "deal":
             ahead = tickets.clocks[worker] - min(tickets.clocks.values())
@@ -93,11 +95,27 @@ class World:
         elif what == "stop":
             tickets.stop()
             assert tickets.end == tickets.applied + len(tickets.open) + len(tickets.back)
+        elif what == "over":
+            self.take_over()
         else:
             tickets.turn(min(self.window, self.updates - tickets.applied))
 
+    def take_over(self) -> None:
+        """Who deals is lost, and another one does. What it had dealt has other numbers, and is not heard."""
+        alive, before, self.tickets = self.tickets.clocks, self.tickets, self.other
+        self.tickets.lead(alive)
+        if before.start > self.tickets.start:  # for workers the next window has begun
+            self.tickets.cut(before.start)
+            self.tickets.turn(min(self.window, self.updates - before.start))
+        for worker in alive:
+            if worker not in self.tickets.clocks:
+                self.tickets.join(worker)
+        self.late, self.has, self.other = (), {}, copied(self.tickets)
+
     def push(self, worker: int, ticket: int) -> None:
+        missed = self.tickets.applied - self.tickets.open.get(ticket, (0, 0))[1]
         assert self.tickets.push(worker, ticket) is Push.APPLY
+        self.other.follow((self.tickets.start, self.tickets.end), ticket, worker, self.tickets.clocks[worker], missed)
         self.applied[ticket] += 1
         assert self.applied[ticket] == 1
 
@@ -114,8 +132,14 @@ class World:
         tickets, least = self.tickets, min(self.tickets.clocks.values(), default=0)
         clocks = tuple(sorted((worker, clock - least) for worker, clock in tickets.clocks.items()))
         has = tuple(sorted(self.has.items()))
-        dealt = tickets.start, tickets.next, tickets.end
+        dealt = tickets.start, tickets.next, tickets.end, self.other.start, self.other.end, tuple(self.other.clocks)
         return clocks, has, tuple(sorted(tickets.done)), dealt, self.late, self.faults, self.next
+
+
+def copied(tickets: Tickets) -> Tickets:
+    made = object.__new__(type(tickets))
+    vars(made).update({name: v.copy() if hasattr(v, "copy") else v for name, v in vars(tickets).items()})
+    return made
 
 
 def explored(first: World) -> Iterator[World]:

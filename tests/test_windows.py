@@ -19,12 +19,12 @@ from agents import until
 from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
 from safetensors.torch import load_file
-from test_servers import TOLERANCE, by_hand, trained
+from test_servers import KILLED, TOLERANCE, by_hand, nobody_went_back, trained
 from warm import Process, environment
 
 from paceline.observe.journal import read_journal
 from paceline.observe.summary import Summary, facts
-from paceline.team.chaos import read_log
+from paceline.team.chaos import GO, read_log
 from paceline.team.coordinator import STOPPED
 
 BATCH, ROWS = 6, 30  # of counted.py
@@ -133,6 +133,61 @@ def test_a_lost_server_goes_back_with_all(tmp_path: Path, server: int, moment: s
     assert f"lost    server {server} was killed by SIGKILL, after step " in said
     turns = json.loads((tmp_path / "told.json").read_text())
     each_row_once(tmp_path, 40, first=turns[0][0] - turns[0][1])
+
+
+COPIED = [(1, 2, 1, "applied"), *((workers, 3, server, "reduced") for workers in (3, 5) for server in (0, 1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "server", "moment"),
+    [(3, 2, 0, "reduced"), *(pytest.param(*one, marks=pytest.mark.slow) for one in [*COPIED, (3, 3, 0, "applied")])],
+)
+def test_a_server_of_which_there_is_a_copy_loses_no_row(
+    tmp_path: Path, workers: int, servers: int, server: int, moment: str
+) -> None:
+    """Also when it is the one that deals. Rows that it had dealt are dealt again, unless all have applied them."""
+    plan, chaos = f"server={servers} copies=1 staleness=2 window=40", f"kill:{1000000 + server}@50.{moment}"
+    said = counted(tmp_path, workers, plan, 120, PACELINE_CHAOS=chaos)
+    assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
+    assert f"server {server} {KILLED}: server {(server + 1) % servers} has a copy of what it kept" in said
+    nobody_went_back(tmp_path, said, server)
+    assert sum(one["updates"] for one in each_row_once(tmp_path, 120)) == 120
+
+
+@pytest.mark.slow
+def test_the_first_servers_are_lost_one_after_another(tmp_path: Path) -> None:
+    """And each has its state back when the next one is lost, from whom it had it."""
+    said = ("--workers", "3", "--run-dir", "run", "--plan", "micro=3 server=2 copies=1 staleness=2 window=20")
+    command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "counted.py"), ".", "160"]
+    chaos = "kill:1000000@10.applied,wait:0@40.loading,kill:1000001@80.reduced"
+    with Process(command, environment(PACELINE_CHAOS=chaos, **PACE), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        until((journal := tmp_path / "run" / "journal.jsonl").exists)
+        until(lambda: '"generation"' in journal.read_text())
+        (tmp_path / "run" / GO).touch()
+        _, told = process.communicate(timeout=100)
+    assert process.returncode == 0, told
+    assert len(read_log(tmp_path / "run")) == 3
+    nobody_went_back(tmp_path, told, 0, 1)
+    each_row_once(tmp_path, 160)
+
+
+@pytest.mark.slow
+def test_two_servers_that_share_nothing_are_lost(tmp_path: Path) -> None:
+    chaos = "kill:1000000@25.applied,kill:1000002@30.reduced"
+    said = counted(tmp_path, 4, "server=4 copies=1 staleness=inf window=40", 100, PACELINE_CHAOS=chaos)
+    assert len(read_log(tmp_path / "run")) == 2
+    nobody_went_back(tmp_path, said, 0, 2)
+    each_row_once(tmp_path, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [0, 1])
+def test_optimizers_lose_nothing_either(tmp_path: Path, server: int) -> None:
+    """Of one worker alone: what it had pushed is in no update twice, and in one."""
+    chaos = f"kill:{1000000 + server}@4.applied"
+    trained(tmp_path, 1, "server=2 copies=1 staleness=4 window=3", PACELINE_CHAOS=chaos)
+    assert len(read_log(tmp_path / "run")) == 1
+    assert apart(load_file(tmp_path / "out.safetensors"), by_hand()[0]) <= TOLERANCE
 
 
 def test_connections_that_are_lost_lose_nothing(tmp_path: Path) -> None:

@@ -2,12 +2,17 @@
 
 A push counts once it is whole at every server: the others tell the first one what they have, which gives it the number
 of an update and tells them. So each ticket is applied by all servers or by none, in one order, whoever is lost.
+
+The first is the lowest of those that are used. All know the window as far as they have applied it. With copies the
+first acknowledges a push once all have applied it; when it is lost the next one takes over: the others say where they
+stand, who is behind follows who is furthest, and what was dealt and is not applied is dealt again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,11 +30,12 @@ from paceline.tickets import Push, Tickets
 
 @dataclass
 class Pushed:
-    """What a worker has pushed of a `ticket`: gradients by number, what it `told` of them, and `records` of what its
-    forwards leave in buffers.
+    """What a worker has pushed of a `ticket`, as that was dealt: gradients by number, what it `told` of them; and where
+    buffers are kept, `records` of what its forwards leave in them.
     """
 
     ticket: int
+    dealing: int
     told: dict[str, Any]
     gradients: dict[int, torch.Tensor]
     records: torch.Tensor | None
@@ -37,14 +43,16 @@ class Pushed:
 
 @dataclass
 class Window:
-    """Of the dealing server: `log` has the window's updates in their order. `asking` wait for a ticket, by worker. Of
-    each worker's last push it knows which servers `have` it. `dropped` pushes came from who was not heard any more.
+    """`log` has the window's updates in their order. Of the dealing server: `asking` wait for a ticket, by worker. Of
+    each worker's last push it knows which servers `have` it, or how many updates there were when it had been applied
+    (`last`). `dropped` pushes came from who was not heard any more.
     """
 
     tickets: Tickets
     log: list[dict[str, Any]] = field(default_factory=list)
     asking: dict[int, tuple[Connection, Key]] = field(default_factory=dict)
     have: dict[int, set[int]] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
     dealings: dict[int, int] = field(default_factory=dict)  # the last of each ticket
     dropped: int = 0
     stopped: int = -1  # where no other window is to begin
@@ -52,42 +60,147 @@ class Window:
 
 
 class Dealing(Holding):
-    """What this `server` has of the trainer of that number. `peers` are the other servers' connections to the
-    first one, `first` is that, of the others. `reached` hears of moments.
+    """What this `server` has of the trainer of that number. Of those that are `used` the others are `peers` of the
+    first one, by number, which knows how many updates each has `applied_by` now; `first` is the connection to that, of
+    the others. `reached` hears of moments, `workers` tells who is connected.
     """
 
-    def __init__(self, stepper: Steps, trainer: int, server: int, reached: Callable[[str], None]) -> None:
-        self.servers = stepper.plan.server or 0
-        super().__init__(stepper, self.servers, server)
-        self.trainer, self.server, self._reached = trainer, server, reached
+    def __init__(
+        self,
+        stepper: Steps,
+        trainer: int,
+        server: int,
+        reached: Callable[[str], None],
+        workers: Callable[[], Container[int]],
+    ) -> None:
+        super().__init__(stepper, server)
+        self.trainer, self.server, self._reached, self._workers = trainer, server, reached, workers
+        self.copies = bool(stepper.plan.copies)
+        self.used: set[int] = set()
+        self.leads = False  # it deals
+        self.applied_by: dict[int, int] = {}
+        self._stands: dict[int, dict[str, Any]] = {}
+        self._early: list[tuple[Connection, int, Frame]] = []  # what workers asked before it dealt
+        self._base = 0  # of the numbers of dealings, which no other server has given
         self.pushed: dict[int, Pushed] = {}  # by worker
         self.peers: dict[int, Connection] = {}
         self.first: Connection | None = None
         self._reading: list[tuple[Connection, Frame]] = []
-        self._weights: tuple[int, list[torch.Tensor]] = -1, []  # as they are sent, after so many updates
+        self._weights: tuple[int, dict[int, torch.Tensor]] = -1, {}  # as they are sent, after so many updates
         done = stepper.done
         self.window = Window(Tickets(stepper.plan.staleness or 0.0, done, done, done))
 
     def hear(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
         """Of a worker, or of another server, whose number is below zero: -2 is server 1."""
-        if frame.kind == Kind.READ:
-            self._reading.append((link, frame))
-        elif frame.kind == Kind.DEAL:
-            self._ask(link, worker, frame)
+        if frame.kind == Kind.DEAL:
+            if self.leads:
+                self._ask(link, worker, frame)
+            else:
+                self._early.append((link, worker, frame))
         elif frame.kind == Kind.PUSHED:
             self._take(link, client, worker, frame)
         elif frame.kind == Kind.HAVE:
-            self.peers[worker] = link
             ticket, dealing, of = frame.key
             if self._is_due(of, (ticket, dealing, 0)):  # else it comes again
                 self._has(of, -1 - worker)
+        elif frame.kind == Kind.STAND:
+            self.peers[-1 - worker], self._stands[-1 - worker] = link, json.loads(frame.text)
+            self._lead()
+        elif frame.kind == Kind.APPLIED:
+            self.applied_by[-1 - worker] = frame.key[0]
         elif frame.kind == Kind.APPLY:
             update, of, missed = frame.key
             if update == self.applied:
-                self._apply(of, missed)
+                start, end, clock = frame.numbers
+                self._follow(of, missed, clock, (start, end))
+                if self.copies:
+                    link.put(Kind.APPLIED, self.trainer, (self.applied, 0, 0))
         elif frame.kind == Kind.BUFFERS:
             buffers = dict(self.replica.job.model.named_buffers())
             link.put(Kind.BUFFERS, frame.trainer, frame.key, content=[pack(buffers)])
+        self._go_on()
+
+    # -- who deals --------------------------------------------------------------------------------------------------
+
+    def use(self, servers: set[int]) -> None:
+        """Workers use these. More than before, or another first one, they are between two windows alone."""
+        self.used = servers
+        for server in self.peers.keys() - servers:
+            del self.peers[server]
+        if min(servers) == self.server:
+            self.first = None
+        if min(servers) != self.server or not servers <= {self.server, *self.peers}:
+            self.leads = False
+            self.window.asking.clear()
+            self.window.have.clear()
+        self._lead()
+        self._go_on()
+
+    def stand(self, first: Connection) -> None:
+        """Tells the first one what this one has."""
+        self.first, window = first, self.window
+        log = [[one[key] for key in ("ticket", "worker", "missed", "clock")] for one in window.log]
+        has = [[worker, pushed.ticket, pushed.dealing] for worker, pushed in self.pushed.items()]
+        told = {"applied": self.applied, "window": [window.tickets.start, window.tickets.end], "log": log, "has": has}
+        first.put(Kind.STAND, self.trainer, content=json.dumps(told).encode())
+
+    def _lead(self) -> None:
+        """All others have said where they stand: this one deals, or goes on to with one that has come again."""
+        others = self.used - {self.server}
+        ready = all(server in self.peers and not self.peers[server].broken for server in others)
+        if self.server != min(self.used, default=-1) or not ready:
+            return
+        told, window = {server: self._stands[server] for server in others if server in self._stands}, self.window
+        for one in sorted(told.values(), key=lambda one: -int(one["applied"])):
+            for _, worker, missed, clock in one["log"][len(one["log"]) - max(0, one["applied"] - self.applied) :]:
+                self._follow(worker, missed, clock, tuple(one["window"]))
+        for server, one in told.items():
+            self.applied_by[server] = one["applied"]
+            for number in range(one["applied"], self.applied):
+                self._tell(self.peers[server], number, window.log[number - window.tickets.start])
+        self._stands.clear()
+        if not self.leads:
+            self.leads, self._base = True, secrets.randbits(60)
+            window.tickets.lead(self._workers())
+            window.dealings.clear()
+            window.last.clear()
+            window.stopped, window.broken = -1, False
+        for server, one in told.items():
+            for worker, ticket, dealing in one["has"]:
+                if self._is_due(worker, (ticket, dealing, 0)):
+                    self._has(worker, server)
+        early, self._early = self._early, []
+        for link, worker, frame in early:
+            self._ask(link, worker, frame)
+
+    def _tell(self, peer: Connection, update: int, one: dict[str, Any]) -> None:
+        """An update that it is to make."""
+        tickets, key = self.window.tickets, (update, one["worker"], one["missed"])
+        peer.put(Kind.APPLY, self.trainer, key, (tickets.start, tickets.end, one["clock"]))
+
+    def _follow(self, worker: int, missed: int, clock: int, window: tuple[int, int]) -> None:
+        """An update that another server has made, or had made."""
+        if window[0] != self.window.tickets.start:
+            self.window.log.clear()
+        self.window.tickets.follow(window, self.pushed[worker].ticket, worker, clock, missed)
+        self._note(worker, missed)
+        self._apply(worker, missed)
+
+    def _note(self, worker: int, missed: int) -> None:
+        pushed, clock = self.pushed[worker], self.window.tickets.clocks[worker]
+        about = {"ticket": pushed.ticket, "worker": worker, "missed": missed, "clock": clock}
+        self.window.log.append(about | pushed.told["log"])
+
+    @property
+    def _sure(self) -> int:
+        """Updates that every server has made, of those that this one has."""
+        others = self.used - {self.server} if self.copies else ()
+        return min([self.applied, *(self.applied_by.get(server, 0) for server in others)])
+
+    # -- a window ---------------------------------------------------------------------------------------------------
+
+    def read(self, link: Connection, frame: Frame) -> None:
+        self._reading.append((link, frame))
         self._go_on()
 
     def lose(self, worker: int) -> None:
@@ -100,6 +213,8 @@ class Dealing(Holding):
     def _ask(self, link: Connection, worker: int, frame: Frame) -> None:
         window, said, start = self.window, json.loads(frame.text), frame.key[0]
         tickets = window.tickets
+        if start > tickets.start:
+            tickets.cut(start)  # it was, if this one deals since then
         if start == tickets.end and tickets.ended:
             if said["stop"]:
                 window.stopped = start
@@ -107,6 +222,7 @@ class Dealing(Holding):
                 tickets.turn(said["updates"])
                 window.log.clear()
                 window.dealings.clear()
+                window.last.clear()
                 window.dropped = 0
         if worker not in tickets.clocks:
             tickets.join(worker)
@@ -122,16 +238,15 @@ class Dealing(Holding):
         text, _, rest = bytes(frame.text).partition(b"\n")
         gradients = {number: client.buffers[frame.trainer, number] for number in self.numbers}
         records = torch.frombuffer(bytearray(rest), dtype=torch.float64) if rest else None
-        if not self.server and not self._is_due(worker, frame.key):  # it may have come before
+        if self.leads and not self._is_due(worker, frame.key):  # it may have come before
             self.window.dropped += 1
             return
         ticket, dealing, _ = frame.key
-        self.pushed[worker] = Pushed(ticket, json.loads(text), gradients, records)
-        if self.server:
-            assert self.first is not None
+        self.pushed[worker] = Pushed(ticket, dealing, json.loads(text), gradients, records)
+        if self.leads:
+            self._has(worker, self.server)
+        elif self.first is not None:  # else it hears of it with all others
             self.first.put(Kind.HAVE, frame.trainer, (ticket, dealing, worker))
-        else:
-            self._has(worker, 0)
 
     def _is_due(self, worker: int, key: Key) -> bool:
         """Whether a push is of a ticket as that was dealt last, and not lost since: `key` is (ticket, dealing, 0)."""
@@ -144,8 +259,8 @@ class Dealing(Holding):
 
     def _go_on(self) -> None:
         """Whatever can go on now."""
-        if not self.server:
-            for worker in [worker for worker, have in self.window.have.items() if len(have) == self.servers]:
+        if self.leads:
+            for worker in [worker for worker, have in self.window.have.items() if have >= self.used]:
                 del self.window.have[worker]
                 self._settle(worker)
             self._deal()
@@ -154,7 +269,8 @@ class Dealing(Holding):
             if frame.key[0] > self.applied:
                 self._reading.append((link, frame))
             else:
-                link.put(Kind.READ, frame.trainer, frame.key, self.numbers, self._snapshot())
+                weights, numbers = self._snapshot(), self.parts[frame.key[2]]
+                link.put(Kind.READ, frame.trainer, frame.key, numbers, [weights[number] for number in numbers])
 
     def _settle(self, worker: int) -> None:
         """All servers have its push."""
@@ -162,10 +278,11 @@ class Dealing(Holding):
         missed = tickets.applied - tickets.open[pushed.ticket][1]
         found = tickets.push(worker, pushed.ticket)
         assert found is Push.APPLY, "a push that is not due any more is none that all have"
-        window.log.append({"ticket": pushed.ticket, "worker": worker, "missed": missed, **pushed.told["log"]})
-        for peer in self.peers.values():
-            peer.put(Kind.APPLY, self.trainer, (self.applied, worker, missed))
+        self._note(worker, missed)
+        for server in self.used - {self.server}:
+            self._tell(self.peers[server], self.applied, window.log[-1])
         self._apply(worker, missed)
+        window.last[worker] = self.applied
 
     def _apply(self, worker: int, missed: int) -> None:
         """The next update, with what a worker has pushed; it has missed so many others."""
@@ -173,7 +290,7 @@ class Dealing(Holding):
         self._reached("reduced")
         for number in self.numbers:
             self.params[number].grad = pushed.gradients[number].view(self.params[number].shape)
-        if pushed.records is not None and not self.server:
+        if pushed.records is not None:
             carried, told = self.replica.runner.carried, pushed.told
             options = Options(self.applied, 1.0, told["micro_batches"], collect=True)
             carried.begin(options, pushed.records.device)
@@ -183,27 +300,27 @@ class Dealing(Holding):
         self._reached("applied")
 
     def _deal(self) -> None:
-        window = self.window
+        window, sure = self.window, self._sure
         for worker, (link, key) in [*window.asking.items()]:
-            if worker in window.have:  # not yet at all servers
+            if worker in window.have or window.last.get(worker, 0) > sure:  # not yet at all servers
                 continue
             answer: dict[str, Any] = {}
-            if window.tickets.ended or window.broken:
+            if window.broken or (window.tickets.ended and sure == self.applied):
                 answer = {"log": window.log, "dropped": window.dropped}
-            else:
+            elif not window.tickets.ended:
                 before = len(window.tickets.open)
-                if (ticket := window.tickets.deal(worker)) is not None:
+                if (ticket := window.tickets.deal(worker, sure)) is not None:
                     again = len(window.tickets.open) == before  # it has it, and has not heard so, or forgotten
-                    window.dealings[ticket] = dealing = window.dealings.get(ticket, 0) + (not again)
-                    answer = {"ticket": ticket, "dealing": dealing, "update": self.applied}
+                    window.dealings[ticket] = dealing = window.dealings.get(ticket, self._base) + (not again)
+                    answer = {"ticket": ticket, "dealing": dealing, "update": sure}
             if answer:
                 del window.asking[worker]
                 link.put(Kind.DEAL, self.trainer, key, content=json.dumps(answer).encode())
 
-    def _snapshot(self) -> list[torch.Tensor]:
+    def _snapshot(self) -> dict[int, torch.Tensor]:
         """The weights, in memory that the next update does not touch."""
         if self._weights[0] != self.applied:
-            self._weights = self.applied, [self.params[number].detach().clone() for number in self.numbers]
+            self._weights = self.applied, {number: self.params[number].detach().clone() for number in self.numbers}
         return self._weights[1]
 
 

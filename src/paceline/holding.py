@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.comm.frames import Key
+from paceline.comm.buckets import Landing
+from paceline.comm.frames import Connection, Frame, Key, Kind
 from paceline.plan import Plan
 from paceline.step import NOTHING
 from paceline.strategies.job import Options
 from paceline.strategies.replica import Replica
-from paceline.strategies.servers import own_numbers, spread
+from paceline.strategies.servers import parts_of, spread
 from paceline.strategies.state import optimizer_state
 
 
@@ -35,17 +36,26 @@ class Client:
 
 
 class Holding:
-    """What this server has of a trainer: the parameters of these numbers, after `applied` steps. `ready` is the
-    contribution whose sums are their gradients, `squares` what it, or else the last step, told.
+    """What this server has of a trainer: the parameters of these numbers, by part, after `applied` steps. `ready` is
+    the contribution whose sums are their gradients, `squares` what it, or else the last step, told of each part.
     """
 
-    def __init__(self, stepper: Steps, servers: int, server: int) -> None:
-        self.stepper, self.replica = stepper, stepper.replica
-        replica = self.replica
-        self.params = [*replica.job.named.values()]
-        self.numbers = [*own_numbers(spread([param.nbytes for param in self.params], servers), server)]
-        self.squares = 0.0
+    def __init__(self, stepper: Steps, server: int) -> None:
+        self.stepper, self.replica, plan = stepper, stepper.replica, stepper.plan
+        self.servers, copies = plan.server or 0, plan.copies or 0
+        self.params = [*self.replica.job.named.values()]
+        owners = spread([param.nbytes for param in self.params], self.servers)
+        self.parts = {
+            part: [number for number, owner in enumerate(owners) if owner == part]
+            for part in parts_of(server, self.servers, copies)
+        }
+        self.numbers = [number for numbers in self.parts.values() for number in numbers]
+        self.squares = dict.fromkeys(self.parts, 0.0)
         self.ready: Key | None = None
+        others = {self.params[number] for number in {*range(len(self.params))} - {*self.numbers}}
+        for optimizer in self.replica.job.optimizers:
+            for param in others & optimizer.state.keys():  # what it was given at first
+                del optimizer.state[param]
 
     @property
     def applied(self) -> int:
@@ -58,7 +68,9 @@ class Holding:
             torch._foreach_add_(first, more)
         for number, grad in zip(self.numbers, first, strict=True):
             self.params[number].grad = grad.view(self.params[number].shape)
-        self.ready, self.squares = key, float(self.replica.home.squares(0).sum())
+        self.ready = key
+        for part, numbers in self.parts.items():
+            self.squares[part] = float(Landing([self.params[number] for number in numbers]).squares(0).sum())
 
     def apply(self, step: int, told: dict[str, Any]) -> None:
         """The step, once."""
@@ -66,7 +78,15 @@ class Holding:
         self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
         self.stepper.done, self.ready = step + 1, None
 
-    def kept(self) -> list[dict[str, Any]]:
+    def read(self, link: Connection, frame: Frame) -> None:
+        """The weights of a part are asked for."""
+        numbers = self.parts[frame.key[2]]
+        weights = [self.params[number].detach().contiguous() for number in numbers]
+        link.put(Kind.READ, frame.trainer, frame.key, numbers, weights)
+
+    def kept(self, part: int) -> list[dict[str, Any]]:
         """Of each optimizer, by name."""
-        updater = self.replica.updater
-        return [optimizer_state(one, updater.names, {}, 0)["state"] for one in self.replica.job.optimizers]
+        names = self.replica.updater.names
+        those = {names[id(self.params[number])] for number in self.parts[part]}
+        found = [optimizer_state(one, names, {}, 0)["state"] for one in self.replica.job.optimizers]
+        return [{name: kept for name, kept in state.items() if name in those} for state in found]

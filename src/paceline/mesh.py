@@ -96,3 +96,10 @@ class Mesh:
     def replicas(self) -> list[range]:
         """The ranks of each."""
         return [run_of(first, self.replica) for first in range(0, self.size, self.replica)]
+
+
+def holders(part: int, servers: int, copies: int) -> list[int]:
+    """The parameter servers that hold the part of one: itself first, and whoever has copies. The first of them that
+    lives counts for it.
+    """
+    return [(part + further) % servers for further in range(copies + 1)]

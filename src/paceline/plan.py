@@ -86,6 +86,9 @@ class Plan:
         of="server",
         built=True,
     )
+    copies: int | None = _word(
+        "0|1", "each server's part is held by another one as well: a lost server loses nothing", of="server", built=True
+    )
     shard: int | None = _word("N", "parameters, gradients and optimizer state in N shards", axis=True, built=True)
     zero: int | None = _word(
         "1|2|3", "sharded: 1 optimizer state, 2 and gradients, 3 and parameters", of="shard", built=True
@@ -262,6 +265,8 @@ class Plan:
         if row.name in ("window", "damping") and not self.staleness:
             what = f"{word} is for workers that are not in step"
             raise PlanError(what, f"add staleness=K, or leave {row.name} out: in step all meet after each update")
+        if word == "copies=1" and self.server == 1:
+            raise PlanError("copies=1 needs another server that holds them", "say server=2, or leave copies out")
         if word == "precision=fp16" and self.staleness:
             what = f"{word} looks for one loss scale, and staleness={self.staleness:g} has no step that all make"
             raise PlanError(what, "say precision=bf16")

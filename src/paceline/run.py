@@ -137,8 +137,8 @@ class Run:
 
     # -- a team that changes ------------------------------------------------------------------------------------
 
-    def hand_over(self) -> Any:
-        trainers = [member.snapshot() for member in self.members]
+    def hand_over(self, done: int | None = None) -> Any:
+        trainers = [member.snapshot(done) for member in self.members]
         if self.team.world.newcomer:  # those that it was given, and has not made yet
             trainers += self.tree.get("trainers", ())[len(trainers) :]
         own = {
@@ -381,8 +381,7 @@ class Run:
         """
         self.need_team()
         if self.serving is not None:
-            operations = self.team.operations
-            self.serving.serve(operations.reached, lambda: operations.servers)
+            self.serving.serve(self.team.operations.reached)
         saved = self._streams
         if self.imported and not self.took_step and len(self.members) < len(self.tree["trainers"]):
             what = f"the weights imported from {self.imported} are for trainer {len(self.tree['trainers']) - 1}"

@@ -49,17 +49,21 @@ class ServedStepper(Stepper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        run, count = self.run, self.plan.server or 0
+        run, count, copies = self.run, self.plan.server or 0, self.plan.copies or 0
         if run.servers is None:
             operations = self.operations
             operations.ahead = False
-            run.servers = Servers(count, operations.worker, lambda: operations.servers, self._look, self._give)
-            run.team.world.tell("servers", count=count)
-        elif run.servers.met or run.servers.count != count:
+            run.servers = Servers(count, copies, operations.worker, lambda: operations.servers, self._look)
+            run.team.world.tell("servers", count=count, copies=copies)
+        elif run.servers.met or (run.servers.count, run.servers.copies) != (count, copies):
             what = "this Trainer is made after training began, and parameter servers run the script up to there alone"
             cure = "make all trainers before the first loop over steps(), or the first step()"
-            if run.servers.count != count:
-                what = f"one trainer has server={run.servers.count} and another server={count}"
+            if (run.servers.count, run.servers.copies) != (count, copies):
+                others = [
+                    f"server={n}{' copies=1' * more}"
+                    for n, more in ((run.servers.count, run.servers.copies), (count, copies))
+                ]
+                what = f"one trainer has {others[0]} and another {others[1]}"
                 cure = "say the same for both"
             raise UsageError(what, cure)
         self.replica.servers, self.replica.number = run.servers, self.trainer
@@ -70,11 +74,12 @@ class ServedStepper(Stepper):
         if channel is not None and channel.broken is not None:
             raise channel.broken
 
-    def _give(self) -> torch.Tensor | None:
-        run = self.run
-        if run.team.group.rank:
-            return None
-        return pack(run.hand_over())
+    def _give(self, servers: Servers) -> None:
+        """The state to those that do not have it, with what the others keep."""
+        if empty := servers.empty:
+            state = pack(self.run.hand_over(self.operations.done))
+            for server in empty:
+                servers.give(server, state)
 
     def house(self, name: str) -> None:
         new = self.housed != self.operations.number
@@ -85,15 +90,29 @@ class ServedStepper(Stepper):
             self.replica.met(self.operations.number)
 
     def _meet(self) -> None:
-        """All wait until the servers have the state, or until one is asked to stop: then nothing was done yet."""
-        run, group = self.run, self.run.team.group
-        assert run.servers is not None
+        """All wait until the servers have the state, but for those that are lost while others have what they kept; or
+        until one is asked to stop: then nothing was done yet.
+        """
+        run, group, servers = self.run, self.run.team.group, self.replica.servers
+        everybody = range(servers.count)
         while True:
-            missing = not run.servers.meet(LOOK)
-            told = group.sum(torch.tensor([missing, run.notice is not None and not run.servers.met], dtype=torch.int64))
-            if not told[0]:
-                return
-            if told[1]:
+            servers.meet(LOOK, gives=group.rank == 0)
+            if group.rank == 0:
+                self._give(servers)
+            here, found = servers.here, servers.find()
+            mine = [
+                servers.met,
+                run.notice is not None,
+                *(n in here for n in everybody),
+                *(n in found for n in everybody),
+            ]
+            met, stops, *said = group.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
+            used = {n for n in everybody if said[n] == group.size}
+            if all(n in used or (met and not said[servers.count + n]) for n in everybody):
+                servers.use(used, self.operations.number)
+                if servers.whole:
+                    return
+            if stops and not met:
                 run.end_here()
 
     def state(self, done: int | None) -> dict[str, Any]:
@@ -162,10 +181,13 @@ class Windows(ServedStepper):
                 deal(0)
                 self._compared = self.operations.number
             undo.callback(self.replica.abort)
-            with self.streams.lent():
-                self._make(step, deal)
-            computed = time.perf_counter()
-            self._agree_on(step, name, computed - began)
+            alike = False
+            while not alike:
+                with self.streams.lent():
+                    self._make(step, deal)
+                computed = time.perf_counter()
+                alike = self._meet_others(step, name, computed - began)
+            self._agree_on(step)
             for member in self.run.members:
                 member.state.step_computed()
             step.spent["compute"] = computed - began - step.spent["data"]
@@ -238,9 +260,15 @@ class Windows(ServedStepper):
 
     # -- what all agree on ------------------------------------------------------------------------------------------
 
-    def _agree_on(self, step: Step, name: str, seconds: float) -> None:
+    def _meet_others(self, step: Step, name: str, seconds: float) -> bool:
+        """The end of the window. Whether it is the same for all: the first server may have been lost when it had told
+        some that nothing is to be made.
+        """
+        said = meet(self, step, name, {"made": len(self._log)}, seconds, self._trouble)
+        return len({one["made"] for one in said}) == 1
+
+    def _agree_on(self, step: Step) -> None:
         """Whether all go on, and what the window has come to: of it all know the same, from the first server."""
-        meet(self, step, name, {}, seconds, self._trouble)
         if not self._log:
             raise BrokenOffError(step.agreed)
         metrics: dict[str, tuple[float, float]] = {}

@@ -10,7 +10,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Never
@@ -22,7 +22,7 @@ from paceline.comm.frames import Connection, Frame, Kind, exchange
 from paceline.dealing import Dealing
 from paceline.errors import PacelineError
 from paceline.holding import Client, Holding, Steps
-from paceline.strategies.servers import MEET, RANKED, SQUARED, At
+from paceline.strategies.servers import MEET, RANKED, At
 from paceline.world import SERVERS, World
 
 GRACE = 0.5  # seconds in which a worker whose connection has gone may come again
@@ -33,7 +33,7 @@ class ParameterServer:
 
     def __init__(self, world: World) -> None:
         assert world.store is not None
-        self.number = world.rank - SERVERS
+        self.world, self.number = world, world.rank - SERVERS
         self.steppers: list[Steps] = []
         self._parts: dict[int, Holding] = {}
         self._listener = socket.create_server((world.store[0], 0), backlog=128)
@@ -42,23 +42,25 @@ class ParameterServer:
         self._clients: list[tuple[Connection, Client]] = []
         self._away: dict[int, float] = {}  # workers whose connections have gone, since when
         self._first: Connection | None = None  # to the first server, from the others
-        world.tell("serving", at=[world.store[0], self._listener.getsockname()[1], self._secret])
+        self._generation, self._used = -1, dict[int, At]()  # those that workers use, the lowest of which is the first
+        self._met: At | None = None  # where the first is that is met
+        self._at = world.store[0], self._listener.getsockname()[1], self._secret
 
     def take(self) -> Any:
-        """What a server begins with, from the team's first worker."""
+        """What a server begins with, from the team's first worker, which waits for those that say where they are."""
+        self.world.tell("serving", at=self._at)
         self._until(lambda: bool(self._state))
+        self.world.tell("holds")
         return unpack(torch.frombuffer(bytearray(self._state), dtype=torch.uint8))
 
-    def serve(self, reached: Callable[[str], None], find: Callable[[], Mapping[int, At]]) -> Never:
-        """To the end of the run, with which the process ends. `reached` hears of moments, `find` tells where servers
-        are.
-        """
-        self._reached, self._find = reached, find
+    def serve(self, reached: Callable[[str], None]) -> Never:
+        """To the end of the run, with which the process ends. `reached` hears of moments."""
+        self._reached = reached
         for number, stepper in enumerate(self.steppers):
             if stepper.plan.staleness:
-                self._parts[number] = Dealing(stepper, number, self.number, reached)
+                self._parts[number] = Dealing(stepper, number, self.number, reached, self._workers)
             elif stepper.plan.server:
-                self._parts[number] = Holding(stepper, stepper.plan.server, self.number)
+                self._parts[number] = Holding(stepper, self.number)
         self._until(lambda: False)
         raise AssertionError
 
@@ -66,16 +68,36 @@ class ParameterServer:
     def _dealing(self) -> list[Dealing]:
         return [part for part in self._parts.values() if isinstance(part, Dealing)]
 
+    def _workers(self) -> set[int]:
+        """Those who are connected."""
+        return {_who(link) for link, _ in self._clients if not link.broken}
+
+    def _hear_used(self, frame: Frame) -> None:
+        """Which servers a worker uses: in a generation they become fewer."""
+        generation, said = frame.key[0], {int(n): (at[0], at[1], at[2]) for n, at in json.loads(frame.text).items()}
+        before = self._generation, [*self._used]
+        if generation > self._generation:
+            self._generation, self._used = generation, said
+        elif generation == self._generation:
+            self._used = {server: at for server, at in self._used.items() if server in said}
+        if before != (self._generation, [*self._used]):
+            self._meet_first()
+            for part in self._dealing:
+                part.use({*self._used})
+
     def _meet_first(self) -> None:
         """Servers that deal tell the first one what they have."""
-        if not self.number or not self._dealing or (self._first is not None and not self._first.broken):
+        at = self._used[min(self._used)] if self._used and self._dealing else None
+        if self._first is not None and at != self._met:  # it is not heard any more
+            self._first.close()
+            self._first = None
+        if at is None or min(self._used) == self.number or (self._first is not None and not self._first.broken):
             return
-        if (at := self._find().get(0)) is not None:
-            with suppress(OSError):  # it is not there yet, or gone
-                self._first = Connection(socket.create_connection(at[:2], MEET), lambda frame: [])
-                self._first.put(Kind.HELLO, content=f"{at[2]} {-1 - self.number}".encode())
-                for part in self._dealing:
-                    part.first = self._first
+        with suppress(OSError):  # it is not there yet, or gone
+            self._first, self._met = Connection(socket.create_connection(at[:2], MEET), lambda frame: []), at
+            self._first.put(Kind.HELLO, content=f"{at[2]} {-1 - self.number}".encode())
+            for part in self._dealing:
+                part.stand(self._first)
 
     def _tend(self) -> None:
         """Workers that have not come back in time are lost."""
@@ -95,9 +117,9 @@ class ParameterServer:
                 for link, client in [*self._clients]:
                     while link.inbox:
                         self._hear(link, client, link.inbox.popleft())
-                while self._first is not None and self._first.inbox:
-                    if (frame := self._first.inbox.popleft()).kind == Kind.APPLY:
-                        self._hear(self._first, Client(), frame)
+                while (first := self._first) is not None and first.inbox:
+                    if (frame := first.inbox.popleft()).kind == Kind.APPLY:
+                        self._hear(first, Client(), frame)
                 for link in links():
                     link.advance()
                 if not any(link.inbox for link in links()):  # what has come meanwhile nobody would wait for
@@ -147,9 +169,14 @@ class ParameterServer:
             client.asked[frame.trainer] = (frame.key, *RANKED.unpack(frame.text))
             self._look(link, frame)
         elif frame.kind == Kind.COMMIT:
-            self._commit(link, frame)
+            self._commit(frame)
+        elif frame.kind == Kind.USED:
+            self._hear_used(frame)
         elif frame.kind == Kind.KEPT:
-            link.put(Kind.KEPT, frame.trainer, frame.key, content=[pack(self._parts[frame.trainer].kept())])
+            kept = self._parts[frame.trainer].kept(frame.key[2])
+            link.put(Kind.KEPT, frame.trainer, frame.key, content=[pack(kept)])
+        elif frame.kind == Kind.READ:
+            self._parts[frame.trainer].read(link, frame)
         elif frame.kind != Kind.PUSH:
             part = self._parts[frame.trainer]
             assert isinstance(part, Dealing)
@@ -158,9 +185,8 @@ class ParameterServer:
     def _look(self, link: Connection, frame: Frame) -> None:
         """Whether all have pushed their contributions; what is known is told again to whoever asks again."""
         part, key = self._parts[frame.trainer], frame.key
-        told = SQUARED.pack(part.squares)
         if part.applied > key[0] or part.ready == key:
-            link.put(Kind.SQUARES, frame.trainer, key, content=told)
+            link.put(Kind.SQUARES, frame.trainer, key, content=json.dumps(part.squares).encode())
             return
         asking, size = dict[int, tuple[Connection, Client]](), 0  # by rank; who has come again counts once
         for other, client in self._clients:
@@ -173,10 +199,10 @@ class ParameterServer:
         part.add(key, [{number: buffers[frame.trainer, number] for number in part.numbers} for buffers in pushed])
         self._reached("summed")
         for other, _ in asking.values():
-            other.put(Kind.SQUARES, frame.trainer, key, content=SQUARED.pack(part.squares))
+            other.put(Kind.SQUARES, frame.trainer, key, content=json.dumps(part.squares).encode())
 
-    def _commit(self, link: Connection, frame: Frame) -> None:
-        """Applies a step that all servers can apply, unless it has, and tells what became of the weights."""
+    def _commit(self, frame: Frame) -> None:
+        """Applies a step that all servers can apply, unless it has."""
         part, key = self._parts[frame.trainer], frame.key
         if part.applied == key[0] and part.ready == key:
             self._reached("reduced")
@@ -185,8 +211,6 @@ class ParameterServer:
         elif part.applied <= key[0]:
             what = f"server {self.number} was told to apply step {key[0] + 1}, of which it has not all contributions"
             raise PacelineError(what, "report this with the run's journal")
-        weights = [part.params[number].detach().contiguous() for number in part.numbers]
-        link.put(Kind.WEIGHTS, frame.trainer, key, part.numbers, weights)
 
 
 def _who(link: Connection) -> int:

@@ -10,6 +10,7 @@ Server", NIPS 2013). No torch, no clock, no sockets.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
@@ -85,9 +86,26 @@ class Tickets:
         """Whether it is not too far ahead of the slowest."""
         return worker in self.clocks and self.clocks[worker] - min(self.clocks.values()) <= self.bound
 
-    def deal(self, worker: int) -> int | None:
-        """Its next ticket, with which it reads the weights: the one that it has, if the word of that was lost; None:
-        there is none, or it has to wait.
+    def follow(self, window: tuple[int, int], ticket: int, worker: int, clock: int, missed: int) -> None:
+        """Who deals had a result applied: of its window from start to end; and the worker's clock since then."""
+        if self.start != window[0]:
+            self.done.clear()
+        self.start, self.end = window
+        self.done.add(ticket)
+        self.clocks[worker] = clock
+        self.missed[missed] += 1
+        self.by[worker] += 1
+
+    def lead(self, workers: Container[int]) -> None:
+        """Who has followed deals from now on, among these workers: what was dealt and is not applied is so again."""
+        self.open.clear()
+        self.next = max(self.done, default=self.start - 1) + 1
+        self.back = sorted({*range(self.start, self.next)} - self.done)
+        self.clocks = {worker: clock for worker, clock in self.clocks.items() if worker in workers}
+
+    def deal(self, worker: int, read: int | None = None) -> int | None:
+        """Its next ticket, with which it reads the weights, after `read` updates if that is not all of them: the one
+        that it has, if the word of that was lost; None: there is none, or it has to wait.
         """
         mine = next((ticket for ticket, (who, _) in self.open.items() if who == worker), None)
         if mine is not None or not self.may_read(worker) or not (self.back or self.next < self.end):
@@ -96,7 +114,7 @@ class Tickets:
             ticket = heappop(self.back)
         else:
             ticket, self.next = self.next, self.next + 1
-        self.open[ticket] = worker, self.applied
+        self.open[ticket] = worker, self.applied if read is None else read
         return ticket
 
     def push(self, worker: int, ticket: int) -> Push:

@@ -30,8 +30,8 @@ Key = tuple[int, int, int]  # of a contribution: the step, the generation of the
 class Kind(IntEnum):
     """What a frame is for."""
 
-    HELLO, WELCOME, STATE, PUSH, SQUARES, COMMIT, WEIGHTS, KEPT = range(8)
-    DEAL, READ, PUSHED, HAVE, APPLY, BUFFERS = range(8, 14)  # where training is not in step
+    HELLO, WELCOME, STATE, PUSH, SQUARES, COMMIT, READ, KEPT = range(8)
+    DEAL, PUSHED, HAVE, APPLY, APPLIED, BUFFERS, USED, STAND = range(8, 16)  # where training is not in step
 
 
 class Frame(NamedTuple):

@@ -261,7 +261,8 @@ class Agent:
         if orders["merge"] != self._merge:
             self._merge = orders["merge"]
             told.append({"merge": self._merge})
-        if orders["servers"] != self._servers or (orders["servers"] and told):
+        # None: a coordinator that was started again has not heard of them yet.
+        if orders["servers"] and (orders["servers"] != self._servers or told):
             self._servers = orders["servers"]
             told.append({"servers": self._servers})
         if orders["profile"] != self._profile:

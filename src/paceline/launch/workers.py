@@ -115,6 +115,8 @@ class Worker:
             "waiting": "waiting" in events,
             "at": events.get("serving" if self.serves else "waiting", {}).get("at"),
             "servers": events.get("servers", {}).get("count", 0),
+            "copies": events.get("servers", {}).get("copies", 0),
+            "holds": "holds" in events,
             "current": "current" in events,
             "formed": events.get("formed", {}).get("number", -1),
             "alone": events.get("alone", {}).get("number", -1),

@@ -57,7 +57,7 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
         if replicas > 1:
             found.sent["merges"] = isles.sent(own, sum(map(Shards(mesh.shard).width, facts.shapes)))
     if plan.server:
-        found = replace(found, optimizer=0, sent={"servers": facts.bytes()})
+        found = replace(found, optimizer=0, sent={"servers": facts.bytes() * (1 + (plan.copies or 0))})
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
     return replace(found, in_flight=max(map(kept, rows)))
 

@@ -13,7 +13,7 @@ import math
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +24,7 @@ from paceline.comm.frames import Connection, Frame, Key, Kind, exchange
 from paceline.comm.group import Group
 from paceline.comm.transit import Heard, Transit
 from paceline.errors import UsageError
-from paceline.mesh import Mesh
+from paceline.mesh import Mesh, holders
 from paceline.step import Agreed, exact_sum
 from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.job import Job, Options, Sums
@@ -35,7 +35,6 @@ from paceline.world import World
 At = tuple[str, int, str]  # host, port, and what is to be said there first
 MEET = 10.0  # seconds for a connection to come
 RANKED = struct.Struct("<ii")  # of who asks for squares: its rank, and how many workers push
-SQUARED = struct.Struct("<d")
 
 
 def spread(sizes: Sequence[int], servers: int) -> list[int]:
@@ -48,45 +47,92 @@ def spread(sizes: Sequence[int], servers: int) -> list[int]:
 
 
 class Servers:
-    """A worker's connections to `count` servers. `find` tells where they are; `look` raises where it is of no use to
-    wait for them; `state` gives what a server is to begin with, where this worker is the one to give it.
+    """A worker's connections to `count` servers. What each keeps so many others have `copies` of: of those that hold a
+    part, and live, the first counts. `find` tells where servers are; `look` raises where it is of no use to wait.
     """
 
     def __init__(
         self,
         count: int,
+        copies: int,
         worker: int,
         find: Callable[[], Mapping[int, At]],
         look: Callable[[], None],
-        state: Callable[[], torch.Tensor | None],
     ) -> None:
-        self.count, self.worker, self.find, self.look, self.state = count, worker, find, look, state
+        self.count, self.copies, self.worker, self.find, self.look = count, copies, worker, find, look
         self.links: dict[int, Connection] = {}
+        self.used: dict[int, At] = {}  # those that all workers have met in this generation, and that are not lost since
         self.met = False  # all have had the state of this run
         self.landings: dict[int, dict[int, torch.Tensor]] = {}  # by trainer and number: where weights arrive
+        self._at: dict[int, At] = {}  # where the links go
         self._said: dict[int, bool] = {}  # whether it has the state
         self._given: set[int] = set()
         self._told: dict[tuple[int, int], list[tuple[Any, ...]]] = {}  # since a step began, by server and trainer
-        self._replies: dict[tuple[int, int, int], Frame] = {}  # the last ones, by server, kind and trainer
+        # Since then, by trainer: by server, kind and contribution.
+        self._replies: dict[int, dict[tuple[int, int, Key], Frame]] = {}
+        self._generation = 0  # that of `used`
+        self._reading: dict[int, Key] = {}  # by trainer: which weights are asked for
 
-    def meet(self, seconds: float) -> bool:
-        """Connects with all of them, in so many seconds; whether they have the state of the training."""
+    # -- whom there is ----------------------------------------------------------------------------------------------
+
+    def meet(self, seconds: float, gives: bool) -> None:
+        """Connects with all that there are, in so many seconds; or, where this worker gives the state, until one is
+        empty.
+        """
         end = time.monotonic() + seconds
-        self._wait(lambda: self._have or time.monotonic() > end)
-        return self._have
+
+        def done() -> bool:
+            wanted = self.find() if self.met else range(self.count)
+            return (gives and bool(self.empty)) or self.here.issuperset(wanted) or time.monotonic() > end
+
+        self._wait(done)
 
     @property
-    def _have(self) -> bool:
-        return all(self._said.get(server) for server in range(self.count))
+    def here(self) -> set[int]:
+        """Those that have the state of the training."""
+        found = self.find()
+        return {server for server, has in self._said.items() if has and self._at[server] == found.get(server)}
+
+    @property
+    def empty(self) -> list[int]:
+        """Those that have not, and were not given it."""
+        return [server for server, has in self._said.items() if not has and server not in self._given]
+
+    def give(self, server: int, state: torch.Tensor) -> None:
+        """What it is to begin with."""
+        self._given.add(server)
+        self.links[server].put(Kind.STATE, content=[state])
+
+    def use(self, servers: Iterable[int], generation: int) -> None:
+        """All workers have met these."""
+        self.used, self._generation = {server: self._at[server] for server in sorted(servers)}, generation
+        for server in self.used:
+            self._tell_used(server)
+
+    def _tell_used(self, server: int) -> None:
+        text = json.dumps(self.used).encode()
+        self.links[server].put(Kind.USED, key=(self._generation, 0, 0), content=text)
+
+    def counts(self, part: int) -> int | None:
+        """The server that counts for the part of one."""
+        return next((server for server in holders(part, self.count, self.copies) if server in self.used), None)
+
+    @property
+    def whole(self) -> bool:
+        """Whether somebody has each part."""
+        return all(self.counts(part) is not None for part in range(self.count))
+
+    # -- what is said -----------------------------------------------------------------------------------------------
 
     def put(self, server: int, kind: int, trainer: int, key: Key, *content: Any) -> None:
         """Over a connection that is lost meanwhile it goes again over the next one: servers heed it once."""
-        self._replies.pop((server, kind, trainer), None)
+        self._replies.get(trainer, {}).pop((server, kind, key), None)
         self._told.setdefault((server, trainer), []).append((kind, trainer, key, *content))
         self.links[server].put(kind, trainer, key, *content)
 
     def begin(self, trainer: int) -> None:
         """A trainer begins a step: what it told of the one before is not told again."""
+        self._replies.pop(trainer, None)
         for server in range(self.count):
             self._told.pop((server, trainer), None)
 
@@ -96,11 +142,52 @@ class Servers:
             if link.sending:
                 link.advance()
 
-    def answers(self, servers: Iterable[int], kind: int, trainer: int, key: Key) -> list[Frame]:
-        """What all of them answer to what was asked of this step, once they have."""
-        asked, replies = [(server, kind, trainer) for server in servers], self._replies
-        self._wait(lambda: all(one in replies and replies[one].key == key for one in asked))
-        return [replies[one] for one in asked]
+    def answers(self, kind: int, trainer: int, key: Key) -> dict[int, Frame]:
+        """What all that live answer to what they were asked of this step, once they have."""
+        replies = self._replies.setdefault(trainer, {})
+        self._wait(lambda: self.whole and all((server, kind, key) in replies for server in self.used))
+        return {server: replies[server, kind, key] for server in self.used}
+
+    def of_first(self, kind: int, trainer: int, key: Key, *content: Any) -> bytearray:
+        """What the first that lives answers."""
+        asked: list[int] = []
+        replies = self._replies.setdefault(trainer, {})
+
+        def came() -> bool:
+            first = min(self.used) if self.whole else None
+            if first is not None and first not in asked:
+                asked.append(first)
+                self.put(first, kind, trainer, key, *content)
+            return (first, kind, key) in replies
+
+        self._wait(came)
+        return replies[asked[-1], kind, key].text
+
+    def ask(self, kind: int, trainer: int, key: Key) -> dict[int, int]:
+        """Asks for something of each part who counts for it; the third number of the key is the part's. Whom."""
+        asked = dict[int, int]()
+        if kind == Kind.READ:
+            self._reading[trainer] = key
+        self._ask_further(asked, kind, trainer, key)
+        return asked
+
+    def hear(self, asked: dict[int, int], kind: int, trainer: int, key: Key) -> list[Frame]:
+        """What those who were asked answer, by part. Who comes to count meanwhile is asked then."""
+        replies = self._replies.setdefault(trainer, {})
+
+        def came() -> bool:
+            self._ask_further(asked, kind, trainer, key)
+            return self.whole and all((server, kind, (*key[:2], part)) in replies for part, server in asked.items())
+
+        self._wait(came)
+        return [replies[asked[part], kind, (*key[:2], part)] for part in range(self.count)]
+
+    def _ask_further(self, asked: dict[int, int], kind: int, trainer: int, key: Key) -> None:
+        for part in range(self.count):
+            server = self.counts(part)
+            if server is not None and asked.get(part) != server:
+                asked[part] = server
+                self.put(server, kind, trainer, (*key[:2], part))
 
     def _wait(self, until: Callable[[], bool]) -> None:
         def heard() -> bool:
@@ -114,33 +201,47 @@ class Servers:
     def _tend(self) -> None:
         self.look()
         found = self.find()
-        for server in range(self.count):
-            if server in found and (server not in self.links or self.links[server].broken):
-                self._connect(server, found[server])
-            if self._said.get(server) is False and server not in self._given and (state := self.state()) is not None:
-                self._given.add(server)
-                self.links[server].put(Kind.STATE, content=[state])
+        for server in [server for server, at in self.used.items() if found.get(server) != at]:
+            self._lose(server)
+        for server, at in found.items():
+            if server not in self.links or self.links[server].broken or self._at[server] != at:
+                self._connect(server, at)
+
+    def _lose(self, server: int) -> None:
+        """It is not heard any more, whatever it may have sent."""
+        del self.used[server]
+        self.links.pop(server).close()
+        self._said.pop(server, None)
+        for other, trainer in [*self._told]:
+            if other == server:
+                del self._told[other, trainer]
+        for other in self.used:
+            self._tell_used(other)
 
     def _connect(self, server: int, at: At) -> None:
         with suppress(OSError):  # it is gone again
             link = Connection(socket.create_connection(at[:2], MEET), self._place)
             link.put(Kind.HELLO, content=f"{at[2]} {self.worker}".encode())
+            self.links[server], self._at[server] = link, at
+            if server in self.used:
+                self._tell_used(server)
             for (other, _), told in self._told.items():
                 for frame in told if other == server else ():
                     link.put(*frame)
-            self.links[server] = link
             self._said.pop(server, None)
             self._given.discard(server)
 
     def _place(self, frame: Frame) -> list[torch.Tensor]:
         landing = self.landings.get(frame.trainer, {})
+        if frame.key[:2] != self._reading.get(frame.trainer, frame.key)[:2]:  # it was asked for again, and comes late
+            landing = {number: torch.empty_like(landing[number]) for number in frame.numbers}
         return [landing[number] for number in frame.numbers]
 
     def _hear(self, server: int, frame: Frame) -> None:
         if frame.kind == Kind.WELCOME:
             self._said[server] = frame.text == b"1"
         else:
-            self._replies[server, frame.kind, frame.trainer] = frame
+            self._replies.setdefault(frame.trainer, {})[server, frame.kind, frame.key] = frame
 
 
 class Pushes(Transit):
@@ -151,13 +252,14 @@ class Pushes(Transit):
         self._replica = replica
 
     def send(self, bucket: Bucket) -> None:
-        replica, parts = self._replica, dict(bucket.split(bucket.mine.cpu()))
-        for server in range(replica.servers.count):
-            mine = [number for number in bucket.members if replica.owners[number] == server]
-            if mine:
-                replica.servers.put(server, Kind.PUSH, replica.number, replica.key, mine, [parts[n] for n in mine])
-        replica.account(bucket.mine.nbytes)
-        replica.servers.advance()
+        replica, parts, servers = self._replica, dict(bucket.split(bucket.mine.cpu())), self._replica.servers
+        for server in servers.used:
+            held = parts_of(server, servers.count, servers.copies)
+            if mine := [number for number in bucket.members if replica.owners[number] in held]:
+                pushed = [parts[number] for number in mine]
+                servers.put(server, Kind.PUSH, replica.number, replica.key, mine, pushed)
+                replica.account(sum(tensor.nbytes for tensor in pushed))
+        servers.advance()
 
     def squares(self) -> float | None:
         return None
@@ -210,11 +312,9 @@ class Served(Replica):
         self.updater.follow_schedule(agreed)
 
     def kept(self) -> list[bytearray]:
-        """What each server keeps of its parameters, packed."""
-        asked = range(self.servers.count)
-        for server in asked:
-            self.servers.put(server, Kind.KEPT, self.number, self.key)
-        return [frame.text for frame in self.servers.answers(asked, Kind.KEPT, self.number, self.key)]
+        """What optimizers keep of each part, packed."""
+        about = Kind.KEPT, self.number, self.key
+        return [frame.text for frame in self.servers.hear(self.servers.ask(*about), *about)]
 
     def load(self, state: Mapping[str, Any]) -> None:
         if state.get("owed"):
@@ -241,19 +341,22 @@ class InStep(Served):
         return super().run(micro_batches, options)
 
     def norm(self, agreed: Agreed, options: Options) -> float:
-        said, asked = RANKED.pack(self.team.rank, self.team.size), range(self.servers.count)
-        for server in asked:
-            self.servers.put(server, Kind.SQUARES, self.number, self.key, (), said)
-        found = [
-            SQUARED.unpack(frame.text)[0] for frame in self.servers.answers(asked, Kind.SQUARES, self.number, self.key)
-        ]
+        servers, said = self.servers, RANKED.pack(self.team.rank, self.team.size)
+        for one in servers.used:
+            servers.put(one, Kind.SQUARES, self.number, self.key, (), said)
+        told = servers.answers(Kind.SQUARES, self.number, self.key)
+        found = []
+        for part in range(servers.count):
+            server = servers.counts(part)
+            assert server is not None
+            found.append(float(json.loads(told[server].text)[str(part)]))
         return math.sqrt(exact_sum(found)) * options.expected / agreed.count
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
         self.runner.carried.merge(sums.records)
         told = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused}
         text = json.dumps({**told, "expected": options.expected, "norm": norm}).encode()
-        for server in range(self.servers.count):
+        for server in self.servers.used:
             self.servers.put(server, Kind.COMMIT, self.number, self.key, (), text)
         self.servers.advance()
         self._owed = self.key, agreed
@@ -263,7 +366,8 @@ class InStep(Served):
         if self._owed is None:
             return
         key, agreed = self._owed
-        self.servers.answers(range(self.servers.count), Kind.WEIGHTS, self.number, key)
+        about = Kind.READ, self.number, (key[0] + 1, key[1], 0)
+        self.servers.hear(self.servers.ask(*about), *about)
         self._owed = None
         self.take_weights()
         self.home.applied()
@@ -284,7 +388,7 @@ class Ticketed(Served):
         alone.ledger = group.ledger
         super().__init__(job, group, mesh, count, alone)
         self._asked = 0
-        self._reading: Key = (0, 0, 0)
+        self._reading: tuple[dict[int, int], Key] = {}, (0, 0, 0)
 
     def deal(self, start: int, said: Mapping[str, Any]) -> dict[str, Any]:
         """What the first server deals of the window from `start` on, or says at its end; once servers are done with
@@ -292,37 +396,35 @@ class Ticketed(Served):
         """
         self._asked += 1
         key = start, self._asked, 0
-        self.servers.put(0, Kind.DEAL, self.number, key, (), json.dumps(said).encode())
-        (frame,) = self.servers.answers([0], Kind.DEAL, self.number, key)
+        text = json.dumps(said).encode()
+        answer = self.servers.of_first(Kind.DEAL, self.number, key, (), text)
         self.servers.begin(self.number)
-        return json.loads(frame.text)  # type: ignore[no-any-return]
+        return json.loads(answer)  # type: ignore[no-any-return]
 
     def ask_weights(self, update: int) -> None:
         """Each server's, as they are after so many updates or more."""
-        self._reading = update, self._asked, 0
-        for server in range(self.servers.count):
-            self.servers.put(server, Kind.READ, self.number, self._reading)
+        key = update, self._asked, 0
+        self._reading = self.servers.ask(Kind.READ, self.number, key), key
         self.servers.advance()
 
     def await_weights(self) -> None:
         """Those that were asked for have landed then."""
-        self.servers.answers(range(self.servers.count), Kind.READ, self.number, self._reading)
+        asked, key = self._reading
+        self.servers.hear(asked, Kind.READ, self.number, key)
 
     def push(self, sums: Sums, told: Mapping[str, Any]) -> None:
         """All of the ticket's gradients are on their way: tells of them."""
         records = b"" if sums.records is None else sums.records.cpu().numpy().tobytes()
-        text = json.dumps(told).encode() + b"\n"
-        for server in range(self.servers.count):
-            self.servers.put(server, Kind.PUSHED, self.number, self.key, (), text + (b"" if server else records))
+        text, keep = json.dumps(told).encode() + b"\n", holders(0, self.servers.count, self.servers.copies)
+        for server in self.servers.used:
+            self.servers.put(server, Kind.PUSHED, self.number, self.key, (), text + records * (server in keep))
         self.servers.advance()
 
     def buffers(self) -> bytearray:
         """As the servers have them after the last update, packed."""
-        key = 0, self._asked, 0
-        self.servers.put(0, Kind.BUFFERS, self.number, key)
-        return self.servers.answers([0], Kind.BUFFERS, self.number, key)[0].text
+        return self.servers.of_first(Kind.BUFFERS, self.number, (0, self._asked, 0))
 
 
-def own_numbers(owners: Sequence[int], server: int) -> Iterator[int]:
-    """The parameters of one server."""
-    return (number for number, owner in enumerate(owners) if owner == server)
+def parts_of(server: int, servers: int, copies: int) -> list[int]:
+    """What one of so many servers holds: its own part, and those that it has copies of."""
+    return [(server - further) % servers for further in range(copies + 1)]

@@ -17,8 +17,8 @@ from paceline.team.commands import Coming
 from paceline.team.merges import Merges
 from paceline.team.roster import Announcement, Roster
 from paceline.team.seats import UNKNOWN, Said, Seat, generation_of, go_on, left_of, pause_of, state_of
-from paceline.team.servers import can_go_back, seat_servers, serving
-from paceline.team.stops import OVER, Stops
+from paceline.team.servers import can_go_back, held_elsewhere, seat_servers, serving, unheld
+from paceline.team.stops import OVER, Stops, all_ended, any_ended_well
 from paceline.world import SERVERS
 
 BEAT = 0.25  # seconds between two reports of an agent
@@ -68,6 +68,7 @@ class Coordinator:
         self._detection = 0.0  # of the generation that was announced
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
         self._late = 0.0  # after a restart: when it is said who is waited for
+        self._away: set[int] = set()  # parameter servers that are to get the state back from others
 
     # ---- agents
 
@@ -205,17 +206,12 @@ class Coordinator:
     @property
     def over(self) -> bool:
         """Whether all whom the run depends on have ended."""
-        if self.ended:
-            return True
-        counting = (seat.said.status for seat in self.seats.values() if not seat.newcomer and not seat.out)
-        first = next(counting, None)  # a living one says no, without a look at all the others
-        return first is not None and all(status is not None for status in counting)
+        return self.ended or all_ended(self.seats)
 
     @property
     def finished(self) -> bool:
         """Whether it is over because the training, or the script, has come to its end."""
-        ended = any(seat.said.status == 0 for seat in self.seats.values() if not seat.newcomer and not seat.out)
-        return self.over and ended and not self.failing and not self.ended
+        return self.over and any_ended_well(self.seats) and not self.failing and not self.ended
 
     def orders(self, agent: str) -> dict[str, Any]:
         """The state that an agent is to bring about: of each worker which life, and whether it is of the team."""
@@ -241,16 +237,10 @@ class Coordinator:
     def status(self) -> dict[str, Any]:
         """What anybody may know."""
         roster = self.roster
-        return {
-            "epoch": self.epoch,
-            "generation": roster.number,
-            "members": list(roster.members),
-            "step": self.step,
-            "workers": {number: state_of(number, seat, roster) for number, seat in sorted(self.seats.items())},
-            "min_workers": self.min_workers,
-            "paused": self._paused,
-            "stopping": self.stop,
-        }
+        more = {"min_workers": self.min_workers, "paused": self._paused, "stopping": self.stop}
+        told = {"epoch": self.epoch, "generation": roster.number, "members": list(roster.members), "step": self.step}
+        workers = {number: state_of(number, seat, roster) for number, seat in sorted(self.seats.items())}
+        return {**told, "workers": workers, **more}
 
     def _too_few(self, members: Collection[int]) -> bool:
         """Whether a team of these waits for others."""
@@ -269,7 +259,10 @@ class Coordinator:
     def _advanced(self, number: int, seat: Seat, before: Said, now: float) -> None:
         """How far it has come."""
         said, roster = seat.said, self.roster
-        self.version += number >= SERVERS and said.at != before.at
+        if number >= SERVERS and said.at != before.at:
+            self.version += 1
+            roster.renews |= number in self._away
+            self._away.discard(number)
         if said.ready and not before.ready and not seat.newcomer:
             roster.ready(number)
         if said.formed > before.formed:
@@ -292,7 +285,8 @@ class Coordinator:
         said = seat.said
         if self.seats[number] is not seat:  # all have gone back
             return
-        if said.declined and (number >= SERVERS or (not seat.newcomer and not self.roster.begun)):
+        needed = not held_elsewhere(self.seats, [number]) if number >= SERVERS else not seat.newcomer
+        if said.declined and needed and (number >= SERVERS or not self.roster.begun):
             self._fail([number], "cannot be started anew")
         elif said.declined:
             seat.out = True
@@ -333,13 +327,12 @@ class Coordinator:
         """Whoever is stopped is lost where others can go on. Else whoever stopped it may let it go on: not for long, if
         the first step is not made or no loss is survived. Of those in `told` there is news.
         """
-        for number in told:
-            if self._stops.hear(number, self.seats[number].said, now):
-                self._say(f"{ranks([number])} goes on")
+        for number in (n for n in told if self._stops.hear(n, self.seats[n].said, now)):
+            self._say(f"{ranks([number])} goes on")
         stopped, begun = self._stops.stopped(self.seats), self.roster.begun
         if begun and not self.over and (servers := [number for number in stopped if number >= SERVERS]):
-            self._go_back(servers, "was stopped")
-            return
+            self._without(servers, "was stopped")
+            stopped = self._stops.stopped(self.seats)
         if not stopped or self.over or self.failing:
             return
         if self.max_restarts and begun and self._survivors(stopped):
@@ -361,18 +354,26 @@ class Coordinator:
             self.record("lost", workers=stopped, why="was stopped before the first step", step=self.step)
             self._start_anew(self.roster.members)
 
-    def _go_back(self, servers: list[int], why: str, can: bool = True) -> None:
-        """Without these nobody has what they kept: all begin anew at the last checkpoint, or the run ends."""
-        self._causes["servers"] += 1
-        can &= not self.stop and self._causes["servers"] <= self.max_restarts and can_go_back(self.seats, self.first)
-        if not can:
-            self._fail(servers, why)
-            return
+    def _without(self, servers: list[int], why: str, restarts: bool = True) -> None:
+        """Others have what these kept; or all begin anew at the last checkpoint, or the run ends."""
+        held = held_elsewhere(self.seats, servers)
+        if not held:
+            self._causes["servers"] += 1
+            can = restarts and not self.stop and self._causes["servers"] <= self.max_restarts
+            if not can or not can_go_back(self.seats, self.first):
+                self._fail(servers, why)
+                return
         self.record("lost", workers=servers, why=why, step=self.step)
-        lines = left_of(servers, self.seats, self.logs)
-        self._say(f"{ranks(servers)} {why}: all go back to the last checkpoint{lines}")
-        self.order, self._left, self._raised_now, self._judged = None, set(), [], math.inf
-        self._start_anew(self.first, [n for n, seat in self.seats.items() if n in servers or seat.alive])
+        then = held + "; it is not started again" * (not restarts) if held else "all go back to the last checkpoint"
+        self._say(f"{ranks(servers)} {why}: {then}{left_of(servers, self.seats, self.logs)}")
+        for number in servers if held else ():
+            self.seats[number].out = True
+            if restarts and not self.stop:
+                self._away.add(number)
+                self._restart(number)
+        if not held:
+            self.order, self._left, self._raised_now, self._judged, self._away = None, set(), [], math.inf, set()
+            self._start_anew(self.first, [n for n, seat in self.seats.items() if n in servers or seat.alive])
 
     def _start_anew(self, members: tuple[int, ...], others: Iterable[int] = ()) -> None:
         """The workers of the first generation in processes that meet each other, and these others as newcomers."""
@@ -456,7 +457,7 @@ class Coordinator:
         self._causes[why] += 1
         restarts = not known and self._causes[why] <= self.max_restarts
         if number >= SERVERS:
-            self._go_back([number], why, restarts)
+            self._without([number], why, restarts)
             return True
         few = not left or (len(left) < self.min_workers and not restarts)
         if not seat.newcomer and (known or few or (said.failed and not restarts)):
@@ -479,7 +480,7 @@ class Coordinator:
     def _start(self, number: int, life: int) -> None:
         seat = self.seats.get(number)
         if seat is not None and seat.life < life and seat.agent not in self.leaving and not seat.said.declined:
-            failures = seat.failures + (seat.said.status is not None) if seat.newcomer else 0
+            failures = seat.failures + seat.failed_early if seat.newcomer else 0
             self.seats[number] = Seat(seat.agent, life, newcomer=True, failures=failures)
             self.version += 1
 
@@ -493,15 +494,14 @@ class Coordinator:
         causes = {number: said.cause for number in lost if (said := self.seats[number].said).cause}
         more = {"mates": mates} if mates else {}
         self.record("lost", workers=lost, why=why, step=self.step, **more, **({"causes": causes} if causes else {}))
+        left = left_of(lost, self.seats, self.logs)
         if order is not None:
             start = "starts" if len(mates) == 1 else "start"
             too = f", and {ranks(mates)} of the same replica {start} anew" if mates else ""
-            self._say(
-                f"{ranks(lost)} {why}{too}: {self._how_on(order.members)}{then}{left_of(lost, self.seats, self.logs)}"
-            )
+            self._say(f"{ranks(lost)} {why}{too}: {self._how_on(order.members)}{then}{left}")
         elif new:
             before = "before it was back" if len(lost) == 1 else "before they were back"
-            self._say(f"{ranks(lost)} {why} {before}{then}{left_of(lost, self.seats, self.logs)}")
+            self._say(f"{ranks(lost)} {why} {before}{then}{left}")
         self._announce(order, detection)
         for mate in mates:
             self._restart(mate)
@@ -547,9 +547,7 @@ class Coordinator:
         roster = self.roster
         here = {number: seat.said for number, seat in self.seats.items() if seat.said != Said()}
         first = {number for number, said in here.items() if said.ready and not said.newcomer}
-        roster.established = first | {number for number, said in here.items() if said.formed >= 0}
-        roster.entered = {number for number, said in here.items() if said.formed == roster.number}
-        roster.entered |= set() if roster.number else first
+        roster.known(first, {number: said.formed for number, said in here.items()})
         missing = [number for number in roster.members if number not in here]
         ended = any(said.ended for said in here.values())  # then all have come to the end
         if missing and not ended and not {*self._survivors(missing)} & {*roster.members}:
@@ -563,6 +561,8 @@ class Coordinator:
                 roster.leaves(number)
             if said.ended:
                 roster.end(number)
+        self._away = unheld(here)
+        roster.renews = any(here[number].at for number in self._away)
         roster.before = tuple(number for number in roster.before if number in roster.established)
         self._left = {*roster.before} & roster.going - {*roster.members}
         for number in sorted(roster.established - {*roster.members} - self._left):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 
@@ -37,6 +37,7 @@ class Roster:
     leaving: set[int] = field(default_factory=set)
     before: tuple[int, ...] = ()  # the members of the last generation that all had entered
     places: int = 1
+    renews: bool = False  # the same are to form another one between two steps
     replicas: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by worker: the one it is of, itself included
 
     def __post_init__(self) -> None:
@@ -62,6 +63,14 @@ class Roster:
         """A worker of the first generation has come to its first operation."""
         self.established.add(worker)
         self.entered.add(worker)
+
+    def known(self, first: set[int], formed: Mapping[int, int]) -> None:
+        """What workers say of themselves: who of the `first` generation had come to its first operation, and which
+        generation each has entered last.
+        """
+        self.established = first | {worker for worker, number in formed.items() if number >= 0}
+        self.entered = {worker for worker, number in formed.items() if number == self.number}
+        self.entered |= set() if self.number else first
 
     def waits(self, worker: int) -> None:
         """A newcomer wants to be admitted."""
@@ -131,7 +140,7 @@ class Roster:
         new = [worker for worker in self.waiting if worker not in here]
         new = sorted(new[: len(new) - len(new) % self.places]) if self.places > 1 else new
         stay = [worker for worker in self.survivors(self.leaving) if worker in here]
-        if not stay or self.entered != here or (not new and stay == [*self.members]):
+        if not stay or self.entered != here or (not new and stay == [*self.members] and not self.renews):
             return None
         return self._announce((*stay, *new), planned=True)
 
@@ -141,7 +150,7 @@ class Roster:
         return self._announce(left, planned=False) if left else None
 
     def _announce(self, members: tuple[int, ...], planned: bool) -> Announcement:
-        self.number += 1
+        self.number, self.renews = self.number + 1, False
         self.at_once = self.at_once if planned else self.number
         if self.entered == set(self.members):
             self.before = self.members

@@ -27,7 +27,7 @@ class Said:
     ended because it `hung` at that line, or what people are to know of how it `stands` still; `status` is its exit
     code and `why` how it ended, in words, `cause` what else is known of that, and `tail` the last lines of its log;
     `declined`: it cannot be started again; `round` is what its team last said of a round of islands; its
-    plan wants so many parameter `servers`.
+    plan wants so many parameter `servers`, and `copies` of what each keeps. One of those `holds` the state.
     """
 
     life: int = 0
@@ -55,6 +55,8 @@ class Said:
     declined: bool = False
     round: Told | None = None
     servers: int = 0
+    copies: int = 0
+    holds: bool = False
 
     @property
     def loss(self) -> str:
@@ -87,6 +89,11 @@ class Seat:
         return self.said.status is None and not self.out
 
     @property
+    def failed_early(self) -> bool:
+        """Whether it ended before it was of the team."""
+        return self.newcomer and self.said.status is not None and not self.said.holds
+
+    @property
     def wanted(self) -> dict[str, Any]:
         """What its agent is to bring about."""
         return {"life": self.life, "out": self.out, "newcomer": self.newcomer}
@@ -101,7 +108,7 @@ def read_said(given: Mapping[str, Any]) -> Said:
     lines: dict[str, Any] = {
         name: tuple(str(line)[:WIDEST] for line in getattr(said, name)) for name in ("cause", "tail")
     }
-    lines |= {"round": Told.read(given.get("round")), "servers": int(said.servers)}
+    lines |= {"round": Told.read(given.get("round")), "servers": int(said.servers), "copies": int(said.copies)}
     return Said(**{**given, "store": (str(host), int(port)), "failed": failed, "at": at, **lines})
 
 
@@ -128,8 +135,7 @@ def generation_of(
 
 def pause_of(seat: Seat) -> float:
     """Seconds before another process is started in its place."""
-    failed = seat.newcomer and seat.said.status is not None
-    return min(LONGEST, PAUSE * 2.0**seat.failures) if failed else 0.0
+    return min(LONGEST, PAUSE * 2.0**seat.failures) if seat.failed_early else 0.0
 
 
 def go_on(members: Collection[int]) -> str:

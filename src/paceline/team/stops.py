@@ -61,3 +61,14 @@ class Stops:
             return f"{what}, and nobody else has the state of the training: waiting", False
         soon = "" if over else f", unless it goes on within {OVER - NAMED:.0f} s"
         return f"{what}: {then}{soon}", over
+
+
+def all_ended(seats: Mapping[int, Seat]) -> bool:
+    """Whether all whom the run depends on have, of which there is one at least."""
+    counting = (seat.said.status for seat in seats.values() if not seat.newcomer and not seat.out)
+    first = next(counting, None)  # a living one says no, without a look at all the others
+    return first is not None and all(status is not None for status in counting)
+
+
+def any_ended_well(seats: Mapping[int, Seat]) -> bool:
+    return any(seat.said.status == 0 for seat in seats.values() if not seat.newcomer and not seat.out)
