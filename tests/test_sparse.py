@@ -66,6 +66,25 @@ def test_a_worker_is_lost(faults: tuple[str, ...], tmp_path: Path) -> None:
     as_by_hand(tmp_path)
 
 
+SERVED = {
+    "server=2": 2,
+    "server=1": 3,
+    "server=3 copies=1": 3,
+}
+
+
+@pytest.mark.parametrize(
+    "plan", [one if one == "server=2" else pytest.param(one, marks=pytest.mark.slow) for one in SERVED]
+)
+@pytest.mark.parametrize("more", ["", pytest.param("whole", marks=pytest.mark.slow)])
+def test_rows_go_to_servers_and_come_back(plan: str, more: str, tmp_path: Path) -> None:
+    """Also where a worker is lost, or a server of which there is a copy."""
+    fault = "kill:1000001@4.reduced" if "copies" in plan else "kill:1@4.summed"
+    trained(tmp_path, SERVED[plan], "--plan", f"micro=2 {plan}", more=more, chaos=fault)
+    assert len(read_log(tmp_path / "run")) == 1
+    as_by_hand(tmp_path, more)
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_workers(tmp_path: Path) -> None:
     trained(tmp_path, 3, "--steps", "3")

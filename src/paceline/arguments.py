@@ -48,7 +48,7 @@ _CALLED = {
 }
 _NOT_IN_ROWS = (
     "local",
-    "server",
+    "staleness",
     "shard",
     "tensor",
     "pipeline",

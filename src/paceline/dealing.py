@@ -73,8 +73,8 @@ class Dealing(Holding):
         reached: Callable[[str], None],
         workers: Callable[[], Container[int]],
     ) -> None:
-        super().__init__(stepper, server)
-        self.trainer, self.server, self._reached, self._workers = trainer, server, reached, workers
+        super().__init__(stepper, trainer, server)
+        self.server, self._reached, self._workers = server, reached, workers
         self.copies = bool(stepper.plan.copies)
         self.used: set[int] = set()
         self.leads = False  # it deals

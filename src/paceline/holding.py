@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
-from paceline.comm.buckets import Landing
 from paceline.comm.frames import Connection, Frame, Key, Kind
 from paceline.plan import Plan
 from paceline.step import NOTHING
 from paceline.strategies.job import Options
 from paceline.strategies.replica import Replica
 from paceline.strategies.servers import parts_of, spread
+from paceline.strategies.sparse import combined, pack_weights, rows_of, steps_rows_alone, unpack
 from paceline.strategies.state import optimizer_state
 
 
@@ -28,11 +29,12 @@ class Steps(Protocol):
 @dataclass
 class Client:
     """A worker: what it pushes lands in `buffers`, by trainer and parameter. It has `asked` for squares, by trainer:
-    of which contribution, as which rank of how many.
+    of which contribution, as which rank of how many. What it pushes of gradients in rows are texts in `rows`.
     """
 
     buffers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     asked: dict[int, tuple[Key, int, int]] = field(default_factory=dict)
+    rows: dict[int, bytearray] = field(default_factory=dict)
 
 
 class Holding:
@@ -40,7 +42,8 @@ class Holding:
     the contribution whose sums are their gradients, `squares` what it, or else the last step, told of each part.
     """
 
-    def __init__(self, stepper: Steps, server: int) -> None:
+    def __init__(self, stepper: Steps, trainer: int, server: int) -> None:
+        self.trainer = trainer
         self.stepper, self.replica, plan = stepper, stepper.replica, stepper.plan
         self.servers, copies = plan.server or 0, plan.copies or 0
         self.params = [*self.replica.job.named.values()]
@@ -50,6 +53,9 @@ class Holding:
             for part in parts_of(server, self.servers, copies)
         }
         self.numbers = [number for numbers in self.parts.values() for number in numbers]
+        first = len(self.replica.job.dense)
+        self.dense, self.sparse = [n for n in self.numbers if n < first], [n for n in self.numbers if n >= first]
+        self.touched: dict[int, torch.Tensor] = {}  # rows that the last step changed, of those that not all did
         self.squares = dict.fromkeys(self.parts, 0.0)
         self.ready: Key | None = None
         others = {self.params[number] for number in {*range(len(self.params))} - {*self.numbers}}
@@ -61,27 +67,50 @@ class Holding:
     def applied(self) -> int:
         return self.stepper.done
 
-    def add(self, key: Key, pushed: list[dict[int, torch.Tensor]]) -> None:
+    def add(self, key: Key, clients: Sequence[Client]) -> None:
         """Sums what workers have pushed, in the order of their ranks."""
-        first, *others = ([one[number] for number in self.numbers] for one in pushed)
-        for more in others:
+        trainer = self.trainer
+        first, *others = ([one.buffers[trainer, number] for number in self.dense] for one in clients)
+        for more in others if first else ():
             torch._foreach_add_(first, more)
-        for number, grad in zip(self.numbers, first, strict=True):
+        for number, grad in zip(self.dense, first, strict=True):
             self.params[number].grad = grad.view(self.params[number].shape)
+        rows = [unpack(one.rows[trainer], self.params) for one in clients] if self.sparse else []
+        for number in self.sparse:
+            given = [one[number] for one in rows]
+            self.params[number].grad = combined(
+                self.params[number], [where for where, _ in given], [values for _, values in given]
+            )
         self.ready = key
         for part, numbers in self.parts.items():
-            self.squares[part] = float(Landing([self.params[number] for number in numbers]).squares(0).sum())
+            some = rows_of(self.params[number] for number in numbers)
+            self.squares[part] = (
+                sum(norm**2 for norm in torch.stack(torch._foreach_norm(some)).double().tolist()) if some else 0.0
+            )
 
     def apply(self, step: int, told: dict[str, Any]) -> None:
         """The step, once."""
         agreed = replace(NOTHING, count=told["count"], loss=told["loss"], unused=tuple(told["unused"]))
         self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
+        self.touched.clear()
+        for optimizer in self.replica.job.optimizers if self.sparse else ():
+            held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            for number in self.sparse if steps_rows_alone(optimizer) else ():
+                param = self.params[number]
+                if id(param) in held and (param.grad is None or param.grad.is_sparse):
+                    self.touched[number] = (
+                        param.new_empty(0, dtype=torch.int64) if param.grad is None else param.grad._indices()[0]
+                    )
         self.stepper.done, self.ready = step + 1, None
 
     def read(self, link: Connection, frame: Frame) -> None:
         """The weights of a part are asked for."""
-        numbers = self.parts[frame.key[2]]
+        numbers = [number for number in self.parts[frame.key[2]] if number in self.dense]
         weights = [self.params[number].detach().contiguous() for number in numbers]
+        if self.replica.job.sparse:
+            some = [number for number in self.parts[frame.key[2]] if number not in self.dense]
+            text = pack_weights({number: (self.params[number], self.touched.get(number)) for number in some})
+            link.put(Kind.ROWS, frame.trainer, frame.key, content=text)
         link.put(Kind.READ, frame.trainer, frame.key, numbers, weights)
 
     def kept(self, part: int) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ class ParameterServer:
             if stepper.plan.staleness:
                 self._parts[number] = Dealing(stepper, number, self.number, reached, self._workers)
             elif stepper.plan.server:
-                self._parts[number] = Holding(stepper, self.number)
+                self._parts[number] = Holding(stepper, number, self.number)
         self._until(lambda: False)
         raise AssertionError
 
@@ -168,6 +168,8 @@ class ParameterServer:
         elif frame.kind == Kind.SQUARES:
             client.asked[frame.trainer] = (frame.key, *RANKED.unpack(frame.text))
             self._look(link, frame)
+        elif frame.kind == Kind.ROWS:
+            client.rows[frame.trainer] = frame.text
         elif frame.kind == Kind.COMMIT:
             self._commit(frame)
         elif frame.kind == Kind.USED:
@@ -195,8 +197,7 @@ class ParameterServer:
                 asking[rank] = other, client
         if len(asking) < size:
             return
-        pushed = (asking[rank][1].buffers for rank in range(size))
-        part.add(key, [{number: buffers[frame.trainer, number] for number in part.numbers} for buffers in pushed])
+        part.add(key, [asking[rank][1] for rank in range(size)])
         self._reached("summed")
         for other, _ in asking.values():
             other.put(Kind.SQUARES, frame.trainer, key, content=json.dumps(part.squares).encode())

@@ -32,6 +32,7 @@ class Kind(IntEnum):
 
     HELLO, WELCOME, STATE, PUSH, SQUARES, COMMIT, READ, KEPT = range(8)
     DEAL, PUSHED, HAVE, APPLY, APPLIED, BUFFERS, USED, STAND = range(8, 16)  # where training is not in step
+    ROWS = 16  # of gradients, or weights, of which only some travel
 
 
 class Frame(NamedTuple):

@@ -115,14 +115,18 @@ class Replica:
         options.reached("summed")
         self.team.finish(work)
         if self.job.sparse:
-            self.outer.enter(f"rows of step {options.step + 1}", check=False, kind="rows")
-            add_up(self.job.in_rows, self.outer)
+            self.add_up_rows(options)
         if sums.records is not None:
             vector, sums.records = small[: len(vector)], small[len(vector) :]
         if sums.maxima is not None:
             sums.redo = not self.home.settle(self.team.largest(sums.maxima))
         self.own.add(options.expected)
         return vector
+
+    def add_up_rows(self, options: Options) -> None:
+        """Makes gradients in rows the sums over all. Collective."""
+        self.outer.enter(f"rows of step {options.step + 1}", check=False, kind="rows")
+        add_up(self.job.in_rows, self.outer)
 
     def norm(self, agreed: Agreed, options: Options) -> float:
         """Of the mean gradient, the same on every worker. Changes nothing. Collective."""

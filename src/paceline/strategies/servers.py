@@ -30,6 +30,7 @@ from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.layout import Layout
 from paceline.strategies.replica import Replica
+from paceline.strategies.sparse import pack_gradients, put_weights
 from paceline.world import World
 
 At = tuple[str, int, str]  # host, port, and what is to be said there first
@@ -182,6 +183,11 @@ class Servers:
         self._wait(came)
         return [replies[asked[part], kind, (*key[:2], part)] for part in range(self.count)]
 
+    def rows(self, asked: Mapping[int, int], trainer: int, key: Key) -> list[bytearray]:
+        """What has come before those answers, by part: of weights of which only some rows travel."""
+        replies = self._replies[trainer]
+        return [replies[asked[part], Kind.ROWS, (*key[:2], part)].text for part in range(self.count)]
+
     def _ask_further(self, asked: dict[int, int], kind: int, trainer: int, key: Key) -> None:
         for part in range(self.count):
             server = self.counts(part)
@@ -289,7 +295,7 @@ class Served(Replica):
         """In a new generation: there is room for what will come."""
         self.servers.landings[self.number] = {
             number: torch.empty(param.numel(), dtype=param.dtype, pin_memory=param.is_cuda)
-            for number, param in enumerate(self.job.named.values())
+            for number, param in enumerate(self.job.dense)
         }
 
     def met(self, generation: int) -> None:
@@ -302,7 +308,7 @@ class Served(Replica):
     def take_weights(self) -> None:
         """As they have arrived."""
         landing = self.servers.landings[self.number]
-        for number, param in enumerate(self.job.named.values()):
+        for number, param in enumerate(self.job.dense):
             param.copy_(landing[number].view(param.shape))
 
     def follow_schedule(self, agreed: Agreed) -> None:
@@ -338,7 +344,22 @@ class InStep(Served):
     def run(self, micro_batches: Sequence[MicroBatch], options: Options, heard: Heard | None = None) -> Sums:
         self.key = (options.step, *self._round)
         self.servers.begin(self.number)
-        return super().run(micro_batches, options)
+        sums = super().run(micro_batches, options)
+        self._push_rows()
+        return sums
+
+    def _push_rows(self) -> None:
+        """Of gradients in rows, which are whole now."""
+        servers, first = self.servers, len(self.job.dense)
+        for server in servers.used if self.job.sparse else ():
+            held = parts_of(server, servers.count, servers.copies)
+            mine = {n: param for n, param in enumerate(self.job.in_rows, first) if self.owners[n] in held}
+            servers.put(server, Kind.ROWS, self.number, self.key, (), text := pack_gradients(mine))
+            self.account(len(text))
+        servers.advance()
+
+    def add_up_rows(self, options: Options) -> None:
+        """Servers do."""
 
     def norm(self, agreed: Agreed, options: Options) -> float:
         servers, said = self.servers, RANKED.pack(self.team.rank, self.team.size)
@@ -367,9 +388,12 @@ class InStep(Served):
             return
         key, agreed = self._owed
         about = Kind.READ, self.number, (key[0] + 1, key[1], 0)
-        self.servers.hear(self.servers.ask(*about), *about)
+        asked = self.servers.ask(*about)
+        self.servers.hear(asked, *about)
         self._owed = None
         self.take_weights()
+        for text in self.servers.rows(asked, self.number, about[-1]) if self.job.sparse else ():
+            put_weights(text, [*self.job.named.values()])
         self.home.applied()
         self.follow_schedule(agreed)
 

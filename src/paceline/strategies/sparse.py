@@ -5,13 +5,16 @@ Each worker brings its own rows together and hands them to the others; what has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from paceline.comm.group import Group
+from paceline.comm.shared import raw_bytes
 
 _WHOLE = -1  # instead of rows: the gradient is a whole one, since the script uses the parameter in another way as well
 
@@ -36,22 +39,94 @@ def add_up(params: Iterable[Parameter], group: Group) -> None:
 
 
 def _summed(param: Parameter, group: Group) -> torch.Tensor | None:
-    grad, shape = param.grad, param.shape[1:]
-    if grad is not None and grad.is_sparse:
-        grad = grad.coalesce()
-    own = param.new_empty(0, dtype=torch.int64)
-    if grad is not None:
-        own = grad.indices()[0] if grad.is_sparse else own.new_full((1,), _WHOLE)
+    own, values = _own(param)
     rows = group.gather(own)
-    if any(len(one) and one[0] == _WHOLE for one in rows):
-        return group.sum(torch.zeros_like(param) if grad is None else grad.to_dense())
-    if group.size == 1 or not any(map(len, rows)):
-        return grad
-    parts = group.gather(param.new_empty(0) if grad is None else grad.values().flatten())
-    union, at = torch.cat(rows).unique(return_inverse=True)
-    total = param.new_zeros(len(union), *shape)
-    for where, part in zip(
-        at.split([len(one) for one in rows]), parts, strict=True
-    ):  # in each of them a row comes once
-        total.index_add_(0, where, part.view(-1, *shape))
+    if any(map(_whole, rows)):
+        return group.sum(torch.zeros_like(param) if param.grad is None else param.grad.to_dense())
+    return combined(param, rows, group.gather(values) if any(map(len, rows)) else [])
+
+
+def _own(param: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of its gradient there are, each once, and what they have, flat."""
+    grad, none = param.grad, param.new_empty(0)
+    if grad is None:
+        return none.long(), none
+    if not grad.is_sparse:
+        return none.new_full((1,), _WHOLE, dtype=torch.int64), grad.flatten()
+    grad = grad.coalesce()
+    return grad.indices()[0], grad.values().flatten()
+
+
+def _whole(rows: torch.Tensor) -> bool:
+    return len(rows) == 1 and int(rows[0]) == _WHOLE
+
+
+def combined(param: Parameter, rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The gradient that workers' rows, and what they have, add up to in their order; None where nobody has any."""
+    if not any(map(len, rows)):
+        return None
+    if any(map(_whole, rows)):
+        total = torch.zeros_like(param)
+        for where, part in zip(rows, parts, strict=True):
+            if _whole(where):
+                total.add_(part.view_as(total))
+            else:
+                total.index_add_(0, where, part.view(-1, *param.shape[1:]))
+        return total
+    union, at = torch.cat([*rows]).unique(return_inverse=True)
+    total = param.new_zeros(len(union), *param.shape[1:])
+    for where, part in zip(at.split([len(one) for one in rows]), parts, strict=True):
+        total.index_add_(0, where, part.view(-1, *param.shape[1:]))
     return torch.sparse_coo_tensor(union[None], total, param.shape, is_coalesced=True, check_invariants=False)
+
+
+def pack_gradients(params: Mapping[int, Parameter]) -> bytes:
+    """Gradients of parameters by number, as they travel to a server."""
+    return _packed({number: _own(param) for number, param in params.items()})
+
+
+def pack_weights(params: Mapping[int, tuple[Parameter, torch.Tensor | None]]) -> bytes:
+    """Of parameters by number the values in these rows, or all."""
+    some = {
+        number: (param.new_full((1,), _WHOLE, dtype=torch.int64), param.detach().flatten())
+        if rows is None
+        else (rows, param.detach()[rows].flatten())
+        for number, (param, rows) in params.items()
+    }
+    return _packed(some)
+
+
+def _packed(some: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> bytes:
+    head = json.dumps([[number, len(rows), len(values)] for number, (rows, values) in some.items()])
+    tensors = (tensor.cpu().contiguous() for pair in some.values() for tensor in pair)
+    return b"".join([head.encode(), b"\n", *(raw_bytes(tensor).numpy().tobytes() for tensor in tensors)])
+
+
+def unpack(data: bytearray, params: Sequence[Parameter]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """The rows of each parameter, and what they have, flat."""
+    at, found = data.index(b"\n") + 1, {}
+    rest = torch.frombuffer(data, dtype=torch.uint8)[at:].clone()  # numbers lie where they may
+    for number, count, length in json.loads(data[: at - 1]):
+        dtype = params[number].dtype
+        rows, values, rest = rest.split(
+            [8 * count, dtype.itemsize * length, len(rest) - 8 * count - dtype.itemsize * length]
+        )
+        found[number] = rows.clone().view(torch.int64), values.clone().view(dtype)
+    return found
+
+
+@torch.no_grad()
+def put_weights(data: bytearray, params: Sequence[Parameter]) -> None:
+    """What `pack_weights` has packed."""
+    for number, (rows, values) in unpack(data, params).items():
+        param = params[number]
+        if _whole(rows):
+            param.copy_(values.view_as(param))
+        else:
+            param[rows.to(param.device)] = values.view(-1, *param.shape[1:]).to(param.device)
+
+
+def steps_rows_alone(optimizer: Optimizer) -> bool:
+    """Whether it changes no other rows than those of a gradient."""
+    plain = all(not group.get("momentum") and not group.get("weight_decay") for group in optimizer.param_groups)
+    return type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD) and plain
