@@ -62,6 +62,7 @@ ROWS = [
             "hints",
             "agreement",
             "script",
+            "telling",
         },
         *{"evaluate", "predict", "metrics", "best", "schedules", "optim"},
     },
