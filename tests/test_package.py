@@ -270,7 +270,7 @@ def test_hosts_behind_mpirun_have_the_options_of_those_behind_ssh(capsys: pytest
     "command",
     [
         *("run", "launch ssh", "launch slurm", "stop", "stacks", "trace", "doctor", "logs", "check", "tokenize"),
-        *("export", "import", "inspect", "explain", "report", "metrics", "watch"),
+        *("export", "import", "inspect", "explain", "report", "metrics", "watch", "runs", "compare"),
     ],
 )
 def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:

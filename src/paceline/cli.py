@@ -1,6 +1,4 @@
-"""The command line: run, launch, stop, stacks, logs, check, chaos, tokenize, export, import, inspect, explain, report,
-metrics, watch.
-"""
+"""The command line: run, launch and all that is done with runs."""
 
 from __future__ import annotations
 
@@ -421,6 +419,24 @@ def _showing(add: Callable[..., Any]) -> None:
         "-o", "--out", type=Path, metavar="FILE", help="the file to write, gzipped if .gz (default RUN/trace.json.gz)"
     )
     option("--steps", metavar="A:B", help="those steps alone")
+    option = add(
+        "runs",
+        _late("observe.runs", "runs"),
+        "list runs: plan, steps, loss, metrics, how each ended",
+        "examples:\n  paceline runs\n  paceline runs /shared/runs runs/a --json",
+        "A line each, the oldest first, of their journals alone.",
+    )
+    option("folders", type=Path, nargs="*", metavar="FOLDER", help="runs, or folders of runs (default: runs/)")
+    option("--json", dest="as_json", action="store_true", help="print a JSON list")
+    option = add(
+        "compare",
+        _late("observe.runs", "compare"),
+        "say what differs between runs, and what each came to",
+        "examples:\n  paceline compare runs/a runs/b\n  paceline compare runs/* --html compared.html",
+        "Configuration, plan, commit, script, packages and grid; loss and metrics at the same steps; speed.",
+    )
+    option("folders", type=Path, nargs="+", metavar="RUN", help="the run folders")
+    option("--html", type=Path, metavar="FILE", help="write a page, too, that overlays their curves")
     does = "write RUN/report.html again and print its summary"
     option = add("report", write_report, does, "example:\n  paceline report runs/a")
     option("folder", type=Path, metavar="RUN", help="the run folder")
