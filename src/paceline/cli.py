@@ -466,7 +466,8 @@ def _parser() -> argparse.ArgumentParser:
         "  paceline run --workers 4 train.py\n"
         "  paceline run --workers 4 --run-dir runs/a train.py --epochs 3    the same command again resumes\n"
         "  paceline run --workers 2 --join runs/a train.py                  two more, at any time\n"
-        '  paceline run --workers 2 --plan "precision=bf16 micro=16" train.py\n\n'
+        '  paceline run --workers 2 --plan "precision=bf16 micro=16" train.py\n'
+        "  paceline run --notify 'jq -r .what | mail -s training me' train.py\n\n"
         "words of a plan:\n" + describe(),
         "Starts the workers, shows their progress, and ends with one report or one failure block.",
     )
@@ -481,6 +482,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
     option("--metrics", metavar="ADDR:PORT", help="serve figures to Prometheus there, with the run's reading_key")
     option("--page", metavar="ADDR:PORT", help="serve the live page there, with the run's reading_key")
+    option("--notify", metavar="COMMAND", help="a shell command that gets a JSON object at a failure, a hang, the end")
     option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")
     option("script", nargs="?", help="the training script")

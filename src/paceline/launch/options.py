@@ -23,7 +23,7 @@ class LaunchOptions:
     one of the same command. `checkpoints`: a folder or URL for them, other than the run folder's own; of which the
     newest `keep` stay; `mirror`: steps between two copies of a lone worker's state in memory;
     `tensorboard`: whether its files are written; `metrics`, `page`: where Prometheus scrapes the run,
-    and its live page. `environment`: further
+    and its live page; `notify`: a shell command that hears of a failure, a hang and the end. `environment`: further
     variables for the workers. `max_restarts`: how often workers that were lost to one cause are started again; 0: any
     loss ends the run. With fewer than `min_workers` it pauses. `hang_timeout`: seconds after which a worker that does
     nothing is ended; 0: never, None: as the console is. `join`: the run folder or HOST:PORT of a run that these workers
@@ -51,6 +51,7 @@ class LaunchOptions:
     against: str | None = None
     metrics: str | None = None
     page: str | None = None
+    notify: str | None = None
     debug: int | None = None
     quiet: bool = False
     verbose: bool = False
