@@ -260,6 +260,7 @@ def _running(option: Callable[..., Any]) -> None:
     option("--mirror", least=1, metavar="K", help="every K steps, the state of a lone worker or replica in memory")
     option("--steps", dest="max_steps", least=1, metavar="N", help="end cleanly after N optimizer steps in all")
     option("--tensorboard", action="store_const", const="1", help="write TensorBoard's files into the run folder, too")
+    option("--heal", action="store_const", const="1", help="let workers whose weights differ take a majority's")
     option("--max-restarts", least=0, default=10, metavar="N", help=RESTARTS)
     option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer (default 1)")
     option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)

@@ -249,7 +249,7 @@ class Stepper:
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
             alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
             divided = step.whole.fine and alone
-            if not (sums.redo or divided or agreed.failed or self._overflows(step)):
+            if not (sums.redo or divided or agreed.failed or self._overflows(step) or self._heals(step)):
                 return computed
             self._again()
             self.replica.abort(again=True)
@@ -271,6 +271,11 @@ class Stepper:
         step.options.expected *= 2
         return True
 
+    def _heals(self, step: Step) -> bool:
+        """Whether the weights that the gradients were made of had to be healed."""
+        undo, told, step.digest = partial(self.replica.abort, again=True), step.digest, None
+        return told is not None and self.weights.judge(self.group, step.agreed.digests, undo=undo)
+
     def _end(self, step: Step) -> None:
         """All is computed: what somebody has to tell, and what cannot be applied."""
         group = self.group
@@ -279,8 +284,6 @@ class Stepper:
                 step.news = {**told, **step.news}
         if step.agreed.tune:
             self._choose(anew=True)
-        if step.digest is not None:
-            self.weights.judge(group, step.agreed.digests, undo=partial(self.replica.abort, again=True))
         self._refuse(step)
         for member in self.run.members:
             member.state.step_computed()

@@ -5,10 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from paceline.agreement import Weights
 from paceline.best import Best
 from paceline.comm.group import Group
 from paceline.errors import UsageError, a
+from paceline.mesh import Mesh
+from paceline.observe.figures import ranks
+from paceline.plan import Plan
 from paceline.run import Run
+from paceline.strategies.job import Job
 from paceline.team.operations import settling
 
 
@@ -19,11 +24,25 @@ class Telling:
     _group: Group
     _number: int
     best: Best
+    plan: Plan
     steps_done: Any  # a property there
 
     def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
         self.best.offer(values, self._run.step)
         return values
+
+    def _weights(self, job: Job, mesh: Mesh) -> Weights:
+        """Which are compared, and with --heal made the same again."""
+        apart = next((word for word in ("local", "server") if getattr(self.plan, word)), "")
+        heals = self._run.team.world.heal
+        if heals and apart:
+            self._run.say(f"--heal does nothing under {apart}=: workers do not have the same there", once=True)
+        return Weights(job, mesh, not apart, self._healed if heals and not apart else None)
+
+    def _healed(self, workers: list[int], names: list[str], when: str) -> None:
+        told, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
+        self._run.journal.write("healed", trainer=self._number, step=self.steps_done, workers=workers, tensors=names)
+        self._run.say(f"healed: {ranks(workers)} had another {told}{more}, {when}, and took what the majority has")
 
     def log(self, *unnamed: Any, **values: Any) -> None:
         """Keeps the user's own figures (or a text) in the run's journal, at the current step. Collective for the one

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from paceline.agreement import Weights
 from paceline.arguments import (
     Fixed,
     FromScript,
@@ -147,7 +146,7 @@ class Trainer(Telling):
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
-        run.agreement.weights.append(weights := Weights(job, mesh))
+        run.agreement.weights.append(weights := self._weights(job, mesh))
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         about: dict[str, Any] = {"run": run, "trainer": self._number, "job": job, "replica": self._replica}
         about |= {"plan": self.plan, "streams": self._streams, "merging": merging, "weights": weights}

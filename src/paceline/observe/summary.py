@@ -74,6 +74,7 @@ class Summary:
         self.finished = self.outcome is not None and self.outcome["event"] == "finished"
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
+        self.healed = effective_steps(events, "healed")
         self.formed = [event for event in events if event["event"] == "formed"]
         late = effective_steps(events, "late") + effective_steps(events, "uncounted")  # each may be told twice
         self.late = list({(e.get("trainer"), e.get("step"), e.get("island")): e for e in late}.values())
@@ -476,6 +477,10 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
             ("checkpoints", saved),
             *(("lost", _lost(event)) for event in s.lost),
+            *(
+                ("healed", f"{ranks(e['workers'])}, after step {e['step']}: {', '.join(e['tensors'])}")
+                for e in s.healed
+            ),
             ("too late", _late(s.late)),
             ("out of step", _out_of_step(s.windows)),
             ("teams", _teams(s.formed)),
