@@ -30,9 +30,11 @@ PACKAGE = ROOT / "src" / "paceline"
 # until islands could be late, be merged in fragments and send codes, and gradients were looked at for their noise;
 # 35,200 until a run could be watched from its journal alone, and parameter servers could keep the optimizer;
 # 37,800 until each worker had a flight recorder, it could be asked where all stand, drawn on one clock, and be judged,
-# servers dealt tickets to workers that are not in step, and Ray could be asked for hosts.
+# servers dealt tickets to workers that are not in step, and Ray could be asked for hosts; 39,900 until servers
+# had copies, rows of gradients travelled alone, what is not finite was explained, runs were told side by side, replicas
+# that differ were healed, hosts were looked at before a run, and Kubernetes could be asked for pods.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 40_700, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 42_500, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [
@@ -61,13 +63,14 @@ ROWS = [
             "hints",
             "agreement",
             "script",
+            "telling",
         },
         *{"evaluate", "predict", "metrics", "best", "schedules", "optim"},
     },
     {"trainer"},
     {"planner"},
     {"launch"},
-    {"cli", "__main__"},
+    {"cli", "cli_runs", "__main__"},
 ]
 # They run code that they read, or carry objects that do.
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}

@@ -500,7 +500,7 @@ def test_a_loss_that_is_not_a_number_everywhere_names_two_places_and_a_count() -
         list(make(loss=lambda o, b: F.cross_entropy(o, b[1]) * float("nan")).steps(data))
     assert caught.value.what == (
         "the loss of step 1 is not finite (worker 0: micro-batch 0 (rows 0-2 of epoch 0); "
-        "worker 0: micro-batch 1 (rows 3-5 of epoch 0) and 6 more)"
+        "worker 0: micro-batch 1 (rows 3-5 of epoch 0) and 6 more): the loss function makes the first nan"
     )
 
 

@@ -269,20 +269,8 @@ def test_hosts_behind_mpirun_have_the_options_of_those_behind_ssh(capsys: pytest
 @pytest.mark.parametrize(
     "command",
     [
-        *(
-            "run",
-            "launch ssh",
-            "launch slurm",
-            "stop",
-            "stacks",
-            "profile",
-            "trace",
-            "doctor",
-            "logs",
-            "check",
-            "tokenize",
-        ),
-        *("export", "import", "inspect", "explain", "report", "metrics", "watch"),
+        *("run", "launch ssh", "launch slurm", "stop", "stacks", "profile", "trace", "doctor", "logs", "check"),
+        *("tokenize", "export", "import", "inspect", "explain", "report", "metrics", "watch", "runs", "compare"),
     ],
 )
 def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,7 +357,11 @@ def test_every_event_and_public_name_is_documented() -> None:
     assert {row[0].strip("`") for row in rows(section("docs/names.md", "## Journal"))} == written
     assert {row[0].strip("`") for row in rows(section("docs/names.md", "## Events of a worker"))} == told
     public = section("docs/names.md", "## Public names")
-    own = [f"Trainer.{name}" for name in vars(package.Trainer) if not name.startswith("_")]
+    own = [
+        f"Trainer.{name}"
+        for name in {**vars(package.Trainer), **vars(package.Trainer.__base__)}
+        if not name.startswith("_")
+    ]
     for name in [*package.__all__, *own]:
         if name != "__version__" and name.removeprefix("Trainer.") not in vars(Member):  # those are the run's
             assert re.search(rf"`{name}\b|`\.{name.removeprefix('Trainer.')}`", public), name

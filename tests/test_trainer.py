@@ -460,8 +460,9 @@ def test_a_step_that_fails_leaves_nothing_behind(how):
             with pytest.raises(NonFiniteLossError) as caught:
                 mine.step((x, y))
             assert str(caught.value) == (
-                "the loss of step 3 is not finite (worker 0: rows 6-7 of this worker's batch); the step was not "
-                "applied; look at these rows, lower the learning rate or set clip_norm="
+                "the loss of step 3 is not finite (worker 0: rows 6-7 of this worker's batch): the model "
+                "(Fragile) makes the first nan; the step was not applied; look there for a logarithm, a root or a "
+                "division at 0 or an overflow; else lower the learning rate or set clip_norm="
             )
             mine.model.spoils = False
     assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(1))

@@ -1,5 +1,6 @@
-"""Whether all workers have the same weights: digests travel with some of the steps' vectors, and are told at
-checkpoints and at the end. So what a script changes on one worker alone is found.
+"""Whether all workers have the same weights, and the same of what optimizers keep: digests travel with some of the
+steps' vectors, and are told at checkpoints and at the end. So what a script changes on one worker alone is found, and
+what a fault of its memory does; with ``--heal`` those that differ take what a strict majority of three or more has.
 
 Workers of one kind must have the same bits. Other processors round otherwise: there the distance is measured, and at a
 checkpoint the first worker's state is given to all.
@@ -34,6 +35,8 @@ from paceline.team.team import Team
 SPENT = 0.005  # of the time, at most, after the first steps
 FAR = 1e-5  # of the weights' norm: more than rounding makes
 _CHUNK = 1 << 18  # elements
+_HALF = 26  # bits of a digest that is told: the upper ones are of the weights, the lower ones of the optimizers' state
+Heals = Callable[[list[int], list[str], str], None]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CURE = (
     "let every worker do what changes weights or buffers, with the same numbers: "
@@ -63,8 +66,8 @@ class Weights:
     as in the first one of a generation. `distance` is the largest that was measured.
     """
 
-    def __init__(self, job: Job, mesh: Mesh) -> None:
-        self.job, self.mesh = job, mesh
+    def __init__(self, job: Job, mesh: Mesh, alike: bool = True, heals: Heals | None = None) -> None:
+        self.job, self.mesh, self._alike_optimizers, self._heals = job, mesh, alike, heals
         name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else job.device.type
         self.kind, self.kinds = f"{name} {get_cpu_capability()}", list[str]()
         self.due, self.checks, self.seconds = True, 0, 0.0
@@ -96,9 +99,19 @@ class Weights:
                 found |= {f"{path}.{name}".lstrip("."): buffer for name, buffer in module.named_buffers()}
         return {name: local(tensor) for name, tensor in found.items()}
 
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """What the optimizers keep, where that is the same on all: not on islands, nor beside parameter servers."""
+        found = dict[str, torch.Tensor]()
+        for name, param in self.job.own.items() if self._alike_optimizers else ():
+            for optimizer in self.job.optimizers:
+                state = optimizer.state.get(param, {})
+                tensors = ((key, state[key]) for key in sorted(state) if isinstance(state[key], torch.Tensor))
+                found |= {f"{key} of {name}": local(tensor) for key, tensor in tensors}
+        return found
+
     def told(self) -> float:
-        began = time.monotonic()
-        found = digest(self._named().values())
+        began, most = time.monotonic(), 1 << _HALF
+        found = digest(self._named().values()) % most * most + digest(self._kept().values()) % most
         self._spend(began)
         return float(found)
 
@@ -108,33 +121,75 @@ class Weights:
         told: Sequence[float],
         give: bool | None = False,
         undo: Callable[[], None] = lambda: None,
-    ) -> None:
+        heal: bool = True,
+    ) -> bool:
         """Raises WorkersDifferError on all workers where one has others than the rest; `undo` brings statistics back.
         Where workers differ in kind the distance is measured, unless `give` is None; with it the first one's state
-        becomes everybody's. Collective.
+        becomes everybody's. Whether they were healed instead, if they may be. Collective.
         """
         self.checks += 1
-        if self._apart(told):
+        healed, weights, kept = False, [int(one) >> _HALF for one in told], [int(one) % (1 << _HALF) for one in told]
+        if self._apart(weights) or self._apart(kept, kept=True):
             undo()
-            named = self._named()
-            each = group.gather_json([digest([tensor]) for tensor in named.values()])
-            found = {name: self._apart(column) for name, column in zip(named, zip(*each, strict=True), strict=True)}
-            name, apart = next(
-                ((name, apart) for name, apart in found.items() if apart), ("a weight", self._apart(told))
-            )
-            usual, odd = (ranks(group.names[rank] for rank in some) for some in apart or ())
-            raise WorkersDifferError(f"{name} is another one on {odd} than on {usual}, {self._when}", _CURE)
+            self._differ(group, heal and give is not None)
+            healed = True
         if len(set(self.kinds)) > 1 and give is not None:
             began = time.monotonic()
             self._measure(group, give)
             self._spend(began)
         self._alike = self.done
+        return healed
 
-    def _apart(self, values: Sequence[Any]) -> tuple[list[int], list[int]] | None:
+    def _sets(self, kept: bool) -> list[list[int]]:
+        """The workers that must have the same weights, or that must keep the same, by rank."""
+        pieces = self.job.own_cuts if kept else self.job.cuts
+        keys = [(kind, self.mesh.place(rank) if pieces else 0) for rank, kind in enumerate(self.kinds)]
+        return [[rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
+
+    def _apart(self, values: Sequence[Any], kept: bool = False) -> tuple[list[int], list[int]] | None:
         """Of workers that must have the same those that have and have not, by rank."""
-        keys = [(kind, self.mesh.place(rank) if self.job.cuts else 0) for rank, kind in enumerate(self.kinds)]
-        alike = ([rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys))
-        return next(filter(None, (parted(some, values) for some in alike)), None)
+        return next(filter(None, (parted(some, values) for some in self._sets(kept))), None)
+
+    def _differ(self, group: Group, heal: bool) -> None:
+        """Tensor by tensor: who has which. Heals, or raises."""
+        both = [self._named(), self._kept()]
+        each = group.gather_json([[[name, digest([t])] for name, t in named.items()] for named in both])
+        takes, why, first = list[tuple[int, int, list[str]]](), "", ""
+        for kept, named in enumerate(both):
+            said = [dict(one[kept]) for one in each]
+            for some in self._sets(bool(kept)):
+                apart = parted(some, [tuple(one.items()) for one in said])
+                if apart is None:
+                    continue
+                usual, odd = apart
+                names = [name for name in named if len({said[rank].get(name) for rank in some}) > 1]
+                told = ranks(group.names[rank] for rank in odd), ranks(group.names[rank] for rank in usual)
+                first = first or "{} is another one on {} than on {}".format(*(names[:1] or ["a weight"]), *told)
+                if len(some) < 3:
+                    why = why or f"; --heal needs three replicas that have it, and there are {len(some)}"
+                elif 2 * len(usual) <= len(some):
+                    why = why or f"; --heal needs a strict majority, which {len(usual)} of {len(some)} are not"
+                elif any(said[rank].keys() != said[usual[0]].keys() for rank in odd):
+                    why = why or "; --heal cannot make what is not there"
+                takes += [(usual[0], rank, names) for rank in odd]
+        if self._heals is None or not heal or why or not takes:
+            first = first or "a weight is another one on some workers than on others"
+            raise WorkersDifferError(f"{first}, {self._when}{why if self._heals and heal else ''}", _CURE)
+        self._take(group, takes, both[0] | both[1])
+        changed = dict.fromkeys(name for *_, names in takes for name in names)
+        self._heals(sorted({group.names[rank] for _, rank, _ in takes}), list(changed), self._when)
+
+    def _take(self, group: Group, takes: Sequence[tuple[int, int, list[str]]], named: dict[str, torch.Tensor]) -> None:
+        """From one worker to another, each tensor."""
+        group.enter("what is healed", check=False, kind="weights healed")
+        for source, taker, names in takes:
+            for name in names if group.rank in (source, taker) else ():
+                here = named[name].detach().cpu().contiguous().clone()
+                if group.rank == source:
+                    group.send(here.reshape(-1), taker)
+                else:
+                    group.receive(flat := here.reshape(-1), source)
+                    named[name].copy_(flat.view(here.shape))
 
     @property
     def _when(self) -> str:

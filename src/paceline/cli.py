@@ -1,6 +1,4 @@
-"""The command line: run, launch, stop, stacks, profile, logs, check, chaos, tokenize, export, import, inspect, explain,
-report, metrics, watch.
-"""
+"""The command line: run, launch and all that is done with runs."""
 
 from __future__ import annotations
 
@@ -11,15 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from paceline.cli_runs import late, returning, showing
 from paceline.errors import LaunchError, PacelineError, UsageError, shown
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
 from paceline.observe.drawing import save
-from paceline.observe.report import write_report
 from paceline.observe.summary import explain
 from paceline.plan import describe
 from paceline.world import parse_whole
@@ -71,11 +68,6 @@ def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions
     return LaunchOptions(script=find_module(script) if module else script, module=name, **options)
 
 
-def _late(module: str, name: str) -> Callable[..., Any]:
-    """A function that is imported when it is called: most need what the other commands do not."""
-    return lambda **options: getattr(import_module(f"paceline.{module}"), name)(**options)
-
-
 def _run(take_over: Path | None, **options: Any) -> int | str:
     return launch(_launched(**options)) if take_over is None else taken_over(take_over)
 
@@ -116,12 +108,6 @@ def _explain(what: str, script: str | None, workers: int | None, svg: Path | Non
     return told.text()
 
 
-def _metrics(what: str) -> str:
-    from paceline.observe import alerts, metrics
-
-    return {"table": metrics.table, "rules": alerts.rules, "dashboard": alerts.dashboard}[what]()
-
-
 def _tokenize(**options: Any) -> int | str:
     from paceline.data.tokenize import AGAIN, tokenize  # needs numpy
 
@@ -137,7 +123,7 @@ def _weights(add: Callable[..., Any]) -> None:
     dtype = "convert weights of floating point on the way"
     option = add(
         "export",
-        _late("checkpoint.export", "export_model"),
+        late("checkpoint.export", "export_model"),
         "write the weights of a run's newest checkpoint, for other programs",
         "examples:\n"
         "  paceline export runs/a model.safetensors\n"
@@ -156,7 +142,7 @@ def _weights(add: Callable[..., Any]) -> None:
     option("--trainer", least=0, default=0, help="which trainer of the script, from 0 (default 0)")
     option = add(
         "import",
-        _late("checkpoint.adopt", "import_model"),
+        late("checkpoint.adopt", "import_model"),
         "make a run that begins with weights from elsewhere",
         "examples:\n"
         "  paceline import model.safetensors runs/b\n"
@@ -171,7 +157,7 @@ def _weights(add: Callable[..., Any]) -> None:
     option("--trainer", least=0, default=0, help="for which trainer of the script, from 0 (default 0)")
     option = add(
         "inspect",
-        _late("checkpoint.contents", "inspect_run"),
+        late("checkpoint.contents", "inspect_run"),
         "say what a checkpoint holds",
         "examples:\n  paceline inspect runs/a\n  paceline inspect runs/a --step 120 --tensors --json",
         "Lists and verifies the checkpoints of a run, and tells one of them, by default the newest.",
@@ -180,12 +166,6 @@ def _weights(add: Callable[..., Any]) -> None:
     option("--step", least=0, help="a checkpoint other than the newest")
     option("--tensors", action="store_true", help="list every tensor")
     option("--json", dest="as_json", action="store_true", help="print one JSON object")
-
-
-def _of_run(option: Callable[..., Any]) -> None:
-    """Which run that goes on."""
-    option("run", metavar="RUN|HOST:PORT", help="its folder, or where its coordinator listens")
-    option("--token-file", metavar="FILE", help="its token, where its folder is not here")
 
 
 def _workers(option: Callable[..., Any], default: int, does: str) -> None:
@@ -268,6 +248,7 @@ def _running(option: Callable[..., Any]) -> None:
     option("--mirror", least=1, metavar="K", help="every K steps, the state of a lone worker or replica in memory")
     option("--steps", dest="max_steps", least=1, metavar="N", help="end cleanly after N optimizer steps in all")
     option("--tensorboard", action="store_const", const="1", help="write TensorBoard's files into the run folder, too")
+    option("--heal", action="store_const", const="1", help="let workers whose weights differ take a majority's")
     option("--max-restarts", least=0, default=10, metavar="N", help=RESTARTS)
     option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer (default 1)")
     option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
@@ -325,49 +306,6 @@ def _launching(add: Callable[..., Any]) -> None:
     _by_name(option, "Ray")
 
 
-def _returning(add: Callable[..., Any]) -> None:
-    """The commands for a run that others started."""
-    option = add(
-        "stop",
-        _late("launch.returning", "stop"),
-        "stop a run with a checkpoint, from anywhere",
-        "examples:\n"
-        "  paceline stop runs/a                                        the same command as before goes on with it\n"
-        "  paceline stop 10.0.0.7:29400 --token-file token --no-wait",
-        "Waits until the run has ended.",
-    )
-    _of_run(option)
-    option("--no-wait", dest="wait", action="store_false", help="ask, and do not wait for its end")
-    option = add(
-        "stacks",
-        _late("launch.returning", "stacks"),
-        "say where each worker of a run stands, without disturbing it",
-        "examples:\n  paceline stacks runs/a\n  paceline stacks 10.0.0.7:29400 --token-file token",
-        "All stacks, and the last 1,000 collectives of each worker, are in the run's folder then, under stacks/.",
-    )
-    _of_run(option)
-    option = add(
-        "profile",
-        _late("launch.returning", "profile"),
-        "profile the next steps of a run with torch's profiler",
-        "examples:\n  paceline profile runs/a\n  paceline profile runs/a --steps 2 --workers 0,3",
-        "A file for each worker, in the run's folder under profiles/: open it at https://ui.perfetto.dev.",
-    )
-    _of_run(option)
-    option("--steps", least=1, default=5, help="how many, from the next one on (default: 5)")
-    option("--workers", metavar="A,B,..", help="of these alone (default: all)")
-    option = add(
-        "logs",
-        _late("launch.returning", "logs"),
-        "show what the workers of a run print",
-        "examples:\n  paceline logs runs/a\n  paceline logs -f -n 20 runs/a",
-        "Each line with the worker whose it is; those of other hosts where their folders are here.",
-    )
-    option("run", metavar="RUN", help="its folder")
-    option("-f", "--follow", action="store_true", help="go on until the run has ended")
-    option("-n", "--lines", least=0, metavar="N", help="of what is there only the last N lines of each (default: all)")
-
-
 def _by_name(option: Callable[..., Any], engine: str) -> None:
     """Options of a run on hosts that the user names."""
     option("--hosts", metavar="A,B:2,..", help=f"the hosts, as {engine} takes them, some with their number of workers")
@@ -394,59 +332,6 @@ def _far(option: Callable[..., Any], engine: str) -> None:
     option("arguments", blank=True, nargs=argparse.REMAINDER, help="its own arguments")
 
 
-def _showing(add: Callable[..., Any]) -> None:
-    """The commands that read a run's journal."""
-    option = add(
-        "metrics",
-        _metrics,
-        "print what a run is measured by, and files for Prometheus and Grafana",
-        "examples:\n"
-        "  paceline metrics --rules > paceline-rules.yml           for rule_files of prometheus.yml\n"
-        "  paceline metrics --dashboard > paceline-dashboard.json  to import into Grafana",
-    )
-    for what, does in {"rules": "alert rules", "dashboard": "a dashboard"}.items():
-        option(f"--{what}", dest="what", action="store_const", const=what, default="table", help=f"print {does}")
-    option = add(
-        "watch",
-        _late("observe.watch", "watch"),
-        "show a run in the terminal while it trains, or as it ended",
-        "examples:\n  paceline watch\n  paceline watch runs/a",
-        "Follows the journal in the run folder; Ctrl-C ends the watching alone.",
-    )
-    option("folder", type=Path, nargs="?", metavar="RUN", help="the run folder (default: the newest under runs/)")
-    option("--once", action="store_true", help="show it once, as it is now")
-    option = add(
-        "doctor",
-        _late("launch.engines.checkup_hosts", "doctor"),
-        "say why a run is slow, or failed; or, without one, whether a run can begin here",
-        "examples:\n"
-        "  paceline doctor runs/a\n"
-        "  paceline doctor                      this host: versions, memory, /dev/shm, address, who has started us\n"
-        "  paceline doctor --hosts a,b,c        these, over ssh: also their clocks, and the links between them",
-        "Of a run the first verdict with its figures, from its journal, and what a step would take if it were mended.",
-    )
-    option("folder", nargs="?", type=Path, metavar="RUN", help="the run folder (default: look before a run)")
-    option("--hosts", metavar="A,B,..", help="look at these, over ssh, and at the links between them")
-    option("--python", default="python3", metavar="PATH", help="their Python (default: python3)")
-    option("--engine", metavar="OPTIONS", help="options for ssh, as --engine='-F config'")
-    option("--here", action="store_true", help=argparse.SUPPRESS)
-    option = add(
-        "trace",
-        _late("observe.timeline", "trace"),
-        "write a timeline of a run's workers, for Perfetto",
-        "examples:\n  paceline trace runs/a\n  paceline trace runs/a --steps 100:120 -o trace.json",
-        "Open it at https://ui.perfetto.dev. Made of the journal, and of what `paceline stacks` keeps.",
-    )
-    option("folder", type=Path, metavar="RUN", help="the run folder")
-    option(
-        "-o", "--out", type=Path, metavar="FILE", help="the file to write, gzipped if .gz (default RUN/trace.json.gz)"
-    )
-    option("--steps", metavar="A:B", help="those steps alone")
-    does = "write RUN/report.html again and print its summary"
-    option = add("report", write_report, does, "example:\n  paceline report runs/a")
-    option("folder", type=Path, metavar="RUN", help="the run folder")
-
-
 def _parser() -> argparse.ArgumentParser:
     """The options of a command have the names of its function's parameters."""
     parser = argparse.ArgumentParser(
@@ -471,7 +356,8 @@ def _parser() -> argparse.ArgumentParser:
         "  paceline run --workers 4 train.py\n"
         "  paceline run --workers 4 --run-dir runs/a train.py --epochs 3    the same command again resumes\n"
         "  paceline run --workers 2 --join runs/a train.py                  two more, at any time\n"
-        '  paceline run --workers 2 --plan "precision=bf16 micro=16" train.py\n\n'
+        '  paceline run --workers 2 --plan "precision=bf16 micro=16" train.py\n'
+        "  paceline run --notify 'jq -r .what | mail -s training me' train.py\n\n"
         "words of a plan:\n" + describe(),
         "Starts the workers, shows their progress, and ends with one report or one failure block.",
     )
@@ -486,13 +372,14 @@ def _parser() -> argparse.ArgumentParser:
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
     option("--metrics", metavar="ADDR:PORT", help="serve figures to Prometheus there, with the run's reading_key")
     option("--page", metavar="ADDR:PORT", help="serve the live page there, with the run's reading_key")
+    option("--notify", metavar="COMMAND", help="a shell command that gets a JSON object at a failure, a hang, the end")
     option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")
     option("script", nargs="?", help="the training script")
     option("arguments", blank=True, nargs=argparse.REMAINDER, help="its own arguments")
 
     _launching(add)
-    _returning(add)
+    returning(add)
     _rehearsals(add)
     _makers(add)
     _weights(add)
@@ -514,7 +401,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--svg", type=Path, metavar="FILE", help="write the drawing, as the report has it")
     option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
     option("arguments", blank=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
-    _showing(add)
+    showing(add)
     return parser
 
 

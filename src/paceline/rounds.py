@@ -341,7 +341,7 @@ class Rounds(Stepper):
         )
         step.norm, step.lr = islands[0][4:]
         if step.digest is not None:
-            self.weights.judge(group, step.agreed.digests)
+            self.weights.judge(group, step.agreed.digests, heal=False)
         self._refuse(step)
         if step.agreed.count <= 0:
             what = f"the losses of steps {step.number + 1} to {step.number + step.steps} count no row or token"

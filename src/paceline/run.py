@@ -38,7 +38,7 @@ from paceline.observe.profiling import Profiles
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
-from paceline.script import changed_since, module_name, script_text, versions
+from paceline.script import changed_since, code, module_name, packages, script_text, versions
 from paceline.serving import ParameterServer
 from paceline.step import Agreed
 from paceline.strategies.job import Job
@@ -242,6 +242,8 @@ class Run:
             resumed_from=self.resumed,
             began=process_began(),
         )
+        if self.main and self.folder is not None:
+            self.journal.write("environment", packages=packages(), **code(self.folder))
 
     # -- saying -------------------------------------------------------------------------------------------------
 

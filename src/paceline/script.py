@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import os
+import re
+import subprocess
 import sys
+import threading
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
+from paceline.observe.journal import replace_file
+
+MOST_DIFF = 1_000_000  # bytes that are kept
+_GIT = 5.0  # seconds for each of its answers
 _LIMIT = 200_000  # characters that are kept
 
 
@@ -36,3 +47,67 @@ def module_name() -> str | None:
 
 def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0], "torch": torch.__version__, "paceline": version("paceline")}
+
+
+def packages() -> dict[str, str]:
+    """The versions of what is installed, by the names of the folders that say so: to open all takes long."""
+    found: dict[str, str] = {}
+    for place in filter(os.path.isdir, sys.path):
+        for name in sorted(os.listdir(place)):
+            if match := re.fullmatch(r"(.+)-([^-]+)\.(?:dist|egg)-info", name):
+                found.setdefault(match[1], match[2])
+    return found
+
+
+def without_secrets(remote: str) -> str:
+    """Where a git remote is: of an URL scheme, host and path, else what stands behind an @."""
+    if "://" not in remote:
+        return remote.rpartition("@")[2]
+    parts = urlsplit(remote)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def code(folder: Path) -> dict[str, Any]:
+    """Of the script in git: `commit`, `remote`, and whether files that it knows are `dirty`; what is changed in them
+    goes to the file `diff` of the run folder, mode 0600. Nothing where it is in none.
+    """
+    script = Path(sys.argv[0])
+    place = script.resolve().parent if script.is_file() else Path.cwd()
+    commit = _git(place, "rev-parse", "HEAD")
+    if not commit:
+        return {}
+    remote = _git(place, "config", "--get", "remote.origin.url") or b""
+    told: dict[str, Any] = {
+        "commit": commit.decode(),
+        "remote": without_secrets(remote.decode(errors="replace")) or None,
+    }
+    diff = _git(place, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
+    told |= {"dirty": None if diff is None else bool(diff), "diff": None}
+    if diff:
+        told["diff"] = f"changes-{hashlib.sha256(diff).hexdigest()[:12]}.diff"
+        replace_file(folder / told["diff"], diff.decode(errors="replace"))
+    return told
+
+
+def _git(place: Path, *words: str) -> bytes | None:
+    """What it answers, as far as that is kept; None where it fails, or takes too long."""
+    try:
+        with subprocess.Popen(
+            ["git", "--no-optional-locks", "-C", place, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as git:
+            timer = threading.Timer(_GIT, git.kill)
+            timer.start()
+            try:
+                assert git.stdout is not None
+                said = git.stdout.read(MOST_DIFF)
+                if len(said) == MOST_DIFF:  # the rest is left out
+                    git.kill()
+                    return said
+            finally:
+                timer.cancel()
+        return said.strip(b"\n") if git.returncode == 0 else None
+    except OSError:
+        return None

@@ -17,7 +17,7 @@ from paceline.agreement import Weights
 from paceline.arguments import peak_memory
 from paceline.data.balance import Balance
 from paceline.data.loader import Place
-from paceline.errors import MetricError, NonFiniteLossError, UsageError
+from paceline.errors import MetricError, UsageError
 from paceline.inner import Inner
 from paceline.islands import first_rows
 from paceline.lateness import name_dropped
@@ -34,6 +34,7 @@ from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, share_of_sums
 from paceline.strategies.noise import Noise, looked_at
+from paceline.strategies.nonfinite import Refusal
 from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
@@ -248,7 +249,7 @@ class Stepper:
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
             alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
             divided = step.whole.fine and alone
-            if not (sums.redo or divided or agreed.failed or self._overflows(step)):
+            if not (sums.redo or divided or agreed.failed or self._overflows(step) or self._heals(step)):
                 return computed
             self._again()
             self.replica.abort(again=True)
@@ -270,6 +271,11 @@ class Stepper:
         step.options.expected *= 2
         return True
 
+    def _heals(self, step: Step) -> bool:
+        """Whether the weights that the gradients were made of had to be healed."""
+        undo, told, step.digest = partial(self.replica.abort, again=True), step.digest, None
+        return told is not None and self.weights.judge(self.group, step.agreed.digests, undo=undo)
+
     def _end(self, step: Step) -> None:
         """All is computed: what somebody has to tell, and what cannot be applied."""
         group = self.group
@@ -278,8 +284,6 @@ class Stepper:
                 step.news = {**told, **step.news}
         if step.agreed.tune:
             self._choose(anew=True)
-        if step.digest is not None:
-            self.weights.judge(group, step.agreed.digests, undo=partial(self.replica.abort, again=True))
         self._refuse(step)
         for member in self.run.members:
             member.state.step_computed()
@@ -289,10 +293,7 @@ class Stepper:
         self.operations.reached("reduced")
         norm = step.norm or self.replica.norm(step.agreed, step.options)
         if not math.isfinite(norm):
-            loss, cure = step.agreed.loss / step.agreed.count, "look for a square root, a division or a logarithm at 0"
-            where, which = self.replica.own.blame(), f"step {step.number + 1}{step.whose}"
-            what = f"the gradient of {which} is not finite{where}, though its loss is ({loss:.6g})"
-            raise NonFiniteLossError(what, f"the {'round' if step.whose else 'step'} was not applied; {cure}")
+            raise self._refusal(step).of_gradient(step.agreed.loss / step.agreed.count)
         return norm
 
     def _again(self) -> None:
@@ -585,16 +586,15 @@ class Stepper:
         """Refuses a step that cannot be applied: its loss is not finite, or there is nothing to take the mean over, as
         an island may have nothing.
         """
-        sums, agreed, group = step.sums, step.agreed, self.group
+        agreed = step.agreed
         if not math.isfinite(agreed.loss):
-            where, names = group.gather_json([] if sums is None else sums.bad), group.names
-            bad = [f"worker {names[rank]}: {rows}" for rank, some in enumerate(where) for rows in some]
-            named = "; ".join(bad[:2]) + (f" and {len(bad) - 2} more" if len(bad) > 2 else "")
-            cure = "was not applied; look at these rows, lower the learning rate or set clip_norm="
-            what = f"the loss of step {step.number + 1}{step.whose} is not finite ({named})"
-            raise NonFiniteLossError(what, f"the {'round' if step.whose else 'step'} {cure}")
+            raise self._refusal(step).of_loss()
         if agreed.count <= 0 and not self.plan.local:
             raise UsageError(
                 f"the loss of step {step.number + 1} counts {agreed.count:g} rows or tokens in the whole global batch",
                 "return a positive count for at least one row of each global batch",
             )
+
+    def _refusal(self, step: Step) -> Refusal:
+        computed = step.whole.micro_batches, step.options, step.sums
+        return Refusal(self.replica, self.group, f"step {step.number + 1}{step.whose}", *computed)

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from paceline.agreement import Weights
 from paceline.arguments import (
     Fixed,
     FromScript,
@@ -64,9 +63,10 @@ from paceline.strategies.state import copies_in_pieces, hidden_in, in_pieces, mi
 from paceline.strategies.streams import Streams
 from paceline.strategies.whole_batch import led
 from paceline.team.operations import settling
+from paceline.telling import Telling
 
 
-class Trainer:
+class Trainer(Telling):
     """Trains one model: the same result on any number of workers.
 
     `model` is a module (worker 0's weights are everybody's) or a function that builds one, called under `seed`.
@@ -145,7 +145,7 @@ class Trainer:
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact, job.in_rows):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
-        run.agreement.weights.append(weights := Weights(job, mesh))
+        run.agreement.weights.append(weights := self._weights(job, mesh))
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         about: dict[str, Any] = {"run": run, "trainer": self._number, "job": job, "replica": self._replica}
         about |= {"plan": self.plan, "streams": self._streams, "merging": merging, "weights": weights}
@@ -448,27 +448,6 @@ class Trainer:
         source = Source.of(dataset, self._seed, collate, None, options)
         place = lambda: replace(self._place(), fine=False)  # noqa: E731
         return Sweep(self._run.team, self._job, model or self.model, source, micro, place, self._grid)
-
-    def log(self, *unnamed: Any, **values: Any) -> None:
-        """Keeps the user's own figures (or a text) in the run's journal, at the current step. Collective for the one
-        that `keep_best` follows.
-        """
-        if unnamed:
-            raise UsageError("log() takes values by name", f"write trainer.log(**{unnamed[0]!r:.60})")
-        self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
-        value = self.best.heard(values, "log()", self._run.say)
-        if value is not None and self.best.seen != (self._run.step, value):
-            self._run.outside(settling(partial(self.best.agree, self._group, value), self._offer))
-
-    def log_to(self, logger: Any) -> None:
-        """Hands what is known of each step to `logger.write(step, values)`, on whoever is main: see docs/watching.md.
-        Called by all workers. Raises UsageError.
-        """
-        self._run.loggers.add(logger, self._run.say)
-
-    def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
-        self.best.offer(values, self._run.step)
-        return values
 
     def keep_best(self, name: str, mode: str = "max") -> None:
         """Keeps the checkpoint of the weights whose `name` was best, in `evaluate` or `log`, beyond all others.

@@ -34,7 +34,8 @@ class World:
     generation by rank, where one has formed. `chaos` are faults on purpose. `save_every` is seconds (``60s``), steps
     (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
     stay; a `mirror` is a folder in memory for a copy of a lone worker's state, every so many steps; `max_steps` ends
-    the run early; `tensorboard`: its figures go to TensorBoard's files, too.
+    the run early; `tensorboard`: its figures go to TensorBoard's files, too; `heal`: workers whose
+    weights differ take those of a majority.
     """
 
     rank: int = 0
@@ -62,6 +63,7 @@ class World:
     hold: bool = False
     chaos: str = ""
     tensorboard: bool = False
+    heal: bool = False
     members: tuple[int, ...] = ()
 
     @property
@@ -211,6 +213,7 @@ def read_world(env: Mapping[str, str] | None = None) -> World:
         hold=bool(env.get("PACELINE_HOLD")),
         chaos=env.get("PACELINE_CHAOS", ""),
         tensorboard=bool(env.get("PACELINE_TENSORBOARD")),
+        heal=bool(env.get("PACELINE_HEAL")),
     )
 
 

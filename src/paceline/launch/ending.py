@@ -151,7 +151,8 @@ class Ending:
         text = failure_block(cause, failures, stopped, host, Path(short(self._folder / "logs")), self._then(cause))
         title, _, rest = text.partition("\n")
         self._say(f"\n\x1b[1;31m{title}\x1b[0m\n{rest}" if self._coloured else f"\n{text}", always=True)
-        self._journal.write("failed", worker=cause.rank, host=host, cause=cause.what, code=cause.code, text=text)
+        told = {"worker": cause.rank, "host": host, "step": cause.step, "cause": cause.what, "code": cause.code}
+        self._journal.write("failed", **told, text=text)
         return cause.code
 
     def _then(self, cause: Failure) -> str:

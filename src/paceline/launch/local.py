@@ -24,6 +24,7 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
 from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
 from paceline.launch.mirror import mirror
+from paceline.launch.notify import Notifier
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.serving import Serving, check_serving
 from paceline.launch.warm import Kept
@@ -52,8 +53,12 @@ def launch(options: LaunchOptions) -> int:
         options = _as_node(options)
     _check(options)
     compared = Summary(Path(options.against)) if options.against else None
-    if options.join:
-        return _join(options)
+    with Notifier(options.notify, options.script, partial(_say, options)) as notifier:
+        return _join(options, notifier) if options.join else _launch(options, compared, notifier)
+
+
+def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier) -> int:
+    """A run of our own, begun again where it is to be."""
     with mirror(options.mirror) as variables, Kept() as kept:
         environment = {**options.environment, **variables}
         kept = options.kept or kept
@@ -62,13 +67,15 @@ def launch(options: LaunchOptions) -> int:
         restarts = 0
         with Serving(options.metrics, options.page, partial(_say, options)) as serving:
             while True:
-                code, in_pieces = _begin(options, compared, serving)
+                code, in_pieces = _begin(options, compared, serving, notifier)
                 restarts += 1
                 # Of several replicas one goes on; the last one, if of several workers, cannot without one of them.
                 again = in_pieces or bool(variables)
                 killed = 128 < code != 130
                 if not again or not killed or restarts > options.max_restarts:  # too often
+                    notifier.end(_folder(options), code)
                     return code
+                notifier.failed = False
                 print(f"starting again with {source} ({restarts} of {options.max_restarts})", file=sys.stderr)
 
 
@@ -93,12 +100,12 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     return replace(options, workers=workers, token=token, token_file=None, patience=PATIENCE, **where)
 
 
-def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving) -> tuple[int, bool]:
+def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, notifier: Notifier) -> tuple[int, bool]:
     """A run of our own, or one that is resumed: its exit code, and whether a model was in pieces, all of them here."""
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
     folder = _folder(options)
-    with _held(folder) as journal:
+    with _held(folder, notifier) as journal:
         if compared:
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
         numbers = list(range(options.workers))
@@ -120,7 +127,7 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving) -
                 return agent.run(wakeup), agent.in_pieces
 
 
-def _join(options: LaunchOptions) -> int:
+def _join(options: LaunchOptions, notifier: Notifier) -> int:
     """Workers for a run that was begun elsewhere."""
     address, token, folder = find(options)
     own = folder is None
@@ -129,7 +136,7 @@ def _join(options: LaunchOptions) -> int:
     standby = stand_by(address)
     link = Link(address, token, introduction(options, folder, [], standby))
     options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
-    with _held(folder) if own else _open(folder) as journal, Progress(Console(stderr=True)) as progress:
+    with (_held if own else _open)(folder, notifier) as journal, Progress(Console(stderr=True)) as progress:
         if own:
             keep_token(folder, token)  # it may be this host that is joined one day
         agent = Agent(options, folder, journal, progress, link, numbers, standby)
@@ -153,21 +160,21 @@ def _made() -> Iterator[None]:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[Journal]:
+def _held(folder: Path, notifier: Notifier) -> Iterator[Journal]:
     """The journal of a folder that nobody else uses meanwhile."""
     with _made():
         lock = hold_lock(folder)
     try:
-        with _open(folder) as journal:
+        with _open(folder, notifier) as journal:
             yield journal
     finally:
         os.close(lock)
 
 
 @contextmanager
-def _open(folder: Path) -> Iterator[Journal]:
+def _open(folder: Path, notifier: Notifier) -> Iterator[Journal]:
     with _made():
-        journal = Journal(folder)
+        journal = notifier.journal(folder)
     try:
         yield journal
     finally:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from paceline.launch.warm import Kept
 
 # Options of a run that those who join it take over. Its workers get them as PACELINE_PLAN and so on.
-GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard")
+GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "heal")
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class LaunchOptions:
     `cold_start`: each worker imports for itself what it needs; `kept`: where a run leaves its warm process for the next
     one of the same command. `checkpoints`: a folder or URL for them, other than the run folder's own; of which the
     newest `keep` stay; `mirror`: steps between two copies of a lone worker's state in memory;
-    `tensorboard`: whether its files are written; `metrics`, `page`: where Prometheus scrapes the run,
-    and its live page. `environment`: further
+    `tensorboard`: whether its files are written; `heal`: whether workers take a majority's weights;
+     `metrics`, `page`: where Prometheus scrapes the run,
+    and its live page; `notify`: a shell command that hears of a failure, a hang and the end. `environment`: further
     variables for the workers. `max_restarts`: how often workers that were lost to one cause are started again; 0: any
     loss ends the run. With fewer than `min_workers` it pauses. `hang_timeout`: seconds after which a worker that does
     nothing is ended; 0: never, None: as the console is. `join`: the run folder or HOST:PORT of a run that these workers
@@ -48,9 +49,11 @@ class LaunchOptions:
     mirror: int | None = None
     max_steps: int | None = None
     tensorboard: str | None = None
+    heal: str | None = None
     against: str | None = None
     metrics: str | None = None
     page: str | None = None
+    notify: str | None = None
     debug: int | None = None
     quiet: bool = False
     verbose: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import accumulate
 
@@ -14,6 +14,7 @@ WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 22  # room for the ticks' labels
 SHOWN = 240  # raw points in a chart, at most
 PARTS = {"compute": 0, "reduce": 1, "data": 2, "update": 3, "other": 5}
+COLOURS = 6
 SMOOTH_FROM = 20  # fewer points are joined as they are
 
 
@@ -70,8 +71,10 @@ def thin(points: Points, most: int = SHOWN) -> list[tuple[float, float]]:
     return sorted(kept)
 
 
-def line_chart(name: str, points: Points, x_name: str = "step", from_zero: bool = False) -> str:
-    """One curve: the points as they are, and through many noisy ones a smoothed line."""
+def _frame(
+    described: str, points: Points, x_name: str, from_zero: bool = False
+) -> tuple[list[str], Callable[[float, float], tuple[float, float]], float]:
+    """Axes for these points: their SVG, where a point lies in it, and the height in values."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     low, high = (min(0.0, *ys) if from_zero else min(ys)), max(ys)
     pad = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
@@ -84,7 +87,6 @@ def line_chart(name: str, points: Points, x_name: str = "step", from_zero: bool 
         across = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
         return across, HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    described = f"{name}: {number(ys[0])} to {number(ys[-1])} over {len(points)} points"
     parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(described)}">']
     rows = ticks(low, high)
     for value in rows:
@@ -98,19 +100,45 @@ def line_chart(name: str, points: Points, x_name: str = "step", from_zero: bool 
         x, _ = at(value, low)
         text = label(value, columns[1] - columns[0] if len(columns) > 1 else 1)
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 7}" text-anchor="middle">{text}</text>')
-    many = len(points) >= SMOOTH_FROM
+    return parts, at, high - low
+
+
+def _drawn(points: Points, at: Callable[[float, float], tuple[float, float]], height: float) -> str:
+    """The points of a line through these, smoothed where they are many and noisy."""
+    ys = [y for _, y in points]
     bends = sum(abs(a - 2 * b + c) for a, b, c in zip(ys, ys[1:], ys[2:], strict=False))
-    noisy = bends > 0.01 * (high - low) * len(ys)
-    curve = thin(smooth(smooth(points)) if many and noisy else points, 2 * SHOWN)
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in curve))
+    noisy = len(points) >= SMOOTH_FROM and bends > 0.01 * height * len(ys)
+    curve = thin(smooth(smooth(points)) if noisy else points, 2 * SHOWN)
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in curve))
+
+
+def line_chart(name: str, points: Points, x_name: str = "step", from_zero: bool = False) -> str:
+    """One curve: the points as they are, and through many noisy ones a smoothed line."""
+    ys = [y for _, y in points]
+    described = f"{name}: {number(ys[0])} to {number(ys[-1])} over {len(points)} points"
+    parts, at, height = _frame(described, points, x_name, from_zero)
+    many = len(points) >= SMOOTH_FROM
     for x, y in thin(points):
         cx, cy = at(x, y)
         title = f"<title>{escape(x_name)} {number(round(x, 2))}: {number(y)}</title>"
         radius = 1.4 if many else 2.6
         kind = "dot faint" if many else "dot"
         parts.append(f'<circle class="{kind}" cx="{cx:.1f}" cy="{cy:.1f}" r="{radius}">{title}</circle>')
-    parts.append(f'<polyline class="curve" points="{path}"/></svg>')
+    parts.append(f'<polyline class="curve" points="{_drawn(points, at, height)}"/></svg>')
     return "".join(parts)
+
+
+def overlay(name: str, curves: Sequence[tuple[int, Points]]) -> str:
+    """Curves over steps in one frame, each with the number of its colour."""
+    described = f"{name}: " + ", ".join(f"{number(points[0][1])} to {number(points[-1][1])}" for _, points in curves)
+    parts, at, height = _frame(described, [point for _, points in curves for point in points], "step")
+    parts += [f'<polyline class="curve {stroke(n)}" points="{_drawn(points, at, height)}"/>' for n, points in curves]
+    return "".join([*parts, "</svg>"])
+
+
+def stroke(place: int) -> str:
+    """The style classes of the curve of this place: beyond the colours they are dashed."""
+    return f"line{place % COLOURS}" + (" dashed" if place >= COLOURS else "")
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:

@@ -61,6 +61,7 @@ class Loggers:
         if self._all:
             self._hand_on()
         for fed in self._all:
+            fed.tell_config()
             getattr(fed.logger, "close", lambda: None)()
         self._all.clear()
 
@@ -82,6 +83,7 @@ class _Fed:
         self.logger, self.name, self._folder = logger, name, folder
         self._reader: Reader | None = None
         self._at, self._step = 0, 0
+        self._config: dict[str, Any] = {}  # which it has not been told yet
 
     def hand_on(self, known: Any) -> list[int]:
         """What is new in the journal; `known` is how far another process was. Returns how far we are."""
@@ -98,6 +100,9 @@ class _Fed:
             resumed = event.get("resumed_from") or 0
             self._at, self._step = start, resumed + (resumed > 0)
             self._rewind(self._step)
+        if event["event"] == "config":
+            prefix = f"trainer {event['trainer']}/" if event.get("trainer") else ""
+            self._config |= {prefix + name: value for name, value in event["values"].items() if value is not None}
         values = values_of(event)
         step = event.get("step", self._step)
         if not values or step is None:
@@ -108,7 +113,14 @@ class _Fed:
             self.logger.at = event["at"]
         if event.get("trainer"):
             values = {f"trainer {event['trainer']}/{tag}": value for tag, value in values.items()}
+        self.tell_config()
         self.logger.write(step, values)
+
+    def tell_config(self) -> None:
+        """Once for all of it, before the first values: TensorBoard takes no second one."""
+        config, self._config = self._config, {}
+        if config and callable(getattr(self.logger, "config", None)):
+            self.logger.config(config)
 
     def _rewind(self, step: int) -> None:
         getattr(self.logger, "rewind", lambda step: None)(step)
@@ -141,6 +153,12 @@ class TensorBoard:
             else:
                 summary.value.add(tag=tag, simple_value=value)
         self._put(step=step, summary=summary)
+
+    def config(self, values: Mapping[str, Any]) -> None:
+        """What a run is made with, for the tab of hparams."""
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+        self._put(step=0, summary=hparams_pb(dict(values), trial_id=str(self.folder)))
 
     def rewind(self, step: int) -> None:
         """What was written of this step and later ones does not count: it comes again."""

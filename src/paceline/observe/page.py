@@ -40,6 +40,8 @@ figcaption{display:flex;justify-content:space-between;gap:1rem;font-size:.9375re
 figcaption b{font-weight:650}svg{display:block;max-width:100%}.chart{width:100%;height:auto;overflow:visible}
 .chart text{font-size:11px;fill:var(--soft)}.grid{stroke:var(--rule)}
 .curve{fill:none;stroke:var(--c0);stroke-width:1.8;stroke-linejoin:round;pointer-events:none}
+.line0{stroke:var(--c0)}.line1{stroke:var(--c1)}.line2{stroke:var(--c2)}.line3{stroke:var(--c3)}.line4{stroke:var(--c4)}
+.line5{stroke:var(--c5)}.dashed{stroke-dasharray:5 3}.key line{stroke-width:4}
 .dot{fill:var(--c0);stroke:transparent;stroke-width:9}.faint{fill-opacity:.35}
 .dot:hover{fill:var(--accent);fill-opacity:1}.stack{width:100%;height:1.75rem;border-radius:4px;overflow:hidden}
 .bar{width:100%;height:.8rem}.part0{fill:var(--c0)}.part1{fill:var(--c1)}.part2{fill:var(--c2)}.part3{fill:var(--c3)}
@@ -77,22 +79,22 @@ def panels(summary: Summary) -> str:
     is left out.
     """
     tables = facts(summary)
-    curves = "".join(_curve(*curve) for curve in _curves(summary) if len(curve[1]) > 1)
+    curves = "".join(_curve(*curve) for curve in curves_of(summary) if len(curve[1]) > 1)
     sections = {
-        "Results": _table(tables["Results"]),
+        "Results": table(tables["Results"]),
         "Where the time went": _time(summary),
         "Speed": _speed(summary),
         "Bytes moved": "".join(f"<p>{text}</p>" for name, text in tables["Costs"] if name == "bytes"),
-        "Plan": _table(tables["Plan"]),
+        "Plan": table(tables["Plan"]),
         "Decisions": _decisions(summary),
-        "What happened": _table(tables["What happened"]),
-        "Environment": _table(tables["Environment"]),
+        "What happened": table(tables["What happened"]),
+        "Environment": table(tables["Environment"]),
     }
-    body = _section("Curves", f'<div class="many">{curves}</div>' if curves else "")
-    body += _section("Team", _team(summary))
-    body += _section("Workers", "".join(map(draw, summary.explained)) + _table(tables["Workers"]))
-    body += f'<div class="two">{"".join(_section(*section) for section in sections.items())}</div>'
-    body += _section("Logged text", _texts(summary))
+    body = section("Curves", f'<div class="many">{curves}</div>' if curves else "")
+    body += section("Team", _team(summary))
+    body += section("Workers", "".join(map(draw, summary.explained)) + table(tables["Workers"]))
+    body += f'<div class="two">{"".join(section(*one) for one in sections.items())}</div>'
+    body += section("Logged text", _texts(summary))
     foot = f"<footer>{escape(str(summary.folder))}, up to event {summary.number}</footer>"
     return _header(summary, _name(summary)) + body + foot
 
@@ -110,11 +112,11 @@ def _team(summary: Summary) -> str:
     return f"<table>{lines}</table>{rest}"
 
 
-def _section(title: str, inner: str) -> str:
+def section(title: str, inner: str) -> str:
     return f"<section><h2>{title}</h2>{inner}</section>" if inner else ""
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> str:
+def table(rows: Iterable[tuple[str, str]]) -> str:
     inner = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
     return f"<table>{inner}</table>" if inner else ""
 
@@ -150,7 +152,7 @@ def _header(summary: Summary, name: str) -> str:
     return f'<header>{top}<div class="figures">{shown}</div></header>'
 
 
-def _curves(summary: Summary) -> Iterator[tuple[str, Points, str]]:
+def curves_of(summary: Summary) -> Iterator[tuple[str, Points, str]]:
     """Every loss, speed, metric, evaluated and logged value: its name, its points, what its x axis counts."""
     for trainer, records in summary.steps.items():
         yield f"loss {trainer}", _points(records, "loss"), "step"

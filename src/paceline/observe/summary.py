@@ -74,6 +74,7 @@ class Summary:
         self.finished = self.outcome is not None and self.outcome["event"] == "finished"
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
+        self.healed = effective_steps(events, "healed")
         self.formed = [event for event in events if event["event"] == "formed"]
         late = effective_steps(events, "late") + effective_steps(events, "uncounted")  # each may be told twice
         self.late = list({(e.get("trainer"), e.get("step"), e.get("island")): e for e in late}.values())
@@ -106,6 +107,8 @@ class Summary:
         self.hosts = {str(e["worker"]): str(e.get("host") or "") for e in processes if str(e["worker"]) in here}
         self.loaded = [event for event in last if event["event"] == "loaded"]
         moved = ("step", "evaluate", "formed", "lost")
+        self.config = config_of(events)
+        self.environment: Event = next((e for e in reversed(last) if e["event"] == "environment"), {})
         self.hang = next(
             (e if e["event"] == "hang" else None for e in reversed(last) if e["event"] in ("hang", *moved)), None
         )
@@ -248,6 +251,23 @@ class Newest(Generic[Made]):
                 self._made = summary.number, self._make(summary)
             self._due = began + max(self._every, 20 * (time.monotonic() - began))
         return self._made
+
+
+def config_of(events: list[Event]) -> dict[str, Any]:
+    """What a script said by trainer.config(), by name; that of a later attempt counts."""
+    told = (e for e in events if e["event"] == "config")
+    return {
+        (f"trainer {e['trainer']}/" if e.get("trainer") else "") + name: value
+        for e in told
+        for name, value in (e.get("values") or {}).items()
+    }
+
+
+def code_of(event: Event) -> str:
+    """The commit that ran, and whether it was changed."""
+    changed = f", changed ({event['diff']})" if event.get("diff") else ""
+    remote = f" of {event['remote']}" if event.get("remote") else ""
+    return f"{event['commit'][:12]}{remote}{changed}" if event.get("commit") else ""
 
 
 def _span(attempt: list[Event]) -> list[tuple[float, float]]:
@@ -457,6 +477,10 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
             ("checkpoints", saved),
             *(("lost", _lost(event)) for event in s.lost),
+            *(
+                ("healed", f"{ranks(e['workers'])}, after step {e['step']}: {', '.join(e['tensors'])}")
+                for e in s.healed
+            ),
             ("too late", _late(s.late)),
             ("out of step", _out_of_step(s.windows)),
             ("teams", _teams(s.formed)),
@@ -465,6 +489,8 @@ def facts(summary: Summary) -> dict[str, Rows]:
         ],
         "Environment": [
             ("script", shlex.join(s.script_line)),
+            ("config", ", ".join(f"{name} {value}" for name, value in s.config.items())),
+            ("commit", code_of(s.environment)),
             ("workers", str(start.get("workers") or "")),
             ("device", str(start.get("device") or "")),
             ("threads each", str(start.get("threads") or "")),

@@ -1,0 +1,93 @@
+"""`paceline run --notify`: a command of the user's hears of a failure, a hang and the end. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.observe.journal import Journal, plain
+from paceline.observe.summary import Summary
+from paceline.team.coordinator import STOPPED
+
+PATIENCE = 60.0  # seconds that it may take
+POLITE = (0, STOPPED, 130)  # exit codes of runs that did not fail
+
+
+class Notifier(AbstractContextManager["Notifier"]):
+    """Starts the `command`, if there is one, by a shell of its own for each event, with a JSON object on its standard
+    input; nobody waits for it but the end of `paceline run`. `say` prints a line where it fails.
+    """
+
+    def __init__(self, command: str | None, script: str, say: Callable[[str], None]) -> None:
+        self.command, self._script, self._say = command, script, say
+        self._threads: list[threading.Thread] = []
+        self.failed = False  # and was told
+
+    def journal(self, folder: Path) -> Journal:
+        """The journal of a run whose events are notified of."""
+        return _Heard(folder, self) if self.command is not None else Journal(folder)
+
+    def start(self, event: str, folder: Path, **about: Any) -> None:
+        told = {"event": event, "at": time.time(), "run": str(folder.absolute()), "script": self._script, **about}
+        text = json.dumps(plain(told)).encode() + b"\n"
+        self._threads.append(thread := threading.Thread(target=self._run, args=(event, text), daemon=True))
+        thread.start()
+
+    def end(self, folder: Path, code: int) -> None:
+        """The run has ended with this exit code: a failure that nobody told of yet, or a good end."""
+        if self.command is None or self.failed:
+            return
+        summary = Summary(folder)
+        event = "end" if code in POLITE else "failure"
+        self.start(event, folder, step=summary.steps_done, worker=None, what=summary.ending, code=code)
+
+    def _run(self, event: str, text: bytes) -> None:
+        assert self.command is not None
+        quiet = subprocess.DEVNULL
+        with subprocess.Popen(
+            self.command, shell=True, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+        ) as process:
+            try:
+                process.communicate(text, PATIENCE)
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                self._say(f"the --notify command took longer than {PATIENCE:g} s for the {event}, and was ended")
+                return
+        if process.returncode:
+            how = f"exit code {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
+            self._say(f"the --notify command failed for the {event} ({how})")
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self._threads:
+            thread.join(PATIENCE + 1)
+
+
+class _Heard(Journal):
+    """The agent's, whose failures and hangs are notified of."""
+
+    def __init__(self, folder: Path, notifier: Notifier) -> None:
+        super().__init__(folder)
+        self._folder, self._notifier = folder, notifier
+
+    def write(self, event: str, /, **fields: Any) -> None:
+        super().write(event, **fields)
+        if event not in ("failed", "hang"):
+            return
+        step = fields.get("step")
+        about = {"step": self.last_step(0) if step is None else step, "worker": fields.get("worker")}
+        if event == "failed":
+            self._notifier.failed = True
+            self._notifier.start("failure", self._folder, **about, what=fields["cause"], code=fields["code"])
+        else:
+            where = f"at {fields['line'] or 'an unknown line'}"
+            what = f"no progress for {fields['seconds']:.0f} s, {'busy' if fields['busy'] else 'waiting'} {where}"
+            self._notifier.start("hang", self._folder, **about, what=what, code=None)

@@ -1,0 +1,181 @@
+"""`paceline runs` and `paceline compare`: runs side by side, each from its journal. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError
+from paceline.observe.charts import overlay, stroke
+from paceline.observe.figures import duration, number, plural
+from paceline.observe.journal import NAME, plain, replace_file
+from paceline.observe.page import HEAD, STYLE, curves_of, section
+from paceline.observe.summary import Summary
+
+LINES = 8  # steps at which runs are compared, at most
+_NONE = "-"
+_WIDE = 40  # characters of a value in a table
+
+Rows = list[list[str]]
+
+
+def runs(folders: Sequence[Path] = (), as_json: bool = False) -> str:
+    """The runs in these folders, or below them, the oldest first: a line each. UsageError: there is none."""
+    found = [Path(path) for folder in folders or [Path("runs")] for path in _runs_in(Path(folder))]
+    if not found:
+        where = ", ".join(map(str, folders)) or "runs/"
+        raise UsageError(f"there is no run in {where}", "name a folder of runs: paceline runs FOLDER")
+    told = sorted((_told(folder) for folder in found), key=lambda one: (one["began"] or 0.0, one["run"]))
+    if as_json:
+        return json.dumps(plain(told), indent=1)
+    heads = ["run", "begun", "plan", "workers", "steps", "loss", "metrics", "seconds", "ended"]
+    return _columns([heads, *([*_line(one)] for one in told)])
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    if (folder / NAME).exists():
+        return [folder]
+    return sorted(path.parent for path in folder.glob(f"*/{NAME}"))
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    """Of one run; where its journal cannot be read, why."""
+    told: dict[str, Any] = dict.fromkeys(("began", "plan", "workers", "steps", "loss", "metrics", "seconds"))
+    try:
+        summary = Summary(folder)
+    except PacelineError as error:  # of a later version, as its plan may be
+        return {"run": str(folder), **told, "ended": error.what}
+    losses = list(summary.losses.values())
+    began = summary.attempts[0][0] if summary.attempts else None
+    made: dict[str, Any] = {"plan": summary.start.get("plan"), "workers": summary.workers, "steps": summary.steps_done}
+    made |= {"loss": losses[0][1] if losses else None, "metrics": _last(summary), "seconds": summary.wall_seconds}
+    return {"run": str(folder), "began": began, **made, "ended": summary.ending}
+
+
+def _last(summary: Summary) -> dict[str, float]:
+    """What was evaluated or logged last, and else the metrics of the last step."""
+    found = {name: curve[-1][1] for name, curve in summary.series.items()}
+    records = next(iter(summary.steps.values()), [])
+    return found or dict((records[-1].get("metrics") if records else None) or {})
+
+
+def _line(told: Mapping[str, Any]) -> list[str]:
+    when = f"{datetime.fromtimestamp(told['began']):%Y-%m-%d %H:%M}" if told["began"] else _NONE
+    loss = number(told["loss"]) if told["steps"] else _NONE
+    metrics = ", ".join(f"{name} {number(value)}" for name, value in (told["metrics"] or {}).items()) or _NONE
+    counts = [str(told[key]) if told[key] is not None else _NONE for key in ("plan", "workers", "steps")]
+    spent = _NONE if told["seconds"] is None else f"{told['seconds']:.1f}"
+    return [told["run"], when, *counts, loss, metrics, spent, told["ended"]]
+
+
+def compare(folders: Sequence[Path], html: Path | None = None) -> str:
+    """What differs between runs, and what they came to, as tables; with `html`, also as a page with their curves.
+    UsageError: these are not two runs or more.
+    """
+    some = [Summary(Path(folder)) for folder in folders]
+    if len(some) < 2:
+        raise UsageError("one run is compared with nothing", "name two or more: paceline compare runs/a runs/b")
+    made, steps, fast = _made(some), _at_steps(some), _fast(some)
+    if html is not None:
+        replace_file(html, _page(some, {"What differs": made, "How fast": fast}))
+    heads = ["", *(str(one.folder) for one in some)]
+    parts = [_columns([heads, *made])] if made else ["nothing differs in what they were made with"]
+    return "\n\n".join([*parts, *(_columns([heads, *rows]) for rows in (steps, fast) if rows)])
+
+
+def _made(some: Sequence[Summary]) -> Rows:
+    """What is not the same of what they were made with; - where there is none, or nobody wrote it down."""
+    columns = [_facts(one) for one in some]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(_short(column.get(name)) for column in columns)] for name in names]
+    return [
+        row for row, name in zip(rows, names, strict=True) if len({json.dumps(plain(c.get(name))) for c in columns}) > 1
+    ]
+
+
+def _facts(one: Summary) -> dict[str, Any]:
+    start, where = one.start, one.environment
+    found: dict[str, Any] = {f"config {name}": value for name, value in one.config.items()}
+    found |= {"plan": start.get("plan"), "workers": start.get("workers"), "hosts": start.get("hosts")}
+    found |= {f"grid of phase {e.get('trainer')}.{e.get('phase')}": e.get("text") for e in one.grids}
+    found |= {"script": " ".join(one.script_line), "text of the script": str(start.get("script_sha256") or "")[:12]}
+    found |= {"commit": str(where.get("commit") or "")[:12] or None, "changes": where.get("diff")}
+    found |= {"seed": start.get("seed"), "device": start.get("device"), "threads": start.get("threads")}
+    versions = {**(where.get("packages") or {}), **(start.get("versions") or {})}
+    return found | {f"version of {name}": version for name, version in sorted(versions.items())}
+
+
+def _at_steps(some: Sequence[Summary]) -> Rows:
+    """Loss and metrics at steps that all have told of, spread over all there are, with the last one."""
+    rows: Rows = []
+    for name, curves in _together(some).items():
+        values = [dict(points) for points in curves]
+        common = sorted({*values[0]}.intersection(*values[1:]))
+        chosen = [common[place * (len(common) - 1) // (LINES - 1)] for place in range(LINES)] if common else []
+        for step in dict.fromkeys(chosen):
+            rows.append([f"{name} at step {step:.0f}", *(number(one[step]) for one in values)])
+    return rows
+
+
+def _together(some: Sequence[Summary]) -> dict[str, list[Any]]:
+    """The curves over steps that all have, by name."""
+    columns = [{n.strip(): p for n, p, counts in curves_of(one) if counts == "step" and len(p) > 0} for one in some]
+    return {name: [column[name] for column in columns] for name in columns[0] if all(name in c for c in columns)}
+
+
+def _fast(some: Sequence[Summary]) -> Rows:
+    told: dict[str, Callable[[Summary], str]] = {
+        "steps": lambda one: f"{one.steps_done:,}",
+        "samples": lambda one: f"{one.samples:,}",
+        "samples a second": lambda one: number(round(one.samples_per_second, 1)) if one.samples_per_second else _NONE,
+        "goodput": lambda one: f"{one.goodput:.0%}" if one.goodput is not None else _NONE,
+        "in all": lambda one: duration(one.wall_seconds),
+        "ended": lambda one: one.ending,
+    }
+    return [[name, *(of(one) for one in some)] for name, of in told.items()]
+
+
+def _short(value: Any) -> str:
+    text = _NONE if value is None else str(value)
+    return text if len(text) <= _WIDE else f"{text[: _WIDE - 3]}..."
+
+
+def _columns(rows: Rows) -> str:
+    """Rows in columns, without control characters."""
+    clean = [["".join(c for c in cell if c.isprintable()) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
+    lines = ("  ".join(f"{cell:{wide}}" for cell, wide in zip(row, widths, strict=True)) for row in clean)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _page(some: Sequence[Summary], tables: Mapping[str, Rows]) -> str:
+    """All curves over steps that at least one of them has, overlaid."""
+    keys = "".join(
+        f'<li><svg class="key" viewBox="0 0 10 10" aria-hidden="true"><line class="curve {stroke(place)}" x1="0" '
+        f'x2="10" y1="5" y2="5"/></svg>{escape(str(one.folder))}</li>'
+        for place, one in enumerate(some)
+    )
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for place, one in enumerate(some):
+        for name, points, counts in curves_of(one):
+            if counts == "step" and len(points) > 1:
+                found.setdefault(name.strip(), []).append((place, points))
+    charts = "".join(
+        f"<figure><figcaption><b>{escape(name)}</b></figcaption>{overlay(name, curves)}</figure>"
+        for name, curves in found.items()
+    )
+    body = section("Curves", f'<ul class="legend">{keys}</ul><div class="many">{charts}</div>')
+    heads = ["", *(str(one.folder) for one in some)]
+    for title, rows in tables.items():
+        lines = "".join(
+            f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in row)}</tr>"
+            for tag, row in [("th", heads), *(("td", row) for row in rows)]
+        )
+        body += section(title, f"<table>{lines}</table>" if rows else "<p>nothing</p>")
+    name = f"{plural(len(some), 'run')} side by side"
+    head = f"{HEAD}<title>{name} - Paceline</title><style>{STYLE}</style></head>"
+    return f"{head}<body><main><h1>{name}</h1>{body}</main></body></html>\n"

@@ -1,0 +1,75 @@
+"""What a script tells of its run: figures and texts, what it was begun with, and who else is to hear of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from paceline.agreement import Weights
+from paceline.best import Best
+from paceline.comm.group import Group
+from paceline.errors import UsageError, a
+from paceline.mesh import Mesh
+from paceline.observe.figures import ranks
+from paceline.plan import Plan
+from paceline.run import Run
+from paceline.strategies.job import Job
+from paceline.team.operations import settling
+
+
+class Telling:
+    """A part of the Trainer."""
+
+    _run: Run
+    _group: Group
+    _number: int
+    best: Best
+    plan: Plan
+    steps_done: Any  # a property there
+
+    def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
+        self.best.offer(values, self._run.step)
+        return values
+
+    def _weights(self, job: Job, mesh: Mesh) -> Weights:
+        """Which are compared, and with --heal made the same again."""
+        apart = next((word for word in ("local", "server") if getattr(self.plan, word)), "")
+        heals = self._run.team.world.heal
+        if heals and apart:
+            self._run.say(f"--heal does nothing under {apart}=: workers do not have the same there", once=True)
+        return Weights(job, mesh, not apart, self._healed if heals and not apart else None)
+
+    def _healed(self, workers: list[int], names: list[str], when: str) -> None:
+        told, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
+        self._run.journal.write("healed", trainer=self._number, step=self.steps_done, workers=workers, tensors=names)
+        self._run.say(f"healed: {ranks(workers)} had another {told}{more}, {when}, and took what the majority has")
+
+    def log(self, *unnamed: Any, **values: Any) -> None:
+        """Keeps the user's own figures (or a text) in the run's journal, at the current step. Collective for the one
+        that `keep_best` follows.
+        """
+        if unnamed:
+            raise UsageError("log() takes values by name", f"write trainer.log(**{unnamed[0]!r:.60})")
+        self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
+        value = self.best.heard(values, "log()", self._run.say)
+        if value is not None and self.best.seen != (self._run.step, value):
+            self._run.outside(settling(partial(self.best.agree, self._group, value), self._offer))
+
+    def log_to(self, logger: Any) -> None:
+        """Hands what is known of each step to `logger.write(step, values)`, on whoever is main: see docs/watching.md.
+        Called by all workers. Raises UsageError.
+        """
+        self._run.loggers.add(logger, self._run.say)
+
+    def config(self, *unnamed: Any, **values: Any) -> None:
+        """Keeps what the run is made with, as ``trainer.config(lr=3e-4, width=512, **vars(arguments))``: numbers, texts
+        and bools, shown in the report and by `paceline compare`, and handed to loggers. Called by all workers, before
+        the loop. Raises UsageError.
+        """
+        if unnamed:
+            raise UsageError("config() takes values by name", f"write trainer.config(**{unnamed[0]!r:.60})")
+        for name, value in values.items():
+            if value is not None and not isinstance(value, (bool, int, float, str)):
+                what = f"config() is given {a(type(value).__name__)} as {name}"
+                raise UsageError(what, "give numbers, texts and bools: str() of it, or its parts by names")
+        self._run.journal.write("config", trainer=self._number, values=values)
