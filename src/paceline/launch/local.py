@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -32,10 +33,11 @@ from paceline.observe.loggers import TensorBoard
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
 from paceline.plan import Plan
+from paceline.team.coordinator import STOPPED
 from paceline.team.lease import parse_store
 from paceline.team.link import Link
 from paceline.team.token import keep_token, make_token, read_token
-from paceline.world import parse_save_every, parse_shares, read_nodes, take_token
+from paceline.world import parse_save_every, parse_shares, read_nodes, take_token, variable
 
 PORT, PATIENCE = 29400, 300.0  # of the first of several nodes; seconds in which it is to begin
 FILES = 8  # that are open for a worker: three pipes, two sockets, its log, its pidfd, its pulse
@@ -78,19 +80,28 @@ def _say(options: LaunchOptions, text: str) -> None:
 
 
 def _as_node(options: LaunchOptions) -> LaunchOptions:
-    """The first node listens, the others join it, at a port that all know."""
+    """The first node listens, the others join it, at a port that all know, with folders of their own in its run folder.
+
+    Where their number may change (Kubernetes) they wait as long as whoever started them lets them.
+    """
     rank, count, first, gpus = read_nodes()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(STOPPED)
+    )  # or none would come to the first process of a container
     token = take_token()
     if options.token_file is not None:
         token = read_token(Path(options.token_file))
     if token is None or len(token) < 32:
         cure = "give all nodes the same --token-file or PACELINE_TOKEN, of 32 characters or more"
         raise UsageError("--nodes auto needs a secret that the nodes share", cure)
-    if not first and count > 1:
+    if not first and count != 1:
         raise UsageError("the variables of this node do not say where the first one is", "say --listen and --join")
-    where: dict[str, Any] = {"join" if rank else "listen": f"{first}:{PORT}"} if count > 1 else {}
+    where: dict[str, Any] = {"join" if rank else "listen": f"{first}:{PORT}"} if count != 1 else {}
+    if rank and options.run_dir is not None:
+        where["run_dir"] = str(Path(options.run_dir, "hosts", f"node-{rank}"))
     workers = gpus if options.workers == 1 and gpus else options.workers
-    return replace(options, workers=workers, token=token, token_file=None, patience=PATIENCE, **where)
+    where |= {"patience": PATIENCE if count else math.inf, "again": variable("PACELINE_AGAIN")}
+    return replace(options, workers=workers, token=token, token_file=None, **where)
 
 
 def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving) -> tuple[int, bool]:
@@ -98,7 +109,7 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving) -
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
     folder = _folder(options)
-    with _held(folder) as journal:
+    with _held(folder, options.patience) as journal:
         if compared:
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
         numbers = list(range(options.workers))
@@ -126,10 +137,13 @@ def _join(options: LaunchOptions) -> int:
     own = folder is None
     if folder is None:
         folder = _folder(options)
-    standby = stand_by(address)
+    standby = stand_by(address, options.patience)
     link = Link(address, token, introduction(options, folder, [], standby))
     options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
-    with _held(folder) if own else _open(folder) as journal, Progress(Console(stderr=True)) as progress:
+    with (
+        _held(folder, options.patience) if own else _open(folder) as journal,
+        Progress(Console(stderr=True)) as progress,
+    ):
         if own:
             keep_token(folder, token)  # it may be this host that is joined one day
         agent = Agent(options, folder, journal, progress, link, numbers, standby)
@@ -153,10 +167,10 @@ def _made() -> Iterator[None]:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[Journal]:
-    """The journal of a folder that nobody else uses meanwhile."""
+def _held(folder: Path, patience: float) -> Iterator[Journal]:
+    """The journal of a folder that nobody else uses meanwhile: who did before has so many seconds to end."""
     with _made():
-        lock = hold_lock(folder)
+        lock = hold_lock(folder, min(patience, PATIENCE))
     try:
         with _open(folder) as journal:
             yield journal
