@@ -33,7 +33,6 @@ from paceline.observe.loggers import TensorBoard
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
 from paceline.plan import Plan
-from paceline.team.coordinator import STOPPED
 from paceline.team.lease import parse_store
 from paceline.team.link import Link
 from paceline.team.token import keep_token, make_token, read_token
