@@ -32,7 +32,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # 37,800 until each worker had a flight recorder, it could be asked where all stand, drawn on one clock, and be judged,
 # servers dealt tickets to workers that are not in step, and Ray could be asked for hosts.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 39_900, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 40_500, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

@@ -81,12 +81,10 @@ def _say(options: LaunchOptions, text: str) -> None:
 def _as_node(options: LaunchOptions) -> LaunchOptions:
     """The first node listens, the others join it, at a port that all know, with folders of their own in its run folder.
 
-    Where their number may change (Kubernetes) they wait as long as whoever started them lets them.
+    Where their number may change (Kubernetes) they wait as long as whoever started them lets them; and where the first
+    one is replaced, the others come to the next one of its name.
     """
     rank, count, first, gpus = read_nodes()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(STOPPED)
-    )  # or none would come to the first process of a container
     token = take_token()
     if options.token_file is not None:
         token = read_token(Path(options.token_file))
@@ -99,8 +97,9 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     if rank and options.run_dir is not None:
         where["run_dir"] = str(Path(options.run_dir, "hosts", f"node-{rank}"))
     workers = gpus if options.workers == 1 and gpus else options.workers
-    where |= {"patience": PATIENCE if count else math.inf, "again": variable("PACELINE_AGAIN")}
-    return replace(options, workers=workers, token=token, token_file=None, **where)
+    where |= {"patience": PATIENCE if count else math.inf, "epoch": 1 if count else int(time.time())}
+    again = variable("PACELINE_AGAIN")
+    return replace(options, workers=workers, token=token, token_file=None, again=again, **where)
 
 
 def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving) -> tuple[int, bool]:
