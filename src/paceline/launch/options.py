@@ -31,7 +31,7 @@ class LaunchOptions:
     that decides who keeps the coordinator. `nodes`: ``auto`` where each node starts by itself; `token`: the
     run's own, where no file holds it; `patience`: seconds
     in which the run to join may begin; `heard` is told where its coordinator listens, once it does; `again`: the
-    command that goes on with this run, where it is not `paceline run`; `epoch`: of the coordinator that is begun, higher
+    command that goes on with this run, where it is not `paceline run`; `epoch`: of the coordinator that begins, higher
     than that of one which agents may still know by its name. `address` and `size` (workers that the run began with) are
     found out.
     """
