@@ -10,8 +10,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from agents import WORKER, until
-from launching import paceline
+from agents import WORKER, journal, until
+from launching import SCRIPTS, paceline
+from oracle import apart
+from safetensors.torch import load_file
+from test_ssh import SLOWLY
 from warm import environment
 
 from paceline.checkpoint.lock import hold_lock
@@ -109,3 +112,38 @@ def test_a_folder_is_waited_for(tmp_path: Path) -> None:
     timer.start()
     os.close(hold_lock(tmp_path, 60.0))
     timer.join()
+
+
+@pytest.mark.slow
+def test_the_others_come_to_the_next_first_node(tmp_path: Path) -> None:
+    """As in pods: one that is killed is replaced, under its name; what comes out is what one worker gives."""
+    (tmp_path / "train.py").write_text(SLOWLY)
+    (tmp_path / "token").write_text(64 * "k")
+    (tmp_path / "token").chmod(0o600)
+    command = [sys.executable, "-m", "paceline", "run", "--nodes", "auto", "--token-file", "token", "--run-dir", "run"]
+    command += ["--save-every", "1", "--min-workers", "2", "train.py"]
+    scripts = {"PYTHONPATH": str(SCRIPTS)}
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        told = {"JOB_COMPLETION_INDEX": str(number), "PACELINE_FIRST": "localhost", "PACELINE_ADDRESS": "127.0.0.1"}
+        with (tmp_path / f"said-{number}").open("ab") as out:
+            return subprocess.Popen(command, env=environment(**told, **scripts), cwd=tmp_path, stdout=out, stderr=out)
+
+    nodes, run = [start(number) for number in range(2)], tmp_path / "run"
+    try:
+        until(lambda: (run / "journal.jsonl").exists() and bool(journal(run, "formed") and journal(run, "saved")), 200)
+        nodes[0].kill()
+        nodes[0].wait()
+        nodes[0] = start(0)
+        again = "the coordinator is another one now\nworker 1 has joined: 2 workers\n"
+        until(lambda: again in (tmp_path / "said-1").read_text(), 200)
+        (tmp_path / "go").touch()
+        assert [node.wait(200) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert "resuming from step " in (tmp_path / "said-0").read_text()
+    found = load_file(tmp_path / "out.safetensors")
+    paceline("run", "--run-dir", "alone", "train.py", cwd=tmp_path, **scripts)
+    assert apart(found, load_file(tmp_path / "out.safetensors")) < 1e-12

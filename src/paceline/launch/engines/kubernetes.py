@@ -175,10 +175,13 @@ def possess(kubectl: Kubectl, job: str, others: Sequence[Manifest]) -> None:
 
 
 def _checked(done: subprocess.CompletedProcess[str]) -> None:
+    """Shows warnings of the server's, not kubectl's own log."""
+    said = [line for line in done.stderr.splitlines() if not re.match("[IW][0-9]{4} ", line)]
     if done.returncode:
-        why = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        why = " ".join(said) or f"exit code {done.returncode}"
         raise LaunchError(f"Kubernetes refuses ({why})", "see --engine='...' and --dry-run")
-    print(done.stderr, end="", file=sys.stderr, flush=True)  # warnings
+    for line in said:
+        _say(line)
 
 
 # ---- what is seen of pods
