@@ -3,7 +3,7 @@
 A stand-in runs a pod's one container as a process of its own user, hostname, /etc/hosts and mounts, as its manifest
 says, serves its log, and tells the API server what becomes of it. The one that `.ci/kubernetes` builds is 1.20, which
 drops the newer fields of a Job without a word: `completionMode` (so the stand-in numbers the pods, the lowest free
-number first), `podFailurePolicy`, `successPolicy` and `suspend`. `kubernetes-validate` looks at those.
+number first, once who had it is gone), `podFailurePolicy`, `successPolicy` and `suspend`. `kubernetes-validate` looks at those.
 """
 
 from __future__ import annotations
@@ -232,14 +232,14 @@ class Cluster:
         path = f"/api/v1/namespaces/{about['namespace']}/pods/{about['name']}"
         mine = self.containers.get(uid)
         if INDEX not in about.get("annotations", {}):
-            held = {
-                one["metadata"].get("annotations", {}).get(INDEX)
-                for one in others
-                if "Failed" not in str(one["status"])
-            }
-            number = next(n for n in range(100) if str(n) not in held)
-            about.setdefault("annotations", {})[INDEX] = str(number)
-            self.ask("PATCH", path, {"metadata": {"annotations": {INDEX: str(number)}}})
+            job = f"/apis/batch/v1/namespaces/{about['namespace']}/jobs/{about['ownerReferences'][0]['name']}"
+            alike = [one for one in others if one["status"]["phase"] != "Failed"]
+            held = {one["metadata"].get("annotations", {}).get(INDEX) for one in alike}
+            free = [number for number in range(self.ask("GET", job)["spec"]["parallelism"]) if str(number) not in held]
+            if not free:  # that in whose place it is still ends
+                return
+            about.setdefault("annotations", {})[INDEX] = str(free[0])
+            self.ask("PATCH", path, {"metadata": {"annotations": {INDEX: str(free[0])}}})
         if mine is not None and mine.code is not None and pod["status"]["phase"] == "Running":
             self._tell(path, pod, "Succeeded" if mine.code == 0 else "Failed", {"terminated": {"exitCode": mine.code}})
         if about.get("deletionTimestamp"):
@@ -348,13 +348,13 @@ class Cluster:
                 with pod.log.open("rb") as log:
                     if tail := query.get("tailLines"):
                         self.wfile.write(b"".join(log.readlines()[-int(tail[0]) :]))
-                    while True:
-                        ended = pod.code is not None or "follow" not in query
-                        self.wfile.write(log.read())
-                        self.wfile.flush()
-                        if ended:
-                            return
-                        time.sleep(LOOK / 4)
+                    ended = False
+                    with suppress(OSError):  # nobody listens any more
+                        while not ended:
+                            ended = pod.code is not None or "follow" not in query
+                            self.wfile.write(log.read())
+                            self.wfile.flush()
+                            time.sleep(LOOK / 4)
 
             def log_message(self, *_: Any) -> None:
                 pass

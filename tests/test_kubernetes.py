@@ -448,14 +448,13 @@ class TestForReal:
         """The other host's agent waits for the next one of that name, or ends and comes again."""
         process = launched.begun("--save-every", "1")
         lost = launched.pod(0)
-        until(lambda: bool(journal(launched.folder / "run", "saved")), 100)
+        until(lambda: bool(journal(launched.folder / "run", "checkpoint")), 100)
         if how == "killed":
             lost.process.kill()
         else:
             launched.delete(lost)
         launched.another(lost)
-        begun = len(journal(launched.folder / "run", "run"))
-        until(lambda: len(journal(launched.folder / "run", "run")) >= max(2, begun), 200)
+        until(lambda: len(journal(launched.folder / "run", "start")) == 2, 200)
         (launched.folder / "go").touch()
         said = launched.ended(process, 0)
         assert "host 0 was" in said
@@ -472,12 +471,11 @@ class TestForReal:
         name = f"step-{stopped['step']:012d}"
         assert (launched.folder / "run" / "checkpoints" / name / "manifest.json").exists()
 
-    def test_more_hosts_join_and_fewer_leave(self, launched: Launched) -> None:
+    def test_more_hosts_join(self, launched: Launched) -> None:
         process = launched.begun()
         (job,) = [thing for thing in launched.pods.things() if thing.startswith("jobs/")]
-        for count in (3, 1):
-            launched.pods.ask("PATCH", f"/apis/batch/v1/namespaces/default/{job}", {"spec": {"parallelism": count}})
-            until(lambda count=count: len(launched.teams()[-1]) == count or launched.pods.pod(0) is None, 200)  # type: ignore[misc, arg-type]
+        launched.pods.ask("PATCH", f"/apis/batch/v1/namespaces/default/{job}", {"spec": {"parallelism": 3}})
+        until(lambda: len(launched.teams()[-1]) == 3, 200)  # type: ignore[arg-type]
         (launched.folder / "go").touch()
         launched.ended(process, 0)
         launched.as_one_worker()
@@ -492,10 +490,11 @@ class TestForReal:
 
     def test_what_has_no_place_is_told(self, launched: Launched) -> None:
         (launched.folder / "train.py").touch()
+        lacks = "waiting for host 0 (Unschedulable: 0/2 nodes are available: 2"
         for words, told in (
-            (("--cpus=64",), "waiting for host 0 (Unschedulable: 0/2 nodes are available: 2 Insufficient cpu.)\n"),
+            (("--cpus=64",), f"{lacks} Insufficient cpu.)\n"),
             (("--image=none:1",), 'waiting for host 0 (ImagePullBackOff: Back-off pulling image "none:1")\n'),
-            (("--claim=none",), 'waiting for host 0 (Unschedulable: persistentvolumeclaim "none" not found)\n'),
+            (("--claim=none",), f'{lacks} persistentvolumeclaim "none" not found.)\n'),
         ):
             process = launched.start("-N", "1", *words, "train.py")
             assert process.stderr is not None

@@ -131,7 +131,10 @@ def test_the_others_come_to_the_next_first_node(tmp_path: Path) -> None:
 
     nodes, run = [start(number) for number in range(2)], tmp_path / "run"
     try:
-        until(lambda: (run / "journal.jsonl").exists() and bool(journal(run, "formed") and journal(run, "saved")), 200)
+        until(
+            lambda: (run / "journal.jsonl").exists() and bool(journal(run, "formed") and journal(run, "checkpoint")),
+            200,
+        )
         nodes[0].kill()
         nodes[0].wait()
         nodes[0] = start(0)
