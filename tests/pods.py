@@ -3,7 +3,7 @@
 A stand-in runs a pod's one container as a process of its own user, hostname, /etc/hosts and mounts, as its manifest
 says, serves its log, and tells the API server what becomes of it. The one that `.ci/kubernetes` builds is 1.20, which
 drops the newer fields of a Job without a word: `completionMode` (so the stand-in numbers the pods, the lowest free
-number first, once who had it is gone), `podFailurePolicy`, `successPolicy` and `suspend`. `kubernetes-validate` looks at those.
+number first, once who had it is gone), `podFailurePolicy`, `successPolicy`, `suspend`: for `kubernetes-validate`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import base64
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import ssl
@@ -97,6 +98,7 @@ class Cluster:
         self._context, self._over, self._addresses = ssl._create_unverified_context(), threading.Event(), 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
+        self._network = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"  # there may be others
         self._hosts = folder / "hosts"
         self._hosts.write_text("127.0.0.1 localhost\n")
         self._start()
@@ -281,7 +283,7 @@ class Cluster:
         mounts = folder / "mounts"
         mounts.write_text("".join(f"{volumes[m['name']]} {m['mountPath']}\n" for m in container["volumeMounts"]))
         self._addresses += 1
-        pod["address"] = f"127.0.1.{self._addresses}"
+        pod["address"] = f"{self._network}.{self._addresses}"
         job = next(owner["name"] for owner in about["ownerReferences"])
         name = f"{job}-{number}"
         values = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/tmp", "HOSTNAME": name}
