@@ -387,7 +387,7 @@ def _by_name(option: Callable[..., Any], engine: str) -> None:
 def _far(option: Callable[..., Any], engine: str) -> None:
     """Options of a run on other hosts."""
     option("--workers-per-host", least=1, metavar="N", help="workers on each host (default: its GPUs, else 1)")
-    own, there = ("the path of this one",) * 2 if engine != "kubectl" else ("python", "the image's")
+    own, there = ("the path of this one",) * 2 if engine != "kubectl" else ("python", "the run's volume")
     if engine != "kubectl":
         option("--listen", metavar="ADDR[:PORT]", help="where the others reach the first host (default: found out)")
     option("--python", metavar="PATH", help=f"the hosts' Python (default: {own})")

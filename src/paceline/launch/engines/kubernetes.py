@@ -269,10 +269,10 @@ class Follower:
                 _say(f"the job {self._job.name} is gone: somebody has deleted it")
                 return self._asked
             self._look_for_missing(int(jobs[0]["spec"]["parallelism"]))
-            self._follow()
             verdict = self._verdict(jobs[0], pods)
             if verdict is not None:
                 return verdict
+            self._follow()
 
     def remove(self) -> None:
         """Removes all that was made, and waits for it; once more told to stop, without waiting for the pods' ends."""
@@ -337,7 +337,7 @@ class Follower:
             and (self._whole or not self._output.returncode)
         ):
             return
-        if self._told is not None and uid != self._followed:  # one that takes its place, until the Job is gone
+        if self._followed not in ("", uid):  # one that takes its place: that one's end comes first
             return
         if state(first).keys() & {"running", "terminated"}:
             self._shown = self._shown if uid == self._followed else 0
@@ -368,6 +368,9 @@ class Follower:
             self._copies.join()
         followed = [pod for pod in pods if str(pod["metadata"]["uid"]) == self._followed]
         ended = code(followed[0] if followed else None) if self._followed else None
+        broke = self._output is not None and bool(self._output.returncode) and not self._whole
+        if ended is not None and broke and followed and followed[0] is self._pods.get(0):
+            return None  # it is shown once more
         conditions = job["status"].get("conditions", [])
         failed = [one for one in conditions if one["type"] == "Failed" and one["status"] == "True"]
         if ended is not None and self._told is not None:

@@ -181,7 +181,7 @@ def _container(job: PodJob) -> Manifest:
         "name": CONTAINER,
         "image": job.image,
         "command": [literal(word) for word in (*before, *job.command)],
-        **({"workingDir": job.cwd} if job.cwd else {}),
+        "workingDir": job.cwd or RUNS,  # what a script writes beside itself is to stay
         "env": [
             {"name": "PACELINE_FIRST", "value": first},
             {"name": "PACELINE_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
