@@ -74,6 +74,7 @@ def _run(take_over: Path | None, **options: Any) -> int | str:
 
 FAR = (
     *("hosts", "hostfile", "sync", "nodes", "detach", "address", "wait"),  # of one engine
+    *("image", "namespace", "gpus", "cpus", "memory", "claim"),  # of pods
     *("workers_per_host", "listen", "python", "cwd", "setup", "env", "engine", "dry_run"),
 )
 
@@ -304,6 +305,25 @@ def _launching(add: Callable[..., Any]) -> None:
     option("--address", metavar="HOST:PORT", help="of the cluster (default: RAY_ADDRESS, or that which runs here)")
     option("--wait", least=0, default=300, metavar="SECONDS", help="for Ray to place all hosts (default 300)")
     _by_name(option, "Ray")
+    option = add(
+        "launch kubernetes",
+        partial(_launch, "kubernetes"),
+        "train in pods of a Kubernetes",
+        "examples:\n"
+        "  paceline launch kubernetes -N 4 --image train:1 --gpus 8 --claim runs train.py\n"
+        "  paceline launch kubernetes -N 4 --image train:1 --claim runs /app/train.py     a script of the image\n"
+        "  paceline launch kubernetes -N 4 --image train:1 --claim runs --dry-run train.py",
+        "Makes a Job with a pod a host, and follows it to the end. The script goes along, unless its path is absolute.",
+    )
+    option("-N", "--nodes", least=1, metavar="N", help="how many hosts")
+    option("--image", metavar="IMAGE", help="the pods' image: it has Python and Paceline")
+    option("--namespace", metavar="NAME", help="where they run (default: kubectl's)")
+    option("--claim", metavar="NAME", help="a PersistentVolumeClaim that all hosts may write, for the run folder")
+    option("--gpus", least=1, metavar="N", help="NVIDIA's GPUs of each host (default: none)")
+    option("--cpus", metavar="Q", help="cores that each host asks for, as 8 or 500m (default: one for each worker)")
+    option("--memory", metavar="Q", help="memory of each host, as 16Gi (default: no limit)")
+    option("--detach", action="store_true", help="let it go on by itself, and do not follow")
+    _far(option, "kubectl")
 
 
 def _by_name(option: Callable[..., Any], engine: str) -> None:
@@ -319,9 +339,11 @@ def _by_name(option: Callable[..., Any], engine: str) -> None:
 def _far(option: Callable[..., Any], engine: str) -> None:
     """Options of a run on other hosts."""
     option("--workers-per-host", least=1, metavar="N", help="workers on each host (default: its GPUs, else 1)")
-    option("--listen", metavar="ADDR[:PORT]", help="where the others reach the first host (default: found out)")
-    option("--python", metavar="PATH", help="the hosts' Python (default: the path of this one)")
-    option("--cwd", metavar="DIR", help="the folder to run in (default: the path of this one)")
+    own, there = ("the path of this one",) * 2 if engine != "kubectl" else ("python", "the run's volume")
+    if engine != "kubectl":
+        option("--listen", metavar="ADDR[:PORT]", help="where the others reach the first host (default: found out)")
+    option("--python", metavar="PATH", help=f"the hosts' Python (default: {own})")
+    option("--cwd", metavar="DIR", help=f"the folder to run in (default: {there})")
     option("--setup", metavar="SHELL", help="what a shell runs there first, as 'module load cuda'")
     option("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the workers; repeatable")
     option("--engine", default="", blank=True, metavar="OPTIONS", help=f"handed on to {engine} as it is")
@@ -435,8 +457,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return hosted()
         if words[:1] == ["launch"]:
-            if words[1:2] not in (["ssh"], ["mpi"], ["slurm"], ["ray"]):
-                raise UsageError("where to launch is not said", "write paceline launch ssh, mpi, slurm or ray")
+            if words[1:2] not in (["ssh"], ["mpi"], ["slurm"], ["ray"], ["kubernetes"]):
+                raise UsageError(
+                    "where to launch is not said", "write paceline launch ssh, mpi, slurm, ray or kubernetes"
+                )
             words[:2] = [" ".join(words[:2])]
         if words and words[0].endswith(".py"):
             raise UsageError(f"{shown(words[0])} is no command", f"write paceline run {shown(words[0])}")

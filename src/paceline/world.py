@@ -328,30 +328,28 @@ def slurm_job(env: Mapping[str, str] | None = None) -> SlurmJob | None:
     return SlurmJob(number, nodes, _number(env, "SLURM_RESTART_COUNT", 0), batch)
 
 
-# What tells a node that starts by itself its number, how many there are, the first one's address (of several: the
-# first) and its GPUs.
+# What tells a node that starts by itself its number, how many there are (nothing: that may change), the first one's
+# address (of several: the first), its GPUs, and where it is the first one the address that is its own.
 NODES = {
-    "SkyPilot": ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE"),
-    "dstack": ("DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP", "DSTACK_GPUS_PER_NODE"),
-    "Kubeflow": ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_NPROC_PER_NODE"),
+    "SkyPilot": ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE", ""),
+    "dstack": ("DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP", "DSTACK_GPUS_PER_NODE", ""),
+    "Kubeflow": ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_NPROC_PER_NODE", ""),
+    "Kubernetes": ("JOB_COMPLETION_INDEX", "", "PACELINE_FIRST", "", "PACELINE_ADDRESS"),
 }
 
 
 def read_nodes(env: Mapping[str, str] | None = None) -> tuple[int, int, str, int]:
-    """This node's number, how many there are, the first one's address, and its GPUs (0: not said). UsageError: nobody
-    says so, or two disagree.
+    """This node's number, how many there are (0: that may change), the first one's address, and its GPUs (0: not said).
+    UsageError: nobody says so, or two disagree.
     """
     env, found = os.environ if env is None else env, {}
-    for name, (rank, count, first, here) in NODES.items():
-        if env.get(rank):
-            gpus = env.get(here, "")
-            address = [*env.get(first, "").split(), ""][0]
-            found[name] = (
-                _number(env, rank, 0),
-                _number(env, count, 1, 1),
-                address,
-                int(gpus) if gpus.isdecimal() else 0,
-            )
+    for name, (rank, count, first, here, own) in NODES.items():
+        # Kubernetes numbers pods for everybody's purposes: it counts where our manifest, or one like it, says more.
+        if env.get(rank) and (count or env.get(first)):
+            number, gpus = _number(env, rank, 0), env.get(here, "")
+            address = [*env.get(first, "").split(), ""][0] if number or not own else env.get(own, "")
+            many = _number(env, count, 1, 1) if count else 0
+            found[name] = (number, many, address, int(gpus) if gpus.isdecimal() else 0)
     if not found:
         what = f"--nodes auto finds no variables of {', '.join(NODES)}"
         raise UsageError(what, "say --listen on the first node and --join on the others")

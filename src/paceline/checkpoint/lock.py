@@ -13,11 +13,12 @@ from paceline.errors import LaunchError
 PATIENCE = 5.0  # seconds in which forked children of a dead holder, who share its lock, may still be ending
 
 
-def hold_lock(folder: Path) -> int:
+def hold_lock(folder: Path, patience: float = 0.0) -> int:
     """Makes `folder` where it is missing (mode 0700) and locks it for this process.
 
     The lock (flock on ``folder/lock``) lasts until the returned descriptor is closed or the process ends.
-    LaunchError: a living process holds it. Windows has no such lock.
+    LaunchError: after `patience` seconds a living process still holds it, or a lost host's that a server of files
+    takes for living. Windows has no such lock.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # not inherited by what is exec'd
@@ -25,14 +26,15 @@ def hold_lock(folder: Path) -> int:
         return fd
     import fcntl
 
-    end = time.monotonic() + PATIENCE
+    end, late = (time.monotonic() + seconds for seconds in (PATIENCE, patience))
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
             pid, _, host = os.pread(fd, 200, 0).decode().strip().partition(" ")
-            if host == socket.gethostname() and not os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
+            ending = host == socket.gethostname() and not os.path.exists(f"/proc/{pid}")
+            if time.monotonic() < (max(end, late) if ending else late):
                 time.sleep(0.05)
                 continue
             os.close(fd)

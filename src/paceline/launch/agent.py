@@ -97,7 +97,7 @@ class Agent:
         self._workers.selector.register(self._link, selectors.EVENT_READ, self._ordered)
         try:
             if self._ending.first:
-                self._keep(1 if self._lease is None else self._lease.begin(), None)
+                self._keep(self._options.epoch if self._lease is None else self._lease.begin(), None)
             if self._lease is not None:
                 self._lease.start()
             self._prepare()

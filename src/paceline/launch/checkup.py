@@ -91,16 +91,16 @@ def _memory() -> Iterator[Finding]:
 
 
 def _shared() -> Iterator[Finding]:
-    """Room for what workers of a host share, and a copy of it that is compared."""
+    """Room for the rows that loader processes hand over, and a copy through shared memory that is compared."""
     if not SHM.is_dir():
-        yield Finding(f"there is no {SHM}", "mount a tmpfs there: workers of a host exchange gradients in it")
+        yield Finding(f"there is no {SHM}", "mount a tmpfs there: loader processes hand rows over in it")
         return
     free = shutil.disk_usage(SHM).free
     what, cure = f"{size_of(free)} free in {SHM}", "docker run --shm-size=8g, or a memory emptyDir in Kubernetes"
     if free < 2 * COPIED:
         yield Finding(what, cure)
         return
-    yield Finding(what, note="" if free >= LEAST_SHM else f"each worker has about its gradients there; {cure}")
+    yield Finding(what, note="" if free >= LEAST_SHM else f"loader processes hand rows over in it; {cure}")
     pattern = os.urandom(1 << 20) * (COPIED >> 20)
     with tempfile.TemporaryFile(dir=SHM) as file:
         file.truncate(COPIED)

@@ -24,6 +24,7 @@ from paceline.team.link import Link, RefusedError
 from paceline.team.token import NAME, read_token
 
 LONGEST = 30  # lines of a difference that are shown
+NAMELESS = 0.5  # seconds between two questions for a name
 
 
 def likeness(options: LaunchOptions, text: bytes | None = None) -> dict[str, Any]:
@@ -92,12 +93,21 @@ def listen(options: LaunchOptions) -> socket.socket:
     return listener
 
 
-def stand_by(towards: tuple[str, int]) -> socket.socket:
-    """A socket at the address from which the coordinator is reached, for one that takes over. Nobody answers yet."""
-    standby = socket.socket()
+def stand_by(towards: tuple[str, int], patience: float = 0.0) -> socket.socket:
+    """A socket at the address from which the coordinator is reached, for one that takes over. Nobody answers yet. The
+    coordinator's name may be known to nobody for so many seconds.
+    """
+    standby, end = socket.socket(), time.monotonic() + patience
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(towards)
+            while True:
+                try:
+                    probe.connect(towards)
+                    break
+                except socket.gaierror:
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(NAMELESS)
             standby.bind((probe.getsockname()[0], 0))
     except OSError as error:
         standby.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -36,7 +37,7 @@ from paceline.plan import Plan
 from paceline.team.lease import parse_store
 from paceline.team.link import Link
 from paceline.team.token import keep_token, make_token, read_token
-from paceline.world import parse_save_every, parse_shares, read_nodes, take_token
+from paceline.world import parse_save_every, parse_shares, read_nodes, take_token, variable
 
 PORT, PATIENCE = 29400, 300.0  # of the first of several nodes; seconds in which it is to begin
 FILES = 8  # that are open for a worker: three pipes, two sockets, its log, its pidfd, its pulse
@@ -85,7 +86,11 @@ def _say(options: LaunchOptions, text: str) -> None:
 
 
 def _as_node(options: LaunchOptions) -> LaunchOptions:
-    """The first node listens, the others join it, at a port that all know."""
+    """The first node listens, the others join it, at a port that all know, with folders of their own in its run folder.
+
+    Where their number may change (Kubernetes) they wait as long as whoever started them lets them; and where the first
+    one is replaced, the others come to the next one of its name.
+    """
     rank, count, first, gpus = read_nodes()
     token = take_token()
     if options.token_file is not None:
@@ -93,11 +98,15 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     if token is None or len(token) < 32:
         cure = "give all nodes the same --token-file or PACELINE_TOKEN, of 32 characters or more"
         raise UsageError("--nodes auto needs a secret that the nodes share", cure)
-    if not first and count > 1:
+    if not first and count != 1:
         raise UsageError("the variables of this node do not say where the first one is", "say --listen and --join")
-    where: dict[str, Any] = {"join" if rank else "listen": f"{first}:{PORT}"} if count > 1 else {}
+    where: dict[str, Any] = {"join" if rank else "listen": f"{first}:{PORT}"} if count != 1 else {}
+    if rank and options.run_dir is not None:
+        where["run_dir"] = str(Path(options.run_dir, "hosts", f"node-{rank}"))
     workers = gpus if options.workers == 1 and gpus else options.workers
-    return replace(options, workers=workers, token=token, token_file=None, patience=PATIENCE, **where)
+    where |= {"patience": PATIENCE if count else math.inf, "epoch": 1 if count else int(time.time())}
+    again = variable("PACELINE_AGAIN")
+    return replace(options, workers=workers, token=token, token_file=None, again=again, **where)
 
 
 def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, notifier: Notifier) -> tuple[int, bool]:
@@ -105,7 +114,7 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
     folder = _folder(options)
-    with _held(folder, notifier) as journal:
+    with _held(folder, options.patience, notifier) as journal:
         if compared:
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
         numbers = list(range(options.workers))
@@ -133,10 +142,13 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
     own = folder is None
     if folder is None:
         folder = _folder(options)
-    standby = stand_by(address)
+    standby = stand_by(address, options.patience)
     link = Link(address, token, introduction(options, folder, [], standby))
     options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
-    with (_held if own else _open)(folder, notifier) as journal, Progress(Console(stderr=True)) as progress:
+    with (
+        _held(folder, options.patience, notifier) if own else _open(folder, notifier) as journal,
+        Progress(Console(stderr=True)) as progress,
+    ):
         if own:
             keep_token(folder, token)  # it may be this host that is joined one day
         agent = Agent(options, folder, journal, progress, link, numbers, standby)
@@ -160,10 +172,10 @@ def _made() -> Iterator[None]:
 
 
 @contextmanager
-def _held(folder: Path, notifier: Notifier) -> Iterator[Journal]:
-    """The journal of a folder that nobody else uses meanwhile."""
+def _held(folder: Path, patience: float, notifier: Notifier) -> Iterator[Journal]:
+    """The journal of a folder that nobody else uses meanwhile: who did before has so many seconds to end."""
     with _made():
-        lock = hold_lock(folder)
+        lock = hold_lock(folder, min(patience, PATIENCE))
     try:
         with _open(folder, notifier) as journal:
             yield journal

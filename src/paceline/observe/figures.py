@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.world import SERVERS
@@ -107,15 +107,16 @@ def ranks(workers: Iterable[int]) -> str:
     numbers = {*workers}
     servers = {number for number in numbers if number >= SERVERS}
     some = ("worker", sorted(numbers - servers)), ("server", sorted(number - SERVERS for number in servers))
-    return " and ".join(_spans(kind, those) for kind, those in some if those or (kind == "worker" and not servers))
+    return " and ".join(spans(kind, those) for kind, those in some if those or (kind == "worker" and not servers))
 
 
-def _spans(kind: str, numbers: list[int]) -> str:
-    spans: list[list[int]] = []
+def spans(kind: str, numbers: Sequence[int]) -> str:
+    """`host 2`, `hosts 0, 2-3`, of numbers in order."""
+    found: list[list[int]] = []
     for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
         else:
-            spans.append([number, number])
-    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+            found.append([number, number])
+    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in found)
     return f"{kind}{'s' if len(numbers) > 1 else ''} {text}"

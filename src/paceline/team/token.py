@@ -28,14 +28,17 @@ def keep_token(folder: Path, token: bytes) -> None:
 
 
 def read_token(path: Path) -> bytes:
-    """The token in a file. UsageError: there is none, or others than its owner may read it."""
+    """The token in a file. UsageError: there is none, or others than its owner may read it; where that is root, and we
+    are not, its group may: so Kubernetes hands a Secret to a container's user.
+    """
     try:
         with path.open("rb") as file:
-            mode, token = os.fstat(file.fileno()).st_mode, file.read(1024).strip()
+            status, token = os.fstat(file.fileno()), file.read(1024).strip()
     except OSError as error:
         cure = "copy the file token of the run folder here, readable by nobody else"
         raise UsageError(f"there is no token to read at {path} ({error.strerror})", cure) from error
-    if mode & 0o077:
+    handed = status.st_uid == 0 != os.geteuid()
+    if status.st_mode & (0o037 if handed else 0o077):
         raise UsageError(f"the token {path} can be read by others", f"chmod 600 {path}")
     if len(token) < 32:
         raise UsageError(f"{path} holds no token", "copy the file token of the run folder again")

@@ -18,6 +18,7 @@ from typing import Any
 
 from paceline.errors import LaunchError, UsageError, shown
 from paceline.launch.engines.engine import Engine, Host, parse_hosts, read_hosts
+from paceline.launch.engines.kubernetes import launch_pods
 from paceline.launch.engines.launcher import HostJob, Launcher
 from paceline.launch.engines.mpi import Mpi, queued
 from paceline.launch.engines.ray import Ray, ask, bundles
@@ -37,8 +38,9 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
     if script is None:
         raise UsageError("no script was given", "give the path of the Python file that trains")
     module = script if options["module"] else None
-    options |= {"script": find_module(script) if module else script, "module": module}
-    if not Path(options["script"]).is_file():
+    in_image = where == "kubernetes" and (module is not None or script.startswith("/"))
+    options |= {"script": find_module(script) if module and not in_image else script, "module": module}
+    if not in_image and not Path(options["script"]).is_file():
         raise UsageError(f"the script {script} does not exist", "give the path of the Python file that trains")
     environment = {name: _value(name, value) for name, _, value in (word.partition("=") for word in given["env"])}
     again: list[str] = _without_values(words)
@@ -46,6 +48,8 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         stem = module or Path(script).stem
         options["run_dir"] = f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         again[3:3] = ["--run-dir", str(options["run_dir"])]
+    if where == "kubernetes":
+        return launch_pods(given, options, environment, shlex.join(again))
     options |= {"environment": environment, "again": shlex.join(again)}
     job = HostJob(
         options,

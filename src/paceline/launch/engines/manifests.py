@@ -1,0 +1,197 @@
+"""What `paceline launch kubernetes` asks a cluster for, as data: a Job with one pod a host, and what its pods need.
+
+Its fields are those of Kubernetes 1.31 (https://kubernetes.io/docs/reference/kubernetes-api/). No torch.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.local import PORT
+from paceline.team.coordinator import STOPPED
+
+LABEL = "paceline/run"  # on all that belongs to a run: its name
+INDEX = "batch.kubernetes.io/job-completion-index"  # the annotation of a pod that numbers it
+CONTAINER = "paceline"
+RUNS, TOKEN, SCRIPTS = "/mnt/run", "/mnt/paceline", "/mnt/script"  # where a container has them
+USER = 1000
+GRACE = 120  # seconds for a checkpoint, as before a time limit of Slurm's
+KEPT = 86_400  # seconds that an ended Job stays which nobody follows
+# Ends that were not the run's own: it was stopped (the same command goes on), or killed by SIGKILL or SIGTERM.
+PASSING = (STOPPED, 137, 143)
+PLACEHOLDER = "..."  # for a value of the Secret that is shown
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PodJob:
+    """What runs in each of `hosts` pods of `image`: `command`, of which the first word is found there, in the folder
+    `cwd`, after the lines of shell in `setup`. `script` is a file here that goes along. `values` are variables for the
+    workers, `again` is the command that goes on with the run. The run folder is on the `claim`, if there is one.
+    `resources` are those of a container.
+    """
+
+    name: str
+    namespace: str | None
+    image: str
+    hosts: int
+    command: Sequence[str]
+    token: str = field(repr=False)
+    values: Mapping[str, str] = field(default_factory=dict, repr=False)
+    script: Path | None = None
+    cwd: str | None = None
+    setup: str = ""
+    claim: str | None = None
+    resources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    restarts: int = 10
+    again: str = ""
+
+
+def run_name(stem: str) -> str:
+    """A name that nobody has, for all that is made: a label of DNS (RFC 1035), which leaves room for `-0` and more."""
+    text = re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")[:30].strip("-")
+    text = text if text[:1].isalpha() else f"run-{text}".strip("-")
+    return f"{text}-{''.join(secrets.choice('bcdfghjklmnpqrstvwxz2456789') for _ in range(5))}"
+
+
+def manifests(job: PodJob, shown: bool = False) -> list[Manifest]:
+    """All of it, the Job last. `shown`: without the Secret's values."""
+    found = [_secret(job, shown), *([] if job.script is None else [_script(job, job.script)]), _service(job)]
+    return [*found, _policy(job), _job(job)]
+
+
+def literal(text: str) -> str:
+    """A word in which Kubernetes is to replace nothing, as it does ``$(NAME)`` in commands and variables."""
+    return text.replace("$", "$$")
+
+
+def _thing(job: PodJob, kind: str, version: str = "v1", **more: Any) -> Manifest:
+    about = {"name": job.name, "labels": {LABEL: job.name, "app.kubernetes.io/managed-by": "paceline"}}
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": about | ({"namespace": job.namespace} if job.namespace else {}),
+        **more,
+    }
+
+
+def _secret(job: PodJob, shown: bool) -> Manifest:
+    held = {"token": job.token, **{_key(name): value for name, value in job.values.items()}}
+    return _thing(job, "Secret", type="Opaque", stringData=dict.fromkeys(held, PLACEHOLDER) if shown else held)
+
+
+def _key(name: str) -> str:
+    return f"env.{name}"  # a variable may be called token
+
+
+def _script(job: PodJob, path: Path) -> Manifest:
+    data = path.read_bytes()
+    try:
+        return _thing(job, "ConfigMap", data={"script": data.decode()})
+    except UnicodeDecodeError:
+        return _thing(job, "ConfigMap", binaryData={"script": base64.b64encode(data).decode()})
+
+
+def _service(job: PodJob) -> Manifest:
+    """Gives the first pod its name, also while it is not ready: the others wait for it."""
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {LABEL: job.name}}
+    return _thing(job, "Service", spec={**spec, "ports": [{"name": "coordinator", "port": PORT}]})
+
+
+def _policy(job: PodJob) -> Manifest:
+    """Nobody but the run's own pods reaches them; what they reach is free: data, checkpoints, names."""
+    own = {"podSelector": {"matchLabels": {LABEL: job.name}}}
+    spec = {**own, "policyTypes": ["Ingress"], "ingress": [{"from": [own]}]}
+    return _thing(job, "NetworkPolicy", "networking.k8s.io/v1", spec=spec)
+
+
+def _job(job: PodJob) -> Manifest:
+    """A pod that is lost is replaced, which is a failure only where it was killed without a word of Kubernetes' own; a
+    run that failed is not begun again; it is finished when its first host says so.
+    """
+    rules: list[Manifest] = [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "Ignore", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED]}},
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": CONTAINER, "operator": "NotIn", "values": [*PASSING]},
+        },
+    ]
+    spec = {
+        "completionMode": "Indexed",
+        "completions": job.hosts,
+        "parallelism": job.hosts,
+        "backoffLimit": job.restarts,
+        "podFailurePolicy": {"rules": rules},
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+        "ttlSecondsAfterFinished": KEPT,
+    }
+    labels = {LABEL: job.name, "app.kubernetes.io/managed-by": "paceline"}
+    return _thing(
+        job, "Job", "batch/v1", spec={**spec, "template": {"metadata": {"labels": labels}, "spec": _pod(job)}}
+    )
+
+
+def _pod(job: PodJob) -> Manifest:
+    claim: Manifest = {"persistentVolumeClaim": {"claimName": job.claim}} if job.claim else {"emptyDir": {}}
+    token = {"secretName": job.name, "defaultMode": 0o400, "items": [{"key": "token", "path": "token"}]}
+    volumes = [
+        {"name": "run", **claim},
+        {"name": "token", "secret": token},
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},  # as large as the pod's own memory: else 64 MB
+    ]
+    if job.script is not None:
+        items = [{"key": "script", "path": job.script.name}]
+        volumes.append({"name": "script", "configMap": {"name": job.name, "items": items}})
+    apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+    user = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
+    return {
+        "restartPolicy": "Never",
+        "subdomain": job.name,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE,
+        "topologySpreadConstraints": [{**apart, "labelSelector": {"matchLabels": {LABEL: job.name}}}],
+        "securityContext": {
+            **user,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(job)],
+        "volumes": volumes,
+    }
+
+
+def _container(job: PodJob) -> Manifest:
+    places = {"run": RUNS, "token": TOKEN, "memory": "/dev/shm", "script": SCRIPTS}
+    mounts = [
+        {"name": name, "mountPath": path, **({"readOnly": True} if name in ("token", "script") else {})}
+        for name, path in places.items()
+        if name != "script" or job.script is not None
+    ]
+    before = ["sh", "-c", f'{job.setup}\nexec "$@"', "sh"] if job.setup else []
+    first = f"{job.name}-0.{job.name}"
+    return {
+        "name": CONTAINER,
+        "image": job.image,
+        "command": [literal(word) for word in (*before, *job.command)],
+        "workingDir": job.cwd or RUNS,  # what a script writes beside itself is to stay
+        "env": [
+            {"name": "PACELINE_FIRST", "value": first},
+            {"name": "PACELINE_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "PACELINE_AGAIN", "value": literal(job.again)},
+            *(
+                {"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": _key(name)}}}
+                for name in job.values
+            ),
+        ],
+        "resources": {kind: dict(amounts) for kind, amounts in job.resources.items()},
+        "volumeMounts": mounts,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
