@@ -328,6 +328,11 @@ def asked() -> Iterator[str]:
     nodes = Asked(SKYPILOT_NODE_RANK="1", DSTACK_NODE_RANK="1", PET_NODE_RANK="1")
     assert (read_nodes(nodes), take_token(nodes)) == ((1, 1, "", 0), None)
     yield from nodes.names
+    pod = Asked(JOB_COMPLETION_INDEX="0", PACELINE_FIRST="first")
+    assert read_nodes(pod) == (0, 0, "", 0)
+    yield from pod.names - {""}
+    assert 'variable("PACELINE_AGAIN")' in (SOURCE / "launch" / "local.py").read_text()
+    yield "PACELINE_AGAIN"
 
 
 def test_every_environment_variable_is_documented() -> None:

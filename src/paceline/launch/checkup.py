@@ -190,7 +190,8 @@ def _start() -> Iterator[Finding]:
         yield Finding(error.what, error.cure)
     try:
         number, count, first, _ = read_nodes()
-        yield Finding(f"node {number} of {count} at {first}: `paceline run --nodes auto train.py` on each makes a team")
+        of = f" of {count}" if count else ""  # else that may change
+        yield Finding(f"node {number}{of} at {first}: `paceline run --nodes auto train.py` on each makes a team")
     except PacelineError as error:
         if "disagree" in error.what:
             yield Finding(error.what, error.cure)
