@@ -61,7 +61,7 @@ def test_runs_are_listed_by_time(two: Path, capsys: pytest.CaptureFixture[str]) 
         "runs/b  2023-11-14 22:13  data=2   2        30     15.00  accuracy 0.5000  7.0      finished at step 30",
         "runs/a  2023-11-14 22:14  shard=2  2        40     10.00  accuracy 0.2500  7.0      finished at step 40",
     ]
-    assert main(["runs", "runs/a", "--json"]) == 0
+    assert main(["runs", "runs/a", "./runs/a", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
         {
             "run": "runs/a",

@@ -25,7 +25,8 @@ Rows = list[list[str]]
 
 def runs(folders: Sequence[Path] = (), as_json: bool = False) -> str:
     """The runs in these folders, or below them, the oldest first: a line each. UsageError: there is none."""
-    found = [Path(path) for folder in folders or [Path("runs")] for path in _runs_in(Path(folder))]
+    some = [Path(path) for folder in folders or [Path("runs")] for path in _runs_in(Path(folder))]
+    found = {path.resolve(): path for path in some}.values()  # each once
     if not found:
         where = ", ".join(map(str, folders)) or "runs/"
         raise UsageError(f"there is no run in {where}", "name a folder of runs: paceline runs FOLDER")
