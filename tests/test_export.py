@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import find_checkpoint, weights_of, write_checkpoint
+from launching import train_basics
 from safetensors.torch import load_file
 from test_checkpoint import equal, flip, sample
 from test_checkpoint_tree import refusal, same
@@ -313,6 +314,27 @@ def test_a_full_disk_leaves_the_former_export(full_disk: Path, tmp_path: Path, o
     )
     assert os.listdir(full_disk) == ["out"]
     assert same(loaded_by_torch(out, small) if "layout" in options else read_folder(out), small)
+
+
+LARGE = """
+model = lambda: nn.Sequential(nn.Linear(10, 300), nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2)).double()
+t = make(model=model)
+for report in t.steps(data, count=1): pass
+t.export("small/model.safetensors")
+"""
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("plan", ["data=2", pytest.param("shard=2", marks=pytest.mark.slow)])
+def test_all_workers_hear_that_one_could_not_write(plan: str, full_disk: Path, tmp_path: Path) -> None:
+    """Midway, when the disk is full: others do not end well, and none waits for the rest."""
+    said = train_basics(tmp_path, LARGE, 2, "--plan", plan, code=1).stderr
+    assert (
+        "CheckpointError: the model could not be written to small/model.safetensors: No space left on device; "
+        "free some space (it needs 1.5 MB) or choose another file\n" in said
+    )
+    assert "worker 1 failed in the same way\n" in said
+    assert os.listdir(full_disk) == []
 
 
 EXPORT_AND_MEASURE = """

@@ -487,7 +487,7 @@ class Trainer(Telling):
     def _write(self, path: Path) -> None:
         self._group.enter("export()")
         state = in_pieces(self.model.state_dict(keep_vars=True), self._job.cuts, self._job.place)
-        write_together(state, path, self._run.main, self._job.replica)
+        write_together(state, path, self._run.main, self._job.replica, self._group)
 
     def stop(self) -> None:
         """Ends the training when the loop asks for its next step; the run then counts as finished. Collective."""

@@ -43,21 +43,37 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 State = Mapping[str, torch.Tensor]
 
 
-def write_together(state: Mapping[str, torch.Tensor | Held], out: Path, main: bool, replica: Group | None) -> None:
-    """Writes `state` as `write_model` does, on the `main` worker. Tensors of which each worker of a `replica` has a
-    piece are gathered one after another, by all workers, which therefore call this together.
+def write_together(
+    state: Mapping[str, torch.Tensor | Held], out: Path, main: bool, replica: Group | None, group: Group
+) -> None:
+    """Writes `state` as `write_model` does, on the `main` worker of a `group`; what that raises all raise. Tensors of
+    which each worker of a `replica` has a piece are gathered one after another, by all. Collective.
     """
     whole: dict[str, torch.Tensor] = {}
+    pieces: dict[str, torch.Tensor] = {}  # that are not gathered yet
+
+    def gather(name: str, held: Held) -> torch.Tensor:
+        assert replica is not None
+        pieces.pop(name, None)
+        return replica.whole(held)
+
     for name, value in state.items():
         if isinstance(value, Held):
             assert replica is not None
             replica.enter("the pieces of an export", check=False, kind="all_gather")
-            value = Deferred(partial(replica.whole, value), value.shape, value.tensor.dtype)
+            value = pieces[name] = Deferred(partial(gather, name, value), value.shape, value.tensor.dtype)
         whole[name] = value
-    if main:
-        write_model(whole, out)
-    elif any(isinstance(value, Deferred) for value in whole.values()):
-        deque(tensor_chunks(whole), maxlen=0)
+    trouble: list[Any] = []
+    try:
+        if main:
+            write_model(whole, out)
+    except (CheckpointError, UsageError) as error:
+        trouble = [isinstance(error, UsageError), error.what, error.cure]
+    if pieces:
+        deque(tensor_chunks(dict(pieces)), maxlen=0)
+    group.enter("whether an export was written", check=False, kind="figures")
+    for usage, what, cure in filter(None, group.gather_json(trouble)):
+        raise (UsageError if usage else CheckpointError)(what, cure)
 
 
 def write_model(state: State, out: Path) -> int:
