@@ -472,15 +472,6 @@ class TestForReal:
         name = f"step-{stopped['step']:012d}"
         assert (launched.folder / "run" / "checkpoints" / name / "manifest.json").exists()
 
-    def test_more_hosts_join(self, launched: Launched) -> None:
-        process = launched.begun()
-        (job,) = [thing for thing in launched.pods.things() if thing.startswith("jobs/")]
-        launched.pods.ask("PATCH", f"/apis/batch/v1/namespaces/default/{job}", {"spec": {"parallelism": 3}})
-        until(lambda: len(launched.teams()[-1]) == 3, 200)  # type: ignore[arg-type]
-        (launched.folder / "go").touch()
-        launched.ended(process, 0)
-        launched.as_one_worker()
-
     def test_a_failure_on_another_host_is_that_of_a_local_run(self, launched: Launched) -> None:
         fails = "    if report.step >= 20 and os.environ['PACELINE_RANK'] != '0':\n        raise ValueError('here')\n"
         (launched.folder / "train.py").write_text(SLOWLY.replace("trainer.export", f"{fails}trainer.export"))
