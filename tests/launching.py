@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE
+from typing import Protocol, TypeVar
 
 from warm import SCRIPTS as SCRIPTS
 from warm import Process, environment
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
+Closed = TypeVar("Closed", bound=Closes)
 
 # For the environment of scripts that import them, which takes each process seconds.
 MODELS = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "falcon", "bert", "vit", "t5"))
@@ -97,3 +107,17 @@ def without_an_agent(*scripts: Path, cwd: Path | None = None, **env: str) -> lis
     ]
     said = [worker.communicate(timeout=120)[1] for worker in workers]
     return [(worker.returncode, text) for worker, text in zip(workers, said, strict=True)]
+
+
+@contextmanager
+def in_short_folder(make: Callable[[Path], Closed], prefix: str) -> Iterator[Closed]:
+    """What is made in a folder with a short path, in which sockets may lie; it is closed, and the folder removed."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    made = None
+    try:
+        made = make(folder)
+        yield made
+    finally:
+        if made is not None:
+            made.close()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from cases import Case, right
+from launching import SCRIPTS, paceline
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -87,3 +90,10 @@ def apart(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> flo
     assert mine.keys() == theirs.keys()
     difference = sum(float((mine[n].double() - theirs[n].double()).square().sum()) for n in mine)
     return (difference / sum(float(theirs[n].double().square().sum()) for n in theirs)) ** 0.5
+
+
+def as_one_worker(folder: Path) -> None:
+    """What train.py of the folder exports to out.safetensors is what one worker gives, whom this starts."""
+    found = load_file(folder / "out.safetensors")
+    paceline("run", "--run-dir", "alone", "train.py", cwd=folder, PYTHONPATH=str(SCRIPTS))
+    assert apart(found, load_file(folder / "out.safetensors")) < 1e-12

@@ -13,17 +13,14 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import ssl
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -385,16 +382,3 @@ class Cluster:
         for process in reversed(self._processes):
             process.terminate()
             process.wait(60)
-
-
-@contextmanager
-def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="pods-"))
-    made = None
-    try:
-        made = Cluster(folder)
-        yield made
-    finally:
-        if made is not None:
-            made.close()
-        shutil.rmtree(folder, ignore_errors=True)

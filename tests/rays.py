@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +83,3 @@ class Cluster:
         for one in left:  # what a killed raylet has left behind, too
             with suppress(psutil.NoSuchProcess):
                 one.kill()
-
-
-@contextmanager
-def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # a short path: sockets lie in it
-    made = None
-    try:
-        made = Cluster(folder)
-        yield made
-    finally:
-        if made is not None:
-            made.close()
-        shutil.rmtree(folder, ignore_errors=True)

@@ -21,10 +21,9 @@ from clusters import processes
 from conftest import lacking
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import SCRIPTS, paceline, piped
-from oracle import apart
-from pods import IMAGE, SERVERS, Cluster, Container, cluster, expanded
-from safetensors.torch import load_file
+from launching import SCRIPTS, in_short_folder, paceline, piped
+from oracle import as_one_worker
+from pods import IMAGE, SERVERS, Cluster, Container, expanded
 from test_launchers_of_others import weights
 from test_ssh import DIGITS, SLOWLY
 
@@ -299,7 +298,7 @@ def pods() -> Iterator[Cluster]:
     absent = [name for name in SERVERS if shutil.which(name) is None]
     if absent:
         lacking(f"there is no {' and no '.join(absent)}: see .ci/kubernetes")
-    with cluster() as made:
+    with in_short_folder(Cluster, "pods-") as made:
         yield made
 
 
@@ -362,11 +361,6 @@ class Launched:
     def ours(self, info: dict[str, Any]) -> bool:
         told = (info["environ"] or {}).get("PACELINE_AGAIN", "")  # in our pods
         return info["cwd"] == str(self.folder) or str(self.pods.kubeconfig) in told
-
-    def as_one_worker(self) -> None:
-        found = load_file(self.folder / "out.safetensors")
-        paceline("run", "--run-dir", "alone", "train.py", cwd=self.folder, PYTHONPATH=str(SCRIPTS))
-        assert apart(found, load_file(self.folder / "out.safetensors")) < 1e-12
 
     def close(self) -> None:
         for process in self.started:
@@ -441,7 +435,7 @@ class TestForReal:
         until(lambda: len(launched.teams()[-1]) == 2, 200)  # type: ignore[arg-type]
         (launched.folder / "go").touch()
         launched.ended(process, 0)
-        launched.as_one_worker()
+        as_one_worker(launched.folder)
         assert lost.code == (137 if how == "killed" else 75)
 
     @pytest.mark.parametrize("how", ["killed", "deleted"])
@@ -460,7 +454,7 @@ class TestForReal:
         said = launched.ended(process, 0)
         assert "host 0 was" in said
         assert "Kubernetes starts it again, and the run goes on from its last checkpoint\n" in said
-        launched.as_one_worker()
+        as_one_worker(launched.folder)
         assert lost.code == (137 if how == "killed" else 75)
 
     def test_ctrl_c_saves_and_leaves_nothing(self, launched: Launched) -> None:
@@ -516,4 +510,4 @@ class TestForReal:
         (job,) = [thing for thing in launched.pods.things() if thing.startswith("jobs/")]
         launched.pods.ask("DELETE", f"/apis/batch/v1/namespaces/default/{job}", {"propagationPolicy": "Background"})
         until(lambda: launched.pods.things() == [], 200)  # what it has made goes with it
-        launched.as_one_worker()
+        as_one_worker(launched.folder)

@@ -15,10 +15,9 @@ import pytest
 from agents import journal, until
 from clusters import processes
 from conftest import lacking
-from launching import SCRIPTS, free_port, paceline, piped
-from oracle import apart
-from rays import Cluster, cluster
-from safetensors.torch import load_file
+from launching import SCRIPTS, free_port, in_short_folder, paceline, piped
+from oracle import as_one_worker
+from rays import Cluster
 from test_launchers_of_others import weights
 from test_ssh import DIGITS, SLOWLY
 
@@ -35,7 +34,7 @@ def ray() -> Iterator[Cluster]:
     except ModuleNotFoundError:
         lacking("there is no ray: pip install 'paceline[ray]'")
     assert ray.__version__
-    with cluster() as made:
+    with in_short_folder(Cluster, "ray-") as made:
         yield made
 
 
@@ -69,7 +68,7 @@ class Launched:
         assert process.returncode == 0, error
         told = rf"^bundle-1 is lost \(.*{how}.*\): it is tried again until it comes$"
         assert re.search(told, error, re.MULTILINE), error
-        self.as_one_worker()
+        as_one_worker(self.folder)
 
     def saved(self) -> None:
         """It was stopped, with a checkpoint."""
@@ -91,11 +90,6 @@ class Launched:
     def ours(self, one: psutil.Process) -> bool:
         command = " ".join(one.info["cmdline"] or ())
         return one.info["cwd"] == str(self.folder) and "paceline" in command
-
-    def as_one_worker(self) -> None:
-        found = load_file(self.folder / "out.safetensors")
-        paceline("run", "--run-dir", "alone", "train.py", cwd=self.folder, PYTHONPATH=str(SCRIPTS))
-        assert apart(found, load_file(self.folder / "out.safetensors")) < 1e-12
 
     def close(self) -> None:
         for process in self.started:
@@ -169,7 +163,7 @@ def test_the_first_actor_is_killed_and_the_same_command_goes_on(launched: Launch
     (tmp_path / "go").touch()
     error = launched.ended(launched.start("--nodes=2", "--run-dir", "run", "train.py"))
     assert "train.py finished at step 400" in error
-    launched.as_one_worker()
+    as_one_worker(launched.folder)
 
 
 @slow

@@ -185,18 +185,24 @@ def test_copies_change_nothing(tmp_path: Path) -> None:
     assert whole == copied
 
 
+def lost_in_turn(command: list[str], folder: Path, **env: str) -> str:
+    """What a run says in which one is lost, then a worker waits until that one is back, and then another is lost."""
+    with Process(command, environment(**env), cwd=folder, stdout=PIPE, stderr=PIPE) as process:
+        until((journal := folder / "run" / "journal.jsonl").exists)
+        until(lambda: '"generation"' in journal.read_text())
+        (folder / "run" / GO).touch()
+        _, told = process.communicate(timeout=100)
+    assert process.returncode == 0, told
+    assert len(read_log(folder / "run")) == 3
+    return str(told)
+
+
 def test_servers_with_copies_are_lost_one_after_another(tmp_path: Path) -> None:
     """The first has its state back, from the one that is lost then, when that one is lost."""
     said = ("--workers", "2", "--run-dir", "run", "--plan", f"micro={MICRO} server=3 copies=1")
     command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "served.py"), ".", str(STEPS)]
     chaos = "stop:1000001@2.reduced,wait:0@3.loading,kill:1000002@6.applied"
-    with Process(command, environment(PACELINE_CHAOS=chaos), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
-        until((journal := tmp_path / "run" / "journal.jsonl").exists)
-        until(lambda: '"generation"' in journal.read_text())
-        (tmp_path / "run" / GO).touch()
-        _, told = process.communicate(timeout=100)
-    assert process.returncode == 0, told
-    assert len(read_log(tmp_path / "run")) == 3
+    told = lost_in_turn(command, tmp_path, PACELINE_CHAOS=chaos)
     assert "server 1 was stopped: server 2 has a copy of what it kept" in told
     assert f"server 2 {KILLED}: server 0 has a copy of what it kept" in told
     nobody_went_back(tmp_path, told, 1, 2)

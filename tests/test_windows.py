@@ -19,12 +19,12 @@ from agents import until
 from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
 from safetensors.torch import load_file
-from test_servers import KILLED, TOLERANCE, by_hand, nobody_went_back, trained
+from test_servers import KILLED, TOLERANCE, by_hand, lost_in_turn, nobody_went_back, trained
 from warm import Process, environment
 
 from paceline.observe.journal import read_journal
 from paceline.observe.summary import Summary, facts
-from paceline.team.chaos import GO, read_log
+from paceline.team.chaos import read_log
 from paceline.team.coordinator import STOPPED
 
 BATCH, ROWS = 6, 30  # of counted.py
@@ -160,13 +160,7 @@ def test_the_first_servers_are_lost_one_after_another(tmp_path: Path) -> None:
     said = ("--workers", "3", "--run-dir", "run", "--plan", "micro=3 server=2 copies=1 staleness=2 window=20")
     command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "counted.py"), ".", "160"]
     chaos = "kill:1000000@10.applied,wait:0@40.loading,kill:1000001@80.reduced"
-    with Process(command, environment(PACELINE_CHAOS=chaos, **PACE), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
-        until((journal := tmp_path / "run" / "journal.jsonl").exists)
-        until(lambda: '"generation"' in journal.read_text())
-        (tmp_path / "run" / GO).touch()
-        _, told = process.communicate(timeout=100)
-    assert process.returncode == 0, told
-    assert len(read_log(tmp_path / "run")) == 3
+    told = lost_in_turn(command, tmp_path, PACELINE_CHAOS=chaos, **PACE)
     nobody_went_back(tmp_path, told, 0, 1)
     each_row_once(tmp_path, 160)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from paceline.comm.frames import Connection, Frame, Key, Kind
 from paceline.plan import Plan
 from paceline.step import NOTHING
 from paceline.strategies.job import Options
+from paceline.strategies.noise import squares
 from paceline.strategies.replica import Replica
 from paceline.strategies.servers import parts_of, spread
 from paceline.strategies.sparse import combined, pack_weights, rows_of, steps_rows_alone, unpack
@@ -54,7 +56,10 @@ class Holding:
         }
         self.numbers = [number for numbers in self.parts.values() for number in numbers]
         first = len(self.replica.job.dense)
-        self.dense, self.sparse = [n for n in self.numbers if n < first], [n for n in self.numbers if n >= first]
+        self.dense, self.sparse = (
+            {part: [n for n in numbers if (n >= first) is sparse] for part, numbers in self.parts.items()}
+            for sparse in (False, True)
+        )
         self.touched: dict[int, torch.Tensor] = {}  # rows that the last step changed, of those that not all did
         self.squares = dict.fromkeys(self.parts, 0.0)
         self.ready: Key | None = None
@@ -70,32 +75,30 @@ class Holding:
     def add(self, key: Key, clients: Sequence[Client]) -> None:
         """Sums what workers have pushed, in the order of their ranks."""
         trainer = self.trainer
-        first, *others = ([one.buffers[trainer, number] for number in self.dense] for one in clients)
+        dense, sparse = ([*chain(*some.values())] for some in (self.dense, self.sparse))
+        first, *others = ([one.buffers[trainer, number] for number in dense] for one in clients)
         for more in others if first else ():
             torch._foreach_add_(first, more)
-        for number, grad in zip(self.dense, first, strict=True):
+        for number, grad in zip(dense, first, strict=True):
             self.params[number].grad = grad.view(self.params[number].shape)
-        rows = [unpack(one.rows[trainer], self.params) for one in clients] if self.sparse else []
-        for number in self.sparse:
+        rows = [unpack(one.rows[trainer], self.params) for one in clients] if sparse else []
+        for number in sparse:
             given = [one[number] for one in rows]
             self.params[number].grad = combined(
                 self.params[number], [where for where, _ in given], [values for _, values in given]
             )
         self.ready = key
         for part, numbers in self.parts.items():
-            some = rows_of(self.params[number] for number in numbers)
-            self.squares[part] = (
-                sum(norm**2 for norm in torch.stack(torch._foreach_norm(some)).double().tolist()) if some else 0.0
-            )
+            self.squares[part] = squares(rows_of(self.params[number] for number in numbers))
 
     def apply(self, step: int, told: dict[str, Any]) -> None:
         """The step, once."""
         agreed = replace(NOTHING, count=told["count"], loss=told["loss"], unused=tuple(told["unused"]))
         self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
         self.touched.clear()
-        for optimizer in self.replica.job.optimizers if self.sparse else ():
+        for optimizer in self.replica.job.optimizers if self.replica.job.sparse else ():
             held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            for number in self.sparse if steps_rows_alone(optimizer) else ():
+            for number in chain(*self.sparse.values()) if steps_rows_alone(optimizer) else ():
                 param = self.params[number]
                 if id(param) in held and (param.grad is None or param.grad.is_sparse):
                     self.touched[number] = (
@@ -105,11 +108,12 @@ class Holding:
 
     def read(self, link: Connection, frame: Frame) -> None:
         """The weights of a part are asked for."""
-        numbers = [number for number in self.parts[frame.key[2]] if number in self.dense]
+        part = frame.key[2]
+        numbers = self.dense[part]
         weights = [self.params[number].detach().contiguous() for number in numbers]
         if self.replica.job.sparse:
-            some = [number for number in self.parts[frame.key[2]] if number not in self.dense]
-            text = pack_weights({number: (self.params[number], self.touched.get(number)) for number in some})
+            some = {number: (self.params[number], self.touched.get(number)) for number in self.sparse[part]}
+            text = pack_weights(some)
             link.put(Kind.ROWS, frame.trainer, frame.key, content=text)
         link.put(Kind.READ, frame.trainer, frame.key, numbers, weights)
 

@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from paceline.errors import PacelineError
+from paceline.launch.joining import address_towards
 from paceline.observe.figures import plural, size_of
 from paceline.world import gloo_interface, gpus, memory_free, read_nodes, read_world, slurm_job
 
@@ -127,9 +128,8 @@ def _graphics() -> Iterator[Finding]:
 
 def own_address() -> str:
     """From which this host reaches others, by the route that it would take; empty where there is none."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # an address of documentation: nothing is sent
-        return str(probe.getsockname()[0])
+    with suppress(OSError):
+        return address_towards("192.0.2.1")  # an address of documentation
     return ""
 
 

@@ -93,22 +93,27 @@ def listen(options: LaunchOptions) -> socket.socket:
     return listener
 
 
+def address_towards(host: str, port: int = 9) -> str:
+    """Of ours, from which another host is reached; nothing is sent. OSError: there is no way to it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
 def stand_by(towards: tuple[str, int], patience: float = 0.0) -> socket.socket:
     """A socket at the address from which the coordinator is reached, for one that takes over. Nobody answers yet. The
     coordinator's name may be known to nobody for so many seconds.
     """
     standby, end = socket.socket(), time.monotonic() + patience
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            while True:
-                try:
-                    probe.connect(towards)
-                    break
-                except socket.gaierror:
-                    if time.monotonic() > end:
-                        raise
-                    time.sleep(NAMELESS)
-            standby.bind((probe.getsockname()[0], 0))
+        while True:
+            try:
+                standby.bind((address_towards(*towards), 0))
+                break
+            except socket.gaierror:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(NAMELESS)
     except OSError as error:
         standby.close()
         host, port = towards

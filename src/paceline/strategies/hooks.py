@@ -96,3 +96,14 @@ def weighed(params: Sequence[nn.Parameter], weight: float) -> Iterator[None]:
             more = param.grad * weight
             added = more if added is None else added.add_(more)
         param.grad = added
+
+
+def nodes_of(total: torch.Tensor) -> Iterator[Any]:
+    """Of autograd's graph, each once."""
+    seen, left = set[Any](), [total.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [inner for inner, _ in node.next_functions]
+            yield node

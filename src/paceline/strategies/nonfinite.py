@@ -19,6 +19,7 @@ from paceline.comm.group import Group
 from paceline.errors import NonFiniteLossError
 from paceline.step import stream_seed
 from paceline.strategies.chunks import Chunk, MicroBatch, tensors_of
+from paceline.strategies.hooks import nodes_of
 from paceline.strategies.job import Options, Sums
 from paceline.strategies.observing import USERS_OWN
 from paceline.strategies.replica import Replica
@@ -215,7 +216,7 @@ class Refusal:
                 _, loss, end = self._again(one, seen)
                 assert loss is not None
                 total = loss.mul(1.0 / self.options.expected)
-                for node in _nodes(total):
+                for node in nodes_of(total):
                     node.register_hook(partial(_looked, node, bad))
                 grads = torch.autograd.grad(total, [param for _, param in params], allow_unused=True)
                 pairs = zip(params, grads, strict=True)
@@ -258,14 +259,3 @@ def _looked(node: Any, bad: list[Any], into: Any, out: Any) -> None:
     """In backward: the gradients that a node makes, and those that it was given."""
     if not bad and _kind(into) and not _kind(out):
         bad.append(node)
-
-
-def _nodes(total: torch.Tensor) -> set[Any]:
-    """Of autograd's graph."""
-    seen, left = set[Any](), [total.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [inner for inner, _ in node.next_functions]
-    return seen

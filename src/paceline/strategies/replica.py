@@ -22,6 +22,7 @@ from paceline.step import Agreed, exact_sum
 from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.layout import Layout
+from paceline.strategies.noise import squares
 from paceline.strategies.own import Own
 from paceline.strategies.pipeline import Pipeline
 from paceline.strategies.runner import Runner
@@ -103,7 +104,7 @@ class Replica:
             else:
                 sums = self.over.run(micro_batches, options, run)
         self.transit.hand_on()
-        first = len(job.named) - job.sparse
+        first = len(job.dense)
         sums.unused |= {first + number for number, param in enumerate(job.in_rows) if param.grad is None}
         return sums
 
@@ -145,8 +146,7 @@ class Replica:
             found = torch.tensor([known], dtype=torch.float64)
         else:
             found = self.home.squares(options.micro_batches, self._counted)
-        rows = rows_of(self.job.in_rows)
-        return torch.cat([found, torch.stack(torch._foreach_norm(rows)).cpu().double().square()]) if rows else found
+        return torch.cat([found, found.new_tensor([squares(rows_of(self.job.in_rows))])]) if self.job.sparse else found
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
         """Changes the weights; `norm` is that of the mean gradient, for clipping."""

@@ -65,18 +65,19 @@ def combined(param: Parameter, rows: Sequence[torch.Tensor], parts: Sequence[tor
     """The gradient that workers' rows, and what they have, add up to in their order; None where nobody has any."""
     if not any(map(len, rows)):
         return None
-    if any(map(_whole, rows)):
-        total = torch.zeros_like(param)
-        for where, part in zip(rows, parts, strict=True):
-            if _whole(where):
-                total.add_(part.view_as(total))
-            else:
-                total.index_add_(0, where, part.view(-1, *param.shape[1:]))
+    union, places, length = None, rows, len(param)
+    if not any(map(_whole, rows)):
+        union, at = torch.cat([*rows]).unique(return_inverse=True)
+        places, length = at.split([len(one) for one in rows]), len(union)
+    total = param.new_zeros(length, *param.shape[1:])
+    for place, part in zip(places, parts, strict=True):
+        some = part.view(-1, *param.shape[1:])
+        if _whole(place):
+            total.add_(some)
+        else:
+            total.index_add_(0, place, some)
+    if union is None:
         return total
-    union, at = torch.cat([*rows]).unique(return_inverse=True)
-    total = param.new_zeros(len(union), *param.shape[1:])
-    for where, part in zip(at.split([len(one) for one in rows]), parts, strict=True):
-        total.index_add_(0, where, part.view(-1, *param.shape[1:]))
     return torch.sparse_coo_tensor(union[None], total, param.shape, is_coalesced=True, check_invariants=False)
 
 

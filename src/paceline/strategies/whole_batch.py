@@ -22,6 +22,7 @@ from paceline.comm.group import Group
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import stream_seed
 from paceline.strategies.chunks import Chunk, MicroBatch, tensors_of
+from paceline.strategies.hooks import nodes_of
 from paceline.strategies.job import Options, Sums
 from paceline.strategies.runner import Loss, Runner
 
@@ -200,11 +201,4 @@ class OverBatch:
 
 def _leaves(total: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors that gradients of it go to."""
-    seen, nodes = set[Any](), [total.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [inner for inner, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                yield node.variable
+    return (node.variable for node in nodes_of(total) if hasattr(node, "variable"))

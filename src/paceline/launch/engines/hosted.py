@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.joining import likeness
+from paceline.launch.joining import address_towards, likeness
 from paceline.launch.local import launch
 from paceline.launch.options import LaunchOptions
 from paceline.world import gpus, reached_at
@@ -124,9 +124,7 @@ def _own_address(towards: str | None) -> str:
     if towards is None:
         return "127.0.0.1"
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))
-            return str(probe.getsockname()[0])
+        return address_towards(towards)
     except OSError as error:
         what = f"{socket.gethostname()} finds no way to {towards} ({error.strerror})"
         raise UsageError(what, "give --listen ADDR, at which the other hosts reach the first") from error
