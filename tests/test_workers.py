@@ -440,7 +440,7 @@ for first, second in zip(one.steps(rows(1, 40, 10), count=6), two.steps(rows(2, 
         break
 one.export(f"{sys.argv[1]}/one.safetensors")
 two.export(f"{sys.argv[1]}/two.safetensors")
-print("worker", torch_team.rank, "of", torch_team.size)
+sys.stdout.write(f"worker {torch_team.rank} of {torch_team.size}\\n")  # at once: both write to one pipe
 """
 
 
