@@ -1,18 +1,25 @@
-"""Words of the plan that one GPU can carry out, through the command: its weights are those of the CPU.
+"""Plans on one GPU, through the command, with one worker and with several that share it: weights are those of the CPU.
 
 Several GPUs need NCCL between them, and a machine that has them.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import numpy as np
 import pytest
-from launching import train_basics
+from launching import free_port, train_basics
 from safetensors.numpy import load_file
+from test_through_host import SEVERAL
+from warm import SCRIPTS, environment
 
 pytestmark = pytest.mark.gpu
+SHARED = "workers of this host share a GPU"
+APART = "unshare", "--user", "--map-root-user", sys.executable
 
 SCRIPT = """
 trainer = make()
@@ -28,10 +35,14 @@ def loss(outputs, batch):
 {SCRIPT.replace("make(", 'make(loss=loss, loss_over="batch"')}"""
 
 
-def weights(folder: Path, script: str, plan: str, **env: str) -> dict[str, np.ndarray]:
+def weights(
+    folder: Path, script: str, plan: str, workers: int = 1, chaos: str = "", **env: str
+) -> dict[str, np.ndarray]:
     folder.mkdir()
-    said = train_basics(folder, script, 1, "--plan", plan, **env).stdout
-    assert ("device cpu" if env else "device cuda") in said
+    ran = train_basics(folder, script, workers, "--plan", plan, chaos=chaos, **env)
+    assert ("device cpu" if env else "device cuda") in ran.stdout
+    assert (SHARED in ran.stderr) == (workers > 1 and not env), ran.stderr
+    assert not chaos or "SIGKILL" in ran.stderr, ran.stderr
     return load_file(folder / "out.safetensors")
 
 
@@ -75,3 +86,41 @@ def test_a_run_goes_on_from_its_checkpoint_after_a_kill(tmp_path):
     assert "resuming from step" in ended.stderr
     for name, value in load_file(folder / "out.safetensors").items():
         np.testing.assert_array_equal(value, whole[name])
+
+
+@pytest.mark.parametrize(("workers", "plan", "alone"), [*SEVERAL, (2, "server=1", "")])
+def test_workers_that_share_a_gpu(workers, plan, alone, tmp_path):
+    shared = weights(tmp_path / "gpu", SCRIPT, f"micro=4 {plan}", workers)
+    on_cpu = weights(tmp_path / "cpu", SCRIPT, f"micro=4 {alone}", CUDA_VISIBLE_DEVICES="")
+    for name, value in shared.items():
+        np.testing.assert_allclose(value, on_cpu[name], rtol=0, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("moment", ["backward", "reduced"])
+def test_one_of_them_is_killed(moment, tmp_path):
+    shared = weights(tmp_path / "gpu", SCRIPT, "micro=4", 3, chaos=f"kill:1@7.{moment}")
+    on_cpu = weights(tmp_path / "cpu", SCRIPT, "micro=4", CUDA_VISIBLE_DEVICES="")
+    for name, value in shared.items():
+        np.testing.assert_allclose(value, on_cpu[name], rtol=0, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("plan", ["codec=int8", "codec=powersgd:2", "codec=auto", "shard=2 zero=1 codec=bf16"])
+def test_codes_of_its_gradients(plan, tmp_path):
+    """Workers in user namespaces of their own are on hosts of their own."""
+    ends = {}
+    for device in ("0", ""):
+        folder = tmp_path / f"device-{device}"
+        folder.mkdir()
+        shared = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PLAN": plan}
+        shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": device}
+        given = {"cwd": folder, "stderr": PIPE, "text": True}
+        workers = [
+            Popen([*APART, SCRIPTS / "linear.py", "out", "9"], env=environment(**shared, RANK=str(rank)), **given)
+            for rank in range(4)
+        ]
+        said = [worker.communicate(timeout=120)[1] for worker in workers]
+        assert [worker.returncode for worker in workers] == [0] * 4, said
+        assert re.search(r"^codec=.* between \d hosts", said[0], re.M), said[0]
+        ends[device] = load_file(folder / "out.safetensors")
+    for name, value in ends["0"].items():
+        np.testing.assert_allclose(value, ends[""][name], rtol=0, atol=1e-2, err_msg=name)

@@ -243,11 +243,18 @@ def device_of(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     count = torch.cuda.device_count()
-    if local_rank >= count:
-        cure = f"start {count} workers per host, or hide the devices with CUDA_VISIBLE_DEVICES= to train on CPU"
-        raise PlanError(f"this host has {count} CUDA devices and more than {local_rank} workers", cure)
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.cuda.set_device(local_rank % count)
+    return torch.device("cuda", local_rank % count)
+
+
+def sharing(world: World, device: torch.device) -> str:
+    """What is said where there are more workers than GPUs."""
+    if device.type != "cuda" or world.local_size <= torch.cuda.device_count():
+        return ""
+    return (
+        f"workers of this host share a GPU: it has {torch.cuda.device_count()} for {world.local_size}; what they "
+        "exchange goes through its memory, and one worker for each would be faster"
+    )
 
 
 def peak_memory(device: torch.device) -> int:

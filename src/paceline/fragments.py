@@ -96,9 +96,6 @@ class Fragments(Islands):
         self._streams = count > 1 or self.delay > 0
         self.manner = f", in {count} fragments" if count > 1 else ""
         self.manner += f", whose sums travel for {plural(self.delay, 'step')}" if self.delay else ""
-        if plan.outer_codec and replica.job.device.type != "cpu":
-            word = f"outer_codec={plan.outer_codec}"
-            raise PlanError(f"{word} is not built for CUDA yet", f"leave {word} out")
         self._coded = None if plan.outer_codec is None else Coded(manner(plan.outer_codec).code, self)
         self.manner += f", as {plan.outer_codec}" if plan.outer_codec else ""
         self._at_end = []
@@ -303,7 +300,8 @@ class Coded:
         stretches, names = self._stretches(length), isles._names_of(part)
         codes: dict[int, list[torch.Tensor]] = {}
         for island in isles.mine:
-            owed = torch.zeros(length) if island not in each else torch.cat([delta.view(-1) for delta in each[island]])
+            deltas = [delta.cpu().view(-1) for delta in each.get(island, ())]
+            owed = torch.cat(deltas) if deltas else torch.zeros(length)
             codes[island] = [self._encode(owed[s.start : s.stop]) for s in stretches]
             if island in each:
                 for s, sent in zip(stretches, codes[island], strict=True):

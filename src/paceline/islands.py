@@ -415,7 +415,7 @@ class Islands:
         left = self.kept[island].beside.get("left", {})
         for name, total in zip(names, totals, strict=False):
             if name in left:
-                total.add_(left[name].view_as(total))
+                total.add_(left[name].view_as(total).to(total.device))
 
     def weigh(self) -> None:
         """Takes the measure of what is here when islands have been merged, and nothing counts yet."""

@@ -34,6 +34,7 @@ from paceline.arguments import (
     refuse_words,
     scheduler_of,
     settle_arithmetic,
+    sharing,
     trainable,
     whole_number,
 )
@@ -122,6 +123,8 @@ class Trainer(Telling):
             refuse_other_places(mesh.replica, self._group.mesh.replica)
         self._group.mesh = max(self._group.mesh, whole.mesh(self._group.size), key=lambda mesh: mesh.replica)
         run.begin(str(whole), origin, seed, self._device)
+        if shared := sharing(run.team.world, self._device):
+            run.say(shared, once=True)
         self._streams = Streams(self._device)
         self.model, told = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.apart)
         form = Hinting(fitting("forward", forward or default_forward), "forward", default=forward is None)

@@ -37,6 +37,7 @@ from paceline.comm.tensors import (
     reducing,
     write,
 )
+from paceline.comm.through_host import carry
 from paceline.errors import UnsupportedError
 
 Ready = Callable[[], dist.Work]  # begins a collective that can be done
@@ -53,7 +54,10 @@ def _collective(options: Any) -> Callable[[Callable[..., Ready]], Callable[..., 
         def call(self: ProcessGroup, *given: Any, opts: Any = None) -> dist.Work:
             tensors = given[:arguments]
             opts = opts or (given[arguments] if len(given) > arguments else options())
-            if any(_are_cuda(tensor) for tensor in tensors):
+            device = next(filter(None, map(_cuda, tensors)), None)
+            if device is not None and self.channel.nccl.shares(device):
+                return carry(lambda *copies: method(self, *copies, opts), tensors)
+            if device is not None:
                 return getattr(self.channel.nccl.group, method.__name__)(*tensors, opts)  # type: ignore[no-any-return]
             with outside_inference():
                 return method(self, *tensors, opts)()
@@ -63,11 +67,11 @@ def _collective(options: Any) -> Callable[[Callable[..., Ready]], Callable[..., 
     return wrap
 
 
-def _are_cuda(tensors: Any) -> bool:
-    """Whether a nesting of lists holds CUDA's tensors, by the first."""
+def _cuda(tensors: Any) -> torch.device | None:
+    """The device of CUDA's tensors in a nesting of lists, by the first; None: they are none."""
     while isinstance(tensors, (list, tuple)) and tensors:
         tensors = tensors[0]
-    return isinstance(tensors, torch.Tensor) and tensors.is_cuda
+    return tensors.device if isinstance(tensors, torch.Tensor) and tensors.is_cuda else None
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -367,17 +371,17 @@ class ProcessGroup(dist.ProcessGroup):
     # -- messages -----------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
-        if tensors[0].is_cuda:
+        if tensors[0].is_cuda and not self.channel.nccl.shares(tensors[0].device, rank):
             return self.channel.nccl.group.send(tensors, rank, tag)  # type: ignore[no-any-return]
         asked("send", tensors)
         with outside_inference():
-            data = flat(bits(tensors[0]))[0].view(_BYTE)
+            data = flat(bits(tensors[0].cpu()))[0].view(_BYTE)
         operation = self.channel.send(data, rank, tag)
         operation.outcome = list(tensors)
         return operation
 
     def recv(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
-        if tensors[0].is_cuda:
+        if tensors[0].is_cuda and not self.channel.nccl.shares(tensors[0].device, rank):
             return self.channel.nccl.group.recv(tensors, rank, tag)  # type: ignore[no-any-return]
         return self._receive(tensors, rank, tag)
 
@@ -388,6 +392,9 @@ class ProcessGroup(dist.ProcessGroup):
         asked("recv", tensors, into=tensors)
         with outside_inference():
             room, back = flat(bits(tensors[0]))
+            if room.is_cuda:
+                host = torch.empty_like(room, device="cpu")
+                room, back = host, [(room, host), *back]
             operation = self.channel.receive(room.view(_BYTE), rank, tag, partial(write, back))
         operation.outcome = list(tensors)
         return operation

@@ -22,7 +22,7 @@ from paceline.comm.links import Pair
 from paceline.comm.messages import Mailbox
 from paceline.comm.nccl import Nccl
 from paceline.comm.shared import Arena, MismatchError
-from paceline.comm.status import PATIENCE, Side, call_site, unless
+from paceline.comm.status import PATIENCE, Side, asker, call_site, unless
 from paceline.comm.tensors import Asked, Reduction
 from paceline.errors import PeerLostError
 from paceline.flight import FLIGHT
@@ -69,9 +69,14 @@ class Channel:
         # DDP's join hands a Work to compiled code and drops it: without its Python half it could not be waited for.
         self._kept: deque[Operation] = deque(maxlen=_KEPT)
         self.side = Side(store, rank, size)
-        self.hosts = Hosts(store, rank, size, _own_address(store), lambda: self.broken is not None or given_up())
+
+        def lost() -> bool:
+            return self.broken is not None or given_up()
+
+        self.hosts = Hosts(store, rank, size, _own_address(store), lost)
         self.mailbox = Mailbox(self.hosts)
-        self.nccl = Nccl(dist.PrefixStore("nccl", store), rank, size, self.hosts.address)
+        named = dist.PrefixStore("nccl", store)
+        self.nccl = Nccl(named, asker(named, lost), rank, size, self.hosts.address)
         shared = self.hosts.shared
         self.crowded = shared is None or shared.crowded
         _channels.append(self)
@@ -141,10 +146,13 @@ class Channel:
         what = what or Asked("all_gather", flat.dtype)
         return self.start(what, len(flat), root, lambda fp: self.hosts.all_gather(outs, flat, fp), manner)
 
-    def all_to_all(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Operation:
+    def all_to_all(
+        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], manner: Manner = PLAIN
+    ) -> Operation:
         """Flat bytes: each worker's part of `ins` for another one fills that one's part of `outs` from it."""
         size = sum(map(len, ins))
-        return self.start(Asked("all_to_all", torch.uint8), size, 0, lambda fp: self.hosts.all_to_all(outs, ins, fp))
+        what = Asked("all_to_all", torch.uint8)
+        return self.start(what, size, 0, lambda fp: self.hosts.all_to_all(outs, ins, fp), manner)
 
     def measure(self, meetings: Sequence[Sequence[Pair]], found: dict[Pair, tuple[float, float]]) -> Operation:
         """Whole hosts meet in pairs: as `links.measure`."""

@@ -229,7 +229,7 @@ class Codec:
             self.bad |= {number for number, part in bucket.split(flat) if not bool(part.isfinite().all())}
         # What is left by another codec, too, whose place a full or rounding one has taken.
         if bucket.index in self._was.left and not (among.leads and manner(self.word_of(bucket)).lossy):
-            flat += self._was.left[bucket.index] / self._scale
+            flat += (self._was.left[bucket.index] / self._scale).to(flat.device)
         return among.start_sum(flat, partial(self._timed, self.sums(bucket), among.leaders))
 
     def sums(self, bucket: Bucket) -> Callable[[list[int], Gloo, torch.Tensor], Steps]:

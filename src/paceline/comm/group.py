@@ -23,11 +23,11 @@ from paceline.comm.backend import ProcessGroup
 from paceline.comm.channel import Channel
 from paceline.comm.engine import Operation, Steps
 from paceline.comm.hosts import Between, Hosts, interface_of
-from paceline.comm.nccl import Nccl
 from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
 from paceline.comm.status import call_site, unless
 from paceline.comm.tensors import Asked, Op, outside_inference, plain, reduction
+from paceline.comm.through_host import Carrier, carrier
 from paceline.errors import LaunchError, PeerLostError, UsageError
 from paceline.mesh import AXES, Mesh
 from paceline.pieces import Held, assemble
@@ -37,7 +37,7 @@ from paceline.world import World, gloo_interface
 # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
 FOR_EVER = timedelta(days=7)
 _Part = tuple[Mesh, "tuple[str, ...] | int"]  # of a group: along these axes, or the team of so many
-_Begin = Callable[[Channel | Nccl, torch.Tensor], dist.Work]  # begins a collective of a flat tensor
+_Begin = Callable[[Carrier, torch.Tensor], dist.Work]  # begins a collective of a flat tensor
 NAME = 80  # characters of a collective's name that are shown
 
 
@@ -304,18 +304,15 @@ class Group:
         finally:
             self.channel.declared = None
 
-    def _start(self, tensor: torch.Tensor, collective: _Begin) -> dist.Work:
-        """The same of a tensor, which is flat then: over what moves those of its device."""
-        over = self._over(tensor)
-        return self._declare(lambda: collective(over, plain(tensor).view(-1)))
-
-    def _over(self, tensor: torch.Tensor) -> Channel | Nccl:
-        return self.channel.nccl if tensor.is_cuda else self.channel  # type: ignore[no-any-return]
+    def _start(self, tensor: torch.Tensor, collective: _Begin, peer: int | None = None) -> dist.Work:
+        """The same of a tensor, which is flat then: over what moves those of its device, to all or a `peer`."""
+        by = carrier(self.channel, tensor, peer)
+        return self._declare(lambda: collective(by, plain(tensor).view(-1)))
 
     def _all_gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
         """A flat tensor with a stretch for each worker, of which `mine` is ours."""
 
-        def gather(over: Channel | Nccl, flat: torch.Tensor) -> dist.Work:
+        def gather(over: Carrier, flat: torch.Tensor) -> dist.Work:
             rows = raw_bytes(plain(everyone)).view(self.size, -1).unbind(0)
             return over.all_gather(rows, raw_bytes(flat))
 
@@ -337,14 +334,15 @@ class Group:
     def start_sum(self, tensor: torch.Tensor, between: Between | None = None) -> dist.Work | None:
         """Starts summing `tensor` in place over all workers; `finish` must follow. Part of the entered collective.
 
-        It goes on whenever something else is started or waited for. `between` hosts a tensor of the CPU may be summed
-        in another way.
+        It goes on whenever something else is started or waited for. `between` hosts it may be summed in another way,
+        on the CPU.
         """
         if self.size == 1:
             return None
         add = reduction(Op.SUM, tensor.dtype)
         if between is not None:
-            return self._start(tensor, lambda _, flat: self.channel.all_reduce(flat, add, between=between))
+            by: Any = carrier(self.channel, tensor, coded=True)
+            return self._declare(lambda: by.all_reduce(plain(tensor).view(-1), add, between=between))
         return self._start(tensor, lambda over, flat: over.all_reduce(flat, add))
 
     def start_scatter(self, flat: torch.Tensor) -> dist.Work | None:
@@ -355,7 +353,7 @@ class Group:
             return None
         add = reduction(Op.SUM, flat.dtype)
 
-        def scatter(over: Channel | Nccl, flat: torch.Tensor) -> dist.Work:
+        def scatter(over: Carrier, flat: torch.Tensor) -> dist.Work:
             parts = flat.view(self.size, -1).unbind(0)
             return over.reduce_scatter(parts[self.rank], parts, add, whole=flat)
 
@@ -453,11 +451,11 @@ class Group:
 
     def start_send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
         """Starts sending a tensor; `finish` must follow. Part of what was entered."""
-        return self._start(tensor, lambda over, flat: over.send(raw_bytes(flat), rank))
+        return self._start(tensor, lambda over, flat: over.send(raw_bytes(flat), rank), rank)
 
     def receive(self, flat: torch.Tensor, rank: int) -> None:
         """What another one sends. Part of what was entered."""
-        self._start(flat, lambda over, flat: over.receive(raw_bytes(flat), rank)).wait()
+        self._start(flat, lambda over, flat: over.receive(raw_bytes(flat), rank), rank).wait()
 
     def exchange(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
         """A flat tensor to each worker, and one from each into those of `taken`, of any lengths. Part of the entered
@@ -465,7 +463,7 @@ class Group:
         """
         outs = [raw_bytes(one) for one in taken]
 
-        def swap(over: Channel | Nccl, _: torch.Tensor) -> dist.Work:
+        def swap(over: Carrier, _: torch.Tensor) -> dist.Work:
             return over.all_to_all(outs, [raw_bytes(plain(one)) for one in given])
 
         self._start(given[0], swap).wait()

@@ -1,4 +1,6 @@
-"""What moves CUDA tensors among the workers of one group: torch's own group of the same workers over NCCL."""
+"""What moves CUDA tensors among the workers of one group, each with a GPU of its own: torch's own group of the same
+workers over NCCL.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.hosts import FOREVER, interface_of
+from paceline.comm.status import Ask
 from paceline.comm.tensors import Reduction
 from paceline.world import offer_nccl_interface
 
@@ -19,9 +22,19 @@ class Nccl:
     is made with the first of them, over the interface with this `address`.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, address: str) -> None:
-        self._store, self._rank, self._size, self._address = store, rank, size, address
+    def __init__(self, store: dist.Store, ask: Ask, rank: int, size: int, address: str) -> None:
+        self._store, self._ask, self._rank, self._size, self._address = store, ask, rank, size, address
         self._made: Any = None
+        self._shares: dict[int | None, bool] = {}
+
+    def shares(self, device: torch.device, peer: int | None = None) -> bool:
+        """Whether two of the workers, or this one and a `peer`, have the same GPU. The first time all of these ask."""
+        if peer not in self._shares:
+            self._store.set(f"device/{self._rank}", str(torch.cuda.get_device_properties(device).uuid))
+            among = range(self._size) if peer is None else {self._rank, peer}
+            found = self._ask(*(f"device/{rank}" for rank in among))
+            self._shares[peer] = len({*found}) < len(found)
+        return self._shares[peer]
 
     @property
     def made(self) -> bool:

@@ -8,7 +8,6 @@ from functools import partial
 
 from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
-from paceline.errors import PlanError
 from paceline.mesh import AXES
 from paceline.pieces import Shards
 from paceline.plan import Plan
@@ -143,8 +142,6 @@ def nest(
     team = group.team(plan.local, mesh) if plan.local else group
     outer = team.along("data", "context", mesh=mesh)
     codec = Codec(plan.codec) if plan.codec else None
-    if codec is not None and job.device.type != "cpu":
-        raise PlanError(f"codec={plan.codec} is not built for CUDA yet", f"leave codec={plan.codec} out")
     if plan.server:
         if group.serves:
             return Replica(job, Layout(job), group, outer, mesh)

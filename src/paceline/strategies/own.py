@@ -301,7 +301,7 @@ class Own:
         """Adds what is owed to sums of gradients over `expected`, which are the same on all."""
         for name, param in zip(self.cuts, self.home.own, strict=True):
             if name in self.owed:
-                more = (self.owed[name].view(param.shape) / expected).to(param.dtype)
+                more = (self.owed[name].view(param.shape) / expected).to(param)
                 param.grad = more if param.grad is None else param.grad.add_(more)
 
     def blame(self) -> str:
