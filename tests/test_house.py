@@ -34,7 +34,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # had copies, rows of gradients travelled alone, what is not finite was explained, runs were told side by side, replicas
 # that differ were healed, hosts were looked at before a run, and Kubernetes could be asked for pods.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 42_800, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 44_200, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError as PacelineError
     from paceline.launch.function import launch as launch
     from paceline.observe.loggers import TensorBoard as TensorBoard
+    from paceline.observe.media import Histogram as Histogram
+    from paceline.observe.media import Image as Image
     from paceline.plan import Plan as Plan
     from paceline.schedules import cosine as cosine
     from paceline.schedules import linear as linear
@@ -41,6 +43,8 @@ _HOMES = {
     "join": "paceline.team.team",
     "Plan": "paceline.plan",
     "TensorBoard": "paceline.observe.loggers",
+    "Histogram": "paceline.observe.media",
+    "Image": "paceline.observe.media",
     "PacelineError": "paceline.errors",
     "sample_index": "paceline.data.order",
     "stream_seed": "paceline.step",

@@ -17,6 +17,14 @@ from paceline.strategies.job import Job
 from paceline.team.operations import settling
 
 
+def _medium(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return None
+    from paceline.observe.media import medium  # few scripts log such
+
+    return medium(name, value)
+
+
 class Telling:
     """A part of the Trainer."""
 
@@ -45,15 +53,30 @@ class Telling:
         self._run.say(f"healed: {ranks(workers)} had another {told}{more}, {when}, and took what the majority has")
 
     def log(self, *unnamed: Any, **values: Any) -> None:
-        """Keeps the user's own figures (or a text) in the run's journal, at the current step. Collective for the one
-        that `keep_best` follows.
+        """Keeps the user's own figures (or a text) in the run's journal, at the current step. What has more than one
+        number is a histogram or a picture: see `paceline.Histogram` and `paceline.Image`. Collective for the one that
+        `keep_best` follows. Raises UsageError.
         """
         if unnamed:
             raise UsageError("log() takes values by name", f"write trainer.log(**{unnamed[0]!r:.60})")
-        self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
+        if media := {name: one for name, value in values.items() if (one := _medium(name, value)) is not None}:
+            values = {name: value for name, value in values.items() if name not in media}
+            self._keep(media)
+        if values or not media:
+            self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
         value = self.best.heard(values, "log()", self._run.say)
         if value is not None and self.best.seen != (self._run.step, value):
             self._run.outside(settling(partial(self.best.agree, self._group, value), self._offer))
+
+    def _keep(self, media: dict[str, Any]) -> None:
+        run, folder = self._run, self._run.folder
+        for name, one in media.items() if run.main and folder is not None else ():
+            try:
+                told = one.event(folder, name, self.steps_done)
+            except OSError as error:
+                run.say(f"{name} is not kept: {folder} cannot be written ({error.strerror})", once=True)
+            else:
+                run.journal.write("media", trainer=self._number, step=self.steps_done, name=name, **told)
 
     def log_to(self, logger: Any) -> None:
         """Hands what is known of each step to `logger.write(step, values)`, on whoever is main: see docs/watching.md.

@@ -72,15 +72,17 @@ def thin(points: Points, most: int = SHOWN) -> list[tuple[float, float]]:
 
 
 def _frame(
-    described: str, points: Points, x_name: str, from_zero: bool = False
+    described: str, points: Points, x_name: str, from_zero: bool = False, apart: bool = False
 ) -> tuple[list[str], Callable[[float, float], tuple[float, float]], float]:
-    """Axes for these points: their SVG, where a point lies in it, and the height in values."""
+    """Axes for these points: their SVG, where a point lies in it, and the height in values. The x axis begins at zero
+    where that is near, unless it stands `apart`.
+    """
     xs, ys = [x for x, _ in points], [y for _, y in points]
     low, high = (min(0.0, *ys) if from_zero else min(ys)), max(ys)
     pad = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
     low, high = (low if from_zero else low - pad), high + pad
     left, right = min(xs), max(xs)
-    left = 0.0 if 0 < left < right / 2 else left
+    left = 0.0 if 0 < left < right / 2 and not apart else left
     right = right if right > left else left + 1
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -151,6 +153,19 @@ def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:
         begin += share
     described = ", ".join(f"{name} {share:.0%}" for name, share in parts)
     return f'<svg class="stack" role="img" aria-label="{escape(described)}">{"".join(drawn)}</svg>'
+
+
+def bars(name: str, edges: Sequence[float], counts: Sequence[int]) -> str:
+    """A histogram, of which `edges` has one more than `counts`."""
+    described = f"{name}: {sum(counts):,} values from {number(edges[0])} to {number(edges[-1])}"
+    corners = [(edges[0], 0.0), *zip(edges[1:], map(float, counts), strict=True)]
+    parts, at, _ = _frame(described, corners, "", from_zero=True, apart=True)
+    for left, right, count in zip(edges, edges[1:], counts, strict=False):
+        (x, y), (end, floor) = at(left, count), at(right, 0.0)
+        title = f"<title>{number(left)} to {number(right)}: {count:,}</title>"
+        box = f'x="{x:.1f}" y="{y:.1f}" width="{end - x:.1f}" height="{floor - y:.1f}"'
+        parts.append(f'<rect class="part0" {box}>{title}</rect>')
+    return "".join([*parts, "</svg>"])
 
 
 def colour(name: str) -> str:

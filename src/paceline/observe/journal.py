@@ -258,9 +258,9 @@ def effective_steps(events: list[Event], kind: str = "step") -> list[Event]:
     return kept
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a small file of the run folder, mode 0600, whole or not at all."""
     half = path.with_name(f".{path.name}")
-    with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     half.replace(path)

@@ -100,21 +100,25 @@ class _Fed:
             resumed = event.get("resumed_from") or 0
             self._at, self._step = start, resumed + (resumed > 0)
             self._rewind(self._step)
+        prefix = f"trainer {event['trainer']}/" if event.get("trainer") else ""
         if event["event"] == "config":
-            prefix = f"trainer {event['trainer']}/" if event.get("trainer") else ""
             self._config |= {prefix + name: value for name, value in event["values"].items() if value is not None}
-        values = values_of(event)
-        step = event.get("step", self._step)
-        if not values or step is None:
+        media = event["event"] == "media" and callable(getattr(self.logger, "media", None))
+        values, step = values_of(event), event.get("step", self._step)
+        if not (values or media) or step is None:
             return
         if step > self._step:
             self._at, self._step = start, step
         if isinstance(self.logger, TensorBoard):
             self.logger.at = event["at"]
-        if event.get("trainer"):
-            values = {f"trainer {event['trainer']}/{tag}": value for tag, value in values.items()}
         self.tell_config()
-        self.logger.write(step, values)
+        if media:
+            told = {key: value for key, value in event.items() if key not in ("at", "event", "trainer", "step", "name")}
+            if "file" in told:
+                told["file"] = str(self._folder / told["file"])
+            self.logger.media(step, prefix + event["name"], told)
+        else:
+            self.logger.write(step, {prefix + tag: value for tag, value in values.items()})
 
     def tell_config(self) -> None:
         """Once for all of it, before the first values: TensorBoard takes no second one."""
@@ -152,6 +156,23 @@ class TensorBoard:
                 summary.value.extend(text_pb(tag, value).value)
             else:
                 summary.value.add(tag=tag, simple_value=value)
+        self._put(step=step, summary=summary)
+
+    def media(self, step: int, name: str, told: Mapping[str, Any]) -> None:
+        """Adds a picture, of the ``file`` that has it as PNG, or a histogram."""
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        summary = Summary()
+        if told["kind"] == "histogram":
+            counts, mean = told["counts"], told["mean"]
+            count = sum(counts)
+            squares = count * (told["deviation"] ** 2 + mean**2)
+            about = {"min": told["edges"][0], "max": told["edges"][-1], "num": count, "sum": count * mean}
+            limits = {"bucket_limit": told["edges"][1:], "bucket": counts}
+            summary.value.add(tag=name, histo=HistogramProto(**about, sum_squares=squares, **limits))
+        elif (file := Path(told["file"])).exists():
+            size = {"height": told["height"], "width": told["width"], "colorspace": 4}
+            summary.value.add(tag=name, image=Summary.Image(**size, encoded_image_string=file.read_bytes()))
         self._put(step=step, summary=summary)
 
     def config(self, values: Mapping[str, Any]) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Iterator
 from html import escape
+from pathlib import Path
 
-from paceline.observe.charts import Points, bar, colour, line_chart, stacked_bar
+from paceline.observe.charts import Points, bar, bars, colour, line_chart, stacked_bar
 from paceline.observe.drawing import draw
-from paceline.observe.figures import duration, number, plural, shares_of, total
+from paceline.observe.figures import duration, number, plural, shares_of, size_of, total
 from paceline.observe.journal import Event
 from paceline.observe.summary import Rows, Summary, facts
 from paceline.observe.team import HEAD as HEADINGS
 from paceline.observe.team import team
 
+SHOWN = 1 << 19  # bytes of a picture that the page holds itself, at most
 TIMES = "\u00d7"
 STYLE = """
 :root{color-scheme:light dark;--paper:#faf8f4;--ink:#1f2328;--soft:#6b6f76;--rule:#e2ddd3;--wash:#f1ede5;
@@ -37,7 +40,7 @@ section{border-top:1px solid var(--rule);padding-top:1.2rem;margin-top:2rem}
 .many{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,18.5rem),1fr));gap:1.5rem 1.8rem}
 .two{columns:26rem;column-gap:2.5rem;margin-top:2rem}.two section{break-inside:avoid;margin:0 0 2rem}figure{margin:0}
 figcaption{display:flex;justify-content:space-between;gap:1rem;font-size:.9375rem;margin-bottom:.3rem}
-figcaption b{font-weight:650}svg{display:block;max-width:100%}.chart{width:100%;height:auto;overflow:visible}
+figcaption b{font-weight:650}svg,img{display:block;max-width:100%}.chart{width:100%;height:auto;overflow:visible}
 .chart text{font-size:11px;fill:var(--soft)}.grid{stroke:var(--rule)}
 .curve{fill:none;stroke:var(--c0);stroke-width:1.8;stroke-linejoin:round;pointer-events:none}
 .line0{stroke:var(--c0)}.line1{stroke:var(--c1)}.line2{stroke:var(--c2)}.line3{stroke:var(--c3)}.line4{stroke:var(--c4)}
@@ -60,7 +63,8 @@ footer{margin-top:2.5rem;color:var(--soft);font-size:.875rem}
 HEAD = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
 )
 
 
@@ -94,6 +98,8 @@ def panels(summary: Summary) -> str:
     body += section("Team", _team(summary))
     body += section("Workers", "".join(map(draw, summary.explained)) + table(tables["Workers"]))
     body += f'<div class="two">{"".join(section(*one) for one in sections.items())}</div>'
+    media = "".join(_medium(summary.folder, event) for event in summary.media)
+    body += section("Logged pictures and histograms", f'<div class="many">{media}</div>' if media else "")
     body += section("Logged text", _texts(summary))
     foot = f"<footer>{escape(str(summary.folder))}, up to event {summary.number}</footer>"
     return _header(summary, _name(summary)) + body + foot
@@ -216,3 +222,26 @@ def _texts(summary: Summary) -> str:
         f'<p class="soft">{escape(name)}, step {step}</p><pre>{escape(text)}</pre>'
         for name, (step, text) in summary.texts.items()
     )
+
+
+def _medium(folder: Path, event: Event) -> str:
+    """A picture or histogram, by its event."""
+    name, step = str(event.get("name")), event.get("step")
+    if event.get("kind") == "histogram":
+        others = f", {event['others']} not finite" if event["others"] else ""
+        about = f"step {step}, mean {number(event['mean'])}, deviation {number(event['deviation'])}{others}"
+        inner = bars(name, event["edges"], event["counts"])
+    else:
+        about, path = f"step {step}, {event['width']} x {event['height']}", folder / str(event["file"])
+        try:
+            inner = _picture(name, path)
+        except OSError:
+            inner = f"<p>{escape(str(event['file']))} is not there any more</p>"
+    return f"<figure><figcaption><b>{escape(name)}</b><span>{escape(about)}</span></figcaption>{inner}</figure>"
+
+
+def _picture(name: str, path: Path) -> str:
+    size = path.stat().st_size
+    if size > SHOWN:
+        return f"<p>{size_of(size)}, in {escape(str(path))}</p>"
+    return f'<img alt="{escape(name)}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'

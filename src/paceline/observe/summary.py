@@ -115,6 +115,8 @@ class Summary:
         self._add_steps(events, last)
         self._add_account(events)
         self._add_values(events)
+        media = {(event.get("trainer"), event.get("name")): event for event in effective_steps(events, "media")}
+        self.media = [*media.values()]  # pictures and histograms, the last of each name
 
     def _add_steps(self, events: list[Event], last: list[Event]) -> None:
         records = effective_steps(events)

@@ -1,0 +1,142 @@
+"""Pictures and histograms that a script logs: as files of the run folder and as events of its journal. No torch.
+
+A picture may be an array, an image of PIL's or a figure of matplotlib's; none of these packages is needed to keep it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import re
+import struct
+import zlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.errors import UsageError, a
+from paceline.observe.journal import replace_file
+
+FOLDER = "media"  # in the run folder
+_COLOURS = {1: 0, 3: 2, 4: 6}  # channels by PNG's number for them
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+class Medium(Protocol):
+    """What is logged that is no figure and no text."""
+
+    def event(self, folder: Path, name: str, step: int) -> dict[str, Any]:
+        """For the journal; files go into the run's folder. OSError."""
+
+
+class Histogram:
+    """How the elements of an array or tensor are distributed, in so many `bins` of equal width: `edges`, one more than
+    `counts`, and the `mean` and `deviation` of those that are finite. The `others` are not. Raises UsageError.
+    """
+
+    def __init__(self, values: Any, bins: int = 30) -> None:
+        every = _array(values).reshape(-1)
+        if not 1 <= bins <= 1000:
+            raise UsageError(f"a histogram of {bins} bins", "ask for 1 to 1000")
+        if not np.issubdtype(every.dtype, np.number) and every.dtype != bool:
+            raise UsageError(f"a histogram is given {every.dtype}", "give numbers")
+        finite = every[np.isfinite(every)].astype(np.float64)
+        self.others = len(every) - len(finite)
+        try:
+            counts, edges = np.histogram(finite, bins)
+        except ValueError:  # between the least and the largest there are not so many numbers, or infinity
+            counts, edges = np.array([len(finite)]), np.array([finite.min(), finite.max()])
+        self.counts, self.edges = counts.tolist(), edges.tolist()
+        self.mean = float(finite.mean()) if len(finite) else 0.0
+        self.deviation = float(finite.std()) if len(finite) else 0.0
+
+    def event(self, folder: Path, name: str, step: int) -> dict[str, Any]:
+        return {"kind": "histogram", **vars(self)}
+
+
+class Image:
+    """A picture: an array of [height, width] or [height, width, channels], a tensor of torch's of [height, width] or
+    [channels, height, width], with 1, 3 or 4 channels, of bytes or of numbers from 0 to 1; what PIL or matplotlib made;
+    or the bytes of a PNG. Raises UsageError.
+    """
+
+    def __init__(self, picture: Any) -> None:
+        self.png = _png(picture)
+        self.width, self.height = struct.unpack(">II", self.png[16:24])
+
+    def event(self, folder: Path, name: str, step: int) -> dict[str, Any]:
+        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:60].strip(".-")
+        if safe != name:  # names that differ in what was left out have files of their own
+            safe += f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        path = folder / FOLDER / f"{safe}-step-{step:012}.png"
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        replace_file(path, self.png)
+        return {"kind": "image", "file": f"{FOLDER}/{path.name}", "width": self.width, "height": self.height}
+
+
+def medium(name: str, value: Any) -> Medium | None:
+    """What a value is logged as that is no figure and no text; None: it is one. Raises UsageError."""
+    if isinstance(value, (Histogram, Image)):
+        return value
+    if hasattr(value, "savefig") or _of_pil(value):
+        return Image(value)
+    shape = getattr(value, "shape", None)
+    if shape is None or math.prod(shape) == 1:
+        return None
+    if len(shape) == 1:
+        return Histogram(value)
+    if len(shape) == 2 or (len(shape) == 3 and {shape[0], shape[-1]} & _COLOURS.keys()):
+        return Image(value)
+    what = f"log() is given {name} of shape {tuple(shape)}, which is neither a row of numbers nor a picture"
+    raise UsageError(what, f"write trainer.log({name}=paceline.Histogram(...)), or paceline.Image(...)")
+
+
+def _of_pil(value: Any) -> bool:
+    return hasattr(value, "save") and hasattr(value, "mode") and hasattr(value, "size")
+
+
+def _array(values: Any) -> np.ndarray:
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = values.float() if values.is_floating_point() else values
+    return np.asarray(values)
+
+
+def _png(picture: Any) -> bytes:
+    if isinstance(picture, bytes):
+        if not picture.startswith(_SIGNATURE) or len(picture) < 33:
+            raise UsageError("a picture of bytes is no PNG", "give an array, or the bytes of a PNG")
+        return picture
+    file = io.BytesIO()
+    if hasattr(picture, "savefig"):
+        picture.savefig(file, format="png")
+    elif _of_pil(picture):
+        picture.save(file, "PNG")
+    else:
+        return _encoded(picture)
+    return file.getvalue()
+
+
+def _encoded(picture: Any) -> bytes:
+    """The PNG of an array (ISO/IEC 15948), without filters."""
+    pixels = _array(picture)
+    if hasattr(picture, "detach") and pixels.ndim == 3:
+        pixels = np.moveaxis(pixels, 0, -1)
+    shaped = pixels[..., None] if pixels.ndim == 2 else pixels
+    if shaped.ndim != 3 or shaped.shape[2] not in _COLOURS or not shaped.size:
+        form = "[channels, height, width]" if hasattr(picture, "detach") else "[height, width, channels]"
+        what = f"a picture is {a(type(picture).__name__)} of shape {tuple(getattr(picture, 'shape', ()))}"
+        raise UsageError(what, f"give [height, width], or {form} with 1, 3 or 4 channels")
+    if shaped.dtype != np.uint8:
+        if not np.issubdtype(shaped.dtype, np.floating) and shaped.dtype != bool:
+            raise UsageError(f"a picture is of {shaped.dtype}", "give bytes (uint8), or numbers from 0 to 1")
+        shaped = (np.nan_to_num(shaped.astype(np.float64)).clip(0, 1) * 255).round().astype(np.uint8)
+    height, width, channels = shaped.shape
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), shaped.reshape(height, -1)], 1)
+    head = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
+    parts = ((b"IHDR", head), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b""))
+    return _SIGNATURE + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in parts
+    )
