@@ -16,6 +16,7 @@ from paceline.observe.team import HEAD as HEADINGS
 from paceline.observe.team import team
 
 SHOWN = 1 << 19  # bytes of a picture that the page holds itself, at most
+TINY = 96  # pixels across, with fewer of which a picture is shown larger than it is
 TIMES = "\u00d7"
 STYLE = """
 :root{color-scheme:light dark;--paper:#faf8f4;--ink:#1f2328;--soft:#6b6f76;--rule:#e2ddd3;--wash:#f1ede5;
@@ -40,7 +41,8 @@ section{border-top:1px solid var(--rule);padding-top:1.2rem;margin-top:2rem}
 .many{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,18.5rem),1fr));gap:1.5rem 1.8rem}
 .two{columns:26rem;column-gap:2.5rem;margin-top:2rem}.two section{break-inside:avoid;margin:0 0 2rem}figure{margin:0}
 figcaption{display:flex;justify-content:space-between;gap:1rem;font-size:.9375rem;margin-bottom:.3rem}
-figcaption b{font-weight:650}svg,img{display:block;max-width:100%}.chart{width:100%;height:auto;overflow:visible}
+figcaption b{font-weight:650}svg,img{display:block;max-width:100%}
+.tiny{width:12rem;image-rendering:pixelated}.chart{width:100%;height:auto;overflow:visible}
 .chart text{font-size:11px;fill:var(--soft)}.grid{stroke:var(--rule)}
 .curve{fill:none;stroke:var(--c0);stroke-width:1.8;stroke-linejoin:round;pointer-events:none}
 .line0{stroke:var(--c0)}.line1{stroke:var(--c1)}.line2{stroke:var(--c2)}.line3{stroke:var(--c3)}.line4{stroke:var(--c4)}
@@ -234,14 +236,16 @@ def _medium(folder: Path, event: Event) -> str:
     else:
         about, path = f"step {step}, {event['width']} x {event['height']}", folder / str(event["file"])
         try:
-            inner = _picture(name, path)
+            inner = _picture(name, path, event["width"] < TINY)
         except OSError:
             inner = f"<p>{escape(str(event['file']))} is not there any more</p>"
-    return f"<figure><figcaption><b>{escape(name)}</b><span>{escape(about)}</span></figcaption>{inner}</figure>"
+    return f'<figure><figcaption><b>{escape(name)}</b></figcaption><p class="soft">{escape(about)}</p>{inner}</figure>'
 
 
-def _picture(name: str, path: Path) -> str:
+def _picture(name: str, path: Path, tiny: bool) -> str:
     size = path.stat().st_size
     if size > SHOWN:
         return f"<p>{size_of(size)}, in {escape(str(path))}</p>"
-    return f'<img alt="{escape(name)}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+    source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    style = ' class="tiny"' if tiny else ""
+    return f'<img{style} alt="{escape(name)}" src="{source}">'
