@@ -119,7 +119,9 @@ class Cluster:
             return {}
         said = json.loads(path.read_text())
         hosts = [number for number, one in enumerate(self.network.hosts) if one.address == said["host"]]
+        key = self.agents[agent].folder / "reading_key"
         command = ["curl", "--silent", "--max-time", "2", f"http://{said['host']}:{said['port']}/status"]
+        command += ["--header", f"Authorization: Bearer {key.read_text().strip()}"] if key.exists() else []
         done = subprocess.run(
             self.network.hosts[hosts[0] if host is None else host].command(*command), capture_output=True, text=True
         )

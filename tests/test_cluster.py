@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,10 @@ pytestmark = pytest.mark.root
 def test_a_host_joins_a_run_and_leaves_it_again(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     here = cluster(2)
     here.spread(1, 2)
-    assert sorted(here.status()["members"]) == [0, 1, 2]
+    assert sorted(here.status()["members"]) == sorted(here.status(host=1)["members"]) == [0, 1, 2]
+    without = here.network.hosts[1].command("curl", "--silent", "http://10.77.0.1:29400/status")
+    said = json.loads(subprocess.run(without, capture_output=True, text=True, check=True).stdout)
+    assert said == {"refused": "from another host /status wants the key in the file reading_key of the run folder"}
     here.stop(1)
     here.members(1)
     here.end(0, 75)

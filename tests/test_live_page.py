@@ -27,9 +27,10 @@ from launching import environment
 from test_metrics_served import FIXED, running, serving_process
 from tornado.websocket import websocket_connect
 
-from paceline.observe.journal import Journal, read_journal
+from paceline.cli import main
+from paceline.observe.journal import NAME, Journal, read_journal
 from paceline.observe.page import render
-from paceline.observe.reading import reading_key
+from paceline.observe.reading import KEY, reading_key
 from paceline.observe.summary import Summary
 
 BAD = "</script><img src=x onerror=\"document.title='owned'\">"
@@ -123,6 +124,35 @@ def test_only_who_has_the_key_sees_the_run(tmp_path: Path) -> None:
             in headers["Content-Security-Policy"]
         )
         assert "unsafe" not in headers["Content-Security-Policy"]
+
+
+def test_a_run_elsewhere_is_watched_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path)
+    journal = (tmp_path / NAME).read_bytes()
+    with served(tmp_path) as run:
+        given = {"Authorization": f"Bearer {reading_key(tmp_path)}"}
+        assert run.ask("/journal")[0] == run.ask("/journal", Authorization="Bearer 1")[0] == 401
+        assert run.ask("/journal", Cookie=run.session().partition(";")[0])[0] == 401  # no page reads it
+        assert run.ask("/journal?from=x", **given)[0] == 400
+        assert run.ask("/journal?from=100", **given)[2].encode() == journal[100:]
+        assert run.ask(f"/journal?from={len(journal)}", **given)[2] == ""
+        watched = ["watch", "--once", "--key-file", str(tmp_path / KEY)]
+        assert main([*watched, f"127.0.0.1:{run.port}"]) == main([*watched, str(tmp_path)]) == 0
+        there, here = re.findall(r"(?s)(.*?\n)event \d+ of .*?\n", capsys.readouterr().out)
+        assert there == here
+        assert "step" in here
+        (tmp_path / "other").write_text("0" * 64)
+        assert main([*watched[:3], str(tmp_path / "other"), f"127.0.0.1:{run.port}"]) == 2
+        other = f"the run at 127.0.0.1:{run.port} has another reading key; take the file reading_key of its folder"
+        assert main([*watched[:2], f"127.0.0.1:{run.port}"]) == 2
+        wants = f"the run at 127.0.0.1:{run.port} wants its reading key"
+        cure = "give --key-file FILE, a copy of reading_key in its run folder"
+        assert capsys.readouterr().err == f"paceline: {other}\npaceline: {wants}; {cure}\n"
+    assert main([*watched, f"127.0.0.1:{run.port}"]) != 0
+    assert capsys.readouterr().err == (
+        f"paceline: no live page answers at 127.0.0.1:{run.port} (Connection refused); say where --page of `paceline "
+        "run` is; through ssh: `ssh -L 8765:127.0.0.1:8765 HOST`\n"
+    )
 
 
 def test_events_tell_of_what_is_new(tmp_path: Path) -> None:

@@ -115,5 +115,6 @@ def test_the_newest_run_is_the_default(tmp_path: Path, monkeypatch: pytest.Monke
     assert paceline("watch", "--once", cwd=tmp_path).stdout.startswith("newer.py  finished at step 100\n")
     refused = paceline("watch", "127.0.0.1:29400", cwd=tmp_path, code=2)
     assert refused.stderr == (
-        "paceline: 127.0.0.1:29400 is no run folder: it has no journal.jsonl; name one that --run-dir made\n"
+        "paceline: the run at 127.0.0.1:29400 wants its reading key; give --key-file FILE, a copy of reading_key in "
+        "its run folder\n"
     )

@@ -87,10 +87,12 @@ def showing(add: Callable[..., Any]) -> None:
         "watch",
         late("observe.watch", "watch"),
         "show a run in the terminal while it trains, or as it ended",
-        "examples:\n  paceline watch\n  paceline watch runs/a",
-        "Follows the journal in the run folder; Ctrl-C ends the watching alone.",
+        "examples:\n  paceline watch\n  paceline watch runs/a\n  paceline watch 10.0.0.7:8765 --key-file reading_key",
+        "Follows the journal in the run folder, or where the run's --page is; Ctrl-C ends the watching alone.",
     )
-    option("folder", type=Path, nargs="?", metavar="RUN", help="the run folder (default: the newest under runs/)")
+    where = "the run folder (default: the newest under runs/), or HOST:PORT of its live page"
+    option("folder", type=Path, nargs="?", metavar="RUN", help=where)
+    option("--key-file", type=Path, metavar="FILE", help="a copy of reading_key of that run's folder (default: asked)")
     option("--once", action="store_true", help="show it once, as it is now")
     option = add(
         "doctor",

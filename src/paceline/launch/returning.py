@@ -106,7 +106,7 @@ def _ask(address: tuple[str, int], token: bytes, path: str, what: Any, to_be: st
 def _answers(address: tuple[str, int]) -> bool:
     try:
         with Wire(address) as wire:
-            wire.ask("GET", "/status", "", b"")
+            wire.ask("GET", "/challenge", "", b"")
         return True
     except (OSError, ValueError, RefusedError, http.client.HTTPException):
         return False

@@ -4,6 +4,7 @@
     GET /session    with the reading key as bearer token: a cookie for what follows
     GET /view       the report's panels up to an event of the journal, whose number is told
     GET /events     server-sent events: that number, whenever there are more
+    GET /journal    ?from=N with the key as bearer token: the journal from that byte on, for `paceline watch HOST:PORT`
 
 The key stands in the address behind #, which a browser sends to nobody. Host and Origin must be ours, so that no other
 page can ask, also by a name that it lets point here.
@@ -19,6 +20,7 @@ import re
 import secrets
 from collections import deque
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,14 @@ from tornado.iostream import StreamClosedError
 from tornado.web import RequestHandler
 
 from paceline.observe.drawing import STYLE as DRAWN
+from paceline.observe.journal import NAME
 from paceline.observe.page import STYLE, panels
 from paceline.observe.summary import Newest
 
 OFTEN = 1.0  # seconds for which a view is not made anew
 SESSIONS, STREAMS = 1000, 600
+ASKS = "/view", "/events", "/journal"  # for a session, the last one for the key
+PIECE = 1 << 20  # bytes of the journal at a time
 SCRIPT = """
 (async () => {
   const live = document.querySelector("#live"), main = document.querySelector("main");
@@ -86,7 +91,7 @@ class Views:
 
     def __init__(self, folder: Path, key: str, hosts: Collection[str]) -> None:
         self._newest = Newest(folder, OFTEN, panels)
-        self.key, self.hosts = key, hosts
+        self.folder, self.key, self.hosts = folder, key, hosts
         self.sessions: deque[str] = deque(maxlen=SESSIONS)
         self.streams, self.html, self.number = 0, "", -1
 
@@ -119,7 +124,7 @@ class Page(RequestHandler):
         name = re.sub(r":\d+$", "", host).strip("[]").lower()
         if name not in self._views.hosts or origin not in (None, f"http://{host}"):
             self._refuse(403, "not from here")
-        elif self.request.path in ("/view", "/events") and not self._known():
+        elif self.request.path in ASKS and not (self._has_key() if self.request.path == "/journal" else self._known()):
             self._refuse(401, "no session")
 
     def _known(self) -> bool:
@@ -141,9 +146,24 @@ class Page(RequestHandler):
     async def _shell(self) -> None:
         self.finish(SHELL)
 
-    async def _session(self) -> None:
+    def _has_key(self) -> bool:
         given = self.request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {self._views.key}".encode()):
+        return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {self._views.key}".encode())
+
+    async def _journal(self) -> None:
+        """At most so many bytes at a time."""
+        begin = self.get_query_argument("from", "0")
+        if not re.fullmatch("[0-9]{1,15}", begin):
+            self._refuse(400, "from= is no number")
+            return
+        self.set_header("Content-Type", "application/octet-stream")
+        with suppress(FileNotFoundError), (self._views.folder / NAME).open("rb") as file:
+            file.seek(int(begin))
+            self.write(file.read(PIECE))
+        self.finish()
+
+    async def _session(self) -> None:
+        if not self._has_key():
             self._refuse(401, "a wrong key")
             return
         self._views.sessions.append(secrets.token_hex(32))
@@ -178,4 +198,4 @@ class Page(RequestHandler):
 
 
 def routes(views: Views) -> list[Any]:
-    return [("/(?:|session|view|events)", Page, {"views": views})]
+    return [("/(?:|session|view|events|journal)", Page, {"views": views})]

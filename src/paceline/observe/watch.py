@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import re
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from getpass import getpass
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -11,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from paceline.errors import UsageError
+from paceline.errors import LaunchError, UsageError
 from paceline.observe.charts import thin
 from paceline.observe.figures import duration, number, plural, rate_of, shares_of, size_of
 from paceline.observe.journal import NAME
@@ -23,11 +28,78 @@ QUIET = 1.0  # seconds without news after which a run that has ended is over
 HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
-def watch(folder: Path | None = None, once: bool = False, console: Console | None = None) -> int:
+def watch(
+    folder: Path | None = None, once: bool = False, key_file: Path | None = None, console: Console | None = None
+) -> int:
     """Shows a run, by default the newest one under runs/, until it has ended; `once`, and where the console is no
-    terminal, as it is now. UsageError: there is none. Ctrl-C ends the watching, and nothing else.
+    terminal, as it is now. Where the folder is HOST:PORT it is the run whose live page is there. UsageError: there is
+    none, or the key in `key_file` is another one's; LaunchError: nothing answers. Ctrl-C ends the watching, and nothing
+    else.
     """
-    folder, console = folder or _newest(), console or Console()
+    console = console or Console()
+    if folder is not None and re.fullmatch("[^/]+:[0-9]{1,5}", str(folder)) and not folder.exists():
+        with tempfile.TemporaryDirectory(prefix="paceline-watch-") as copy:
+            there = Elsewhere(str(folder), _key(key_file, str(folder)), Path(copy))
+            there.follow()
+            return _follow(there.folder, once, console, there.follow)
+    return _follow(folder or _newest(), once, console, lambda: None)
+
+
+def _key(file: Path | None, where: str) -> str:
+    if file is None:
+        if not sys.stdin.isatty():
+            what = f"the run at {where} wants its reading key"
+            raise UsageError(what, "give --key-file FILE, a copy of reading_key in its run folder")
+        return getpass(f"the reading key of the run at {where}, from the file reading_key of its folder: ").strip()
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--key-file {file} cannot be read", f"give a copy of the file reading_key: {error}"
+        ) from error
+
+
+class Elsewhere:
+    """A copy, in a `folder` here, of the journal of the run whose live page is at `where`."""
+
+    def __init__(self, where: str, key: str, folder: Path) -> None:
+        self.where, self.folder, self._key = where, folder, key
+        self._at = self._failed = 0
+
+    def follow(self) -> None:
+        """Takes what is new. Raises UsageError and LaunchError the first time; later it waits for the next one."""
+        try:
+            while piece := self._ask():
+                with (self.folder / NAME).open("ab") as file:
+                    file.write(piece)
+                self._at += len(piece)
+        except (OSError, http.client.HTTPException) as error:
+            if not self._at:
+                what = f"no live page answers at {self.where} ({getattr(error, 'strerror', None) or error})"
+                cure = "say where --page of `paceline run` is; through ssh: `ssh -L 8765:127.0.0.1:8765 HOST`"
+                raise LaunchError(what, cure) from error
+
+    def _ask(self) -> bytes:
+        connection = http.client.HTTPConnection(self.where, timeout=5)
+        try:
+            connection.request("GET", f"/journal?from={self._at}", headers={"Authorization": f"Bearer {self._key}"})
+            answer = connection.getresponse()
+            said = answer.read()
+        finally:
+            connection.close()
+        if answer.status == 200:
+            return said
+        if answer.status == 401:
+            raise UsageError(
+                f"the run at {self.where} has another reading key", "take the file reading_key of its folder"
+            )
+        told = said.decode(errors="replace").strip()[:80]
+        raise UsageError(
+            f"what answers at {self.where} is no live page of a run ({answer.status}: {told})", "see --page"
+        )
+
+
+def _follow(folder: Path, once: bool, console: Console, look: Callable[[], None]) -> int:
     newest = Newest(folder, EVERY, lambda summary: summary)
     number, summary = newest.get()
     if once or not console.is_terminal:
@@ -38,6 +110,7 @@ def watch(folder: Path | None = None, once: bool = False, console: Console | Non
         with Live(frame(summary, time.time()), console=console, auto_refresh=False) as live:
             while summary.outcome is None or time.monotonic() - changed < QUIET:
                 time.sleep(EVERY)
+                look()
                 before, (number, summary) = number, newest.get()
                 if number > before:
                     changed = time.monotonic()

@@ -1,6 +1,6 @@
 """The coordinator as a process: HTTP for agents, who sign what they send, and a status for everybody. No torch.
 
-    GET  /status      as JSON, for anybody who can reach the port: curl http://127.0.0.1:PORT/status
+    GET  /status      as JSON, for this host: curl http://127.0.0.1:PORT/status; for others with the reading key
     GET  /challenge   what a join must be signed with
     POST /join        an agent comes, with its workers, and gets a session
     POST /report      the state of its workers; several times a second, so that its silence is noticed
@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from ipaddress import ip_address
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from tornado.web import Application, RequestHandler
 
 from paceline.observe.figures import ranks
 from paceline.observe.journal import NAME, Journal, event_of, lines_from_end
+from paceline.observe.reading import KEY, reading_key
 from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.link import RefusedError, fence
 from paceline.team.roster import Roster
@@ -104,6 +106,7 @@ class Service:
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
         self.strangers, self._stands = Strangers(), Stands(Path(run["folder"]))
+        self.key = reading_key(Path(run["folder"]))
         self._profile: dict[str, Any] = {}
 
     # ---- requests
@@ -341,6 +344,8 @@ class Handler(RequestHandler):
         address = str(request.remote_ip)
         try:
             if (request.method, what) in (("GET", "challenge"), ("GET", "status")):
+                if what == "status":
+                    self._may_read(address)
                 said = getattr(service, what)()
             elif (request.method, what) in SIGNED:
                 header = request.headers.get("Authorization", "")
@@ -365,6 +370,15 @@ class Handler(RequestHandler):
             said = {"refused": f"not understood ({type(error).__name__})"}
         self.set_header("Content-Type", "application/json")
         self.finish(json.dumps(said) + "\n")
+
+    def _may_read(self, address: str) -> None:
+        """From another host with the reading key alone."""
+        stream: Any = self.request.connection.stream  # type: ignore[union-attr]
+        if ip_address(address).is_loopback or address == stream.socket.getsockname()[0]:
+            return
+        given, wanted = self.request.headers.get("Authorization", ""), f"Bearer {self._service.key}"
+        if not hmac.compare_digest(given.encode(), wanted.encode()):
+            raise RefusalError(401, f"from another host /status wants the key in the file {KEY} of the run folder")
 
     get = post = _answer
 
