@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import lacking
-from launching import paceline
+from launching import environment, paceline
 from networks import Network
 from networks import hosts as hosts
 from test_ssh import Shore
@@ -69,9 +69,25 @@ def test_who_has_started_us(tmp_path: Path) -> None:
 
 def test_a_small_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 26, 0, 1 << 26 - 1))
-    (found,) = checkup._shared()
+    (found,) = checkup._room()
     cure = "docker run --shm-size=8g, or a memory emptyDir in Kubernetes"
     assert str(found) == f"BAD   33.6 MB free in /dev/shm: {cure}"
+
+
+@pytest.mark.root
+def test_it_is_named_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from basics import *\nfor report in make().steps(data, count=2): pass\n")
+    command = f"{sys.executable} -m paceline run --workers 2 --run-dir out train.py"
+    inside = f"mount -t tmpfs -o size=48m tmpfs /dev/shm && exec {command}"
+    ran = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", inside], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    before, _, after = ran.stderr.partition(
+        "\n50.3 MB free in /dev/shm: docker run --shm-size=8g, or a memory emptyDir in Kubernetes\n"
+    )
+    assert "run folder out" in before
+    assert "step 2/2" in after
 
 
 @pytest.mark.parametrize("count", range(2, 13))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.launch.checkup import at_launch
 from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess
 from paceline.launch.ending import Ending
 from paceline.launch.examine import Recorder
@@ -101,6 +102,8 @@ class Agent:
             if self._lease is not None:
                 self._lease.start()
             self._prepare()
+            for text in at_launch():  # while torch is imported
+                self.say(text, always=True)
             self._tell()
             self._link.start()
             while not self._done():

@@ -48,10 +48,17 @@ class Finding:
 
 def checkup(folder: Path) -> Iterator[Finding]:
     """What is found here, for a run in this folder; in about a tenth of a second."""
-    for look in (_versions, _cores, _memory, _shared, _graphics, _address, _files):
+    for look in (_versions, _cores, _memory, _room, _copy, _graphics, _address, _files):
         yield from look()
     yield from _disk(folder)
     yield from _start()
+
+
+def at_launch() -> Iterator[str]:
+    """What is said when a run begins, of what takes no time to see."""
+    for finding in (*_room(), *_graphics()):
+        if finding.cure or finding.note:
+            yield f"{finding.what}: {finding.cure or finding.note}"
 
 
 def versions() -> dict[str, str]:
@@ -91,8 +98,8 @@ def _memory() -> Iterator[Finding]:
     yield Finding(f"{size_of(memory_free())} of memory free")
 
 
-def _shared() -> Iterator[Finding]:
-    """Room for the rows that loader processes hand over, and a copy through shared memory that is compared."""
+def _room() -> Iterator[Finding]:
+    """For the rows that loader processes hand over."""
     if not SHM.is_dir():
         yield Finding(f"there is no {SHM}", "mount a tmpfs there: loader processes hand rows over in it")
         return
@@ -100,8 +107,14 @@ def _shared() -> Iterator[Finding]:
     what, cure = f"{size_of(free)} free in {SHM}", "docker run --shm-size=8g, or a memory emptyDir in Kubernetes"
     if free < 2 * COPIED:
         yield Finding(what, cure)
+    else:
+        yield Finding(what, note="" if free >= LEAST_SHM else f"loader processes hand rows over in it; {cure}")
+
+
+def _copy() -> Iterator[Finding]:
+    """Through shared memory, where there is room; it is compared."""
+    if not SHM.is_dir() or shutil.disk_usage(SHM).free < 2 * COPIED:
         return
-    yield Finding(what, note="" if free >= LEAST_SHM else f"loader processes hand rows over in it; {cure}")
     pattern = os.urandom(1 << 20) * (COPIED >> 20)
     with tempfile.TemporaryFile(dir=SHM) as file:
         file.truncate(COPIED)
@@ -119,8 +132,8 @@ def _shared() -> Iterator[Finding]:
 
 
 def _graphics() -> Iterator[Finding]:
-    count, torch = gpus(), versions()["torch"]
-    if count and torch.endswith("+cpu"):
+    count = gpus()
+    if count and (torch := versions()["torch"]).endswith("+cpu"):
         yield Finding(f"{plural(count, 'GPU')}, and torch {torch} knows no CUDA", "install torch for CUDA")
     elif count:
         yield Finding(plural(count, "GPU"))
