@@ -333,6 +333,17 @@ def test_a_signal_before_any_worker_runs(
     assert process.returncode == code
 
 
+def test_who_has_read_enough_of_it(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-0.log").write_text("a line\n" * 100_000)  # more than a pipe holds
+    command = [sys.executable, "-m", "paceline", "logs", str(tmp_path)]
+    with Process(command, environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0 | a line\n"
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == ("", 141)  # type: ignore[union-attr]
+
+
 def test_a_signal_that_is_ignored_stays_so(here: Path, gate: Callable[..., None]) -> None:
     """As under nohup."""
     join = ("run", "--join", "127.0.0.1:9", "--token-file", "gate", "train.py")

@@ -51,7 +51,12 @@ def main() -> int:
 
     imported = True
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read it, as head does, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141  # what a shell says of SIGPIPE
     except KeyboardInterrupt as stopped:
         number = stopped.args[0] if stopped.args else signal.SIGINT
         sys.stderr.write(_line(number, *getattr(stopped, "__notes__", ())))
