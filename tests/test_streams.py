@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.step import Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
+from paceline.step import PARTS, Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
 from paceline.strategies import streams as streams_of
 from paceline.strategies.streams import Streams
 from paceline.world import parse_shares
@@ -163,6 +163,7 @@ def test_what_workers_pack_is_unpacked_as_their_sum(data):
             "unused": data.draw(st.sets(st.integers(0, params - 1))) if params else set(),
             "fields": {name: data.draw(COUNTS) for name in VECTOR},
             "digest": float(data.draw(st.integers(0, 2**52))),
+            "spent": dict(zip(PARTS, data.draw(st.tuples(*[st.floats(0, 1e6)] * len(PARTS))), strict=True)),
         }
         for shown in data.draw(st.lists(st.sampled_from([names, ()]), min_size=workers, max_size=workers))
     ]
@@ -175,6 +176,7 @@ def test_what_workers_pack_is_unpacked_as_their_sum(data):
         },
         seconds=tuple(part["seconds"] for part in parts),
         digests=tuple(part["digest"] for part in parts),
+        spent=tuple(tuple(part["spent"].values()) for part in parts) if workers > 1 else (),
         unused=tuple(sorted(set.intersection(*(part["unused"] for part in parts)))),
         **{name: sum(part["fields"][name] for part in parts) for name in parts[0]["fields"]},
     )
@@ -183,8 +185,8 @@ def test_what_workers_pack_is_unpacked_as_their_sum(data):
 def test_fields_that_are_not_given_are_zero():
     layout = VectorLayout(("accuracy",), 2, 1)
     agreed = layout.unpack(layout.pack(1, 0.5, {}, {0}, {"count": 3}))
-    nothing = {"accuracy": (0.0, 0.0)}
-    assert agreed == Agreed(3.0, 0.0, 0, 0, 0, 0, 0, 0, 0, nothing, (0.0, 0.5), (0,), digests=(0.0, 0.0))
+    nothing, more = {"accuracy": (0.0, 0.0)}, {"digests": (0.0, 0.0), "spent": ((0.0,) * len(PARTS),) * 2}
+    assert agreed == Agreed(3.0, 0.0, 0, 0, 0, 0, 0, 0, 0, nothing, (0.0, 0.5), (0,), **more)
 
 
 # -- the transaction --------------------------------------------------------------------------------------------

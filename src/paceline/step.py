@@ -13,6 +13,9 @@ from paceline.errors import UsageError
 
 _T = TypeVar("_T")
 _MASK = (1 << 64) - 1
+PARTS = ("data", "compute", "reduce", "update", "other")  # where the time of a step goes
+TOLD = 64  # workers, of which each one's own seconds are told
+NOWHERE: Mapping[str, float] = {}
 
 
 def stream_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -125,7 +128,8 @@ class Agreed:
     checkpoint is under way or done; `metrics` maps names to (sum, count); `seconds` are each worker's seconds of its
     last update, loading, forward and backward; `unused` are the numbers of the parameters that got no gradient on any
     worker; `tune` are those that want codecs to be chosen again; `digests` are of each worker's weights before the
-    step, in steps that compare them, and `look` wishes that the next one does. `spread` are squares of gradients, as
+    step, in steps that compare them, and `look` wishes that the next one does; `spent` is where the time of each worker
+    went in the step before, by part. `spread` are squares of gradients, as
     sums, of some rows or tokens of each worker, `spread_count` and `spread_squares` how many, and the squares of that.
     """
 
@@ -147,6 +151,7 @@ class Agreed:
     look: int = 0
     tune: int = 0
     digests: tuple[float, ...] = ()
+    spent: tuple[tuple[float, ...], ...] = ()
     spread: float = 0.0
     spread_count: float = 0.0
     spread_squares: float = 0.0
@@ -161,11 +166,17 @@ _FIELDS = (*_NUMBERS, *_VOTES, "stop", "save", "enter", "writing", "written", "l
 
 @dataclass(frozen=True)
 class VectorLayout:
-    """The layout of a step's vector of float64: fixed fields, two per metric, two per worker, one per parameter."""
+    """The layout of a step's vector of float64: fixed fields, two per metric, two per worker, one per parameter, and of
+    each of few workers where its time went.
+    """
 
     metrics: tuple[str, ...]
     workers: int
     params: int
+
+    @property
+    def _lanes(self) -> int:
+        return len(PARTS) * self.workers * (1 < self.workers <= TOLD)
 
     def pack(
         self,
@@ -175,8 +186,11 @@ class VectorLayout:
         unused: set[int],
         fields: dict[str, float],
         digest: float = 0.0,
+        spent: Mapping[str, float] = NOWHERE,
     ) -> list[float]:
-        """One worker's part. Fields that are not given are 0; a worker without rows has no metrics."""
+        """One worker's part. Fields that are not given are 0; a worker without rows has no metrics. `spent` are its
+        seconds of the step before, by part.
+        """
         vector = [float(fields.get(name, 0.0)) for name in _FIELDS]
         for name in self.metrics:
             vector.extend(metrics.get(name, (0.0, 0.0)))
@@ -185,13 +199,16 @@ class VectorLayout:
         used = [1.0] * self.params
         for number in unused:
             used[number] = 0.0
-        return vector + waits + digests + used
+        lanes = [0.0] * self._lanes
+        if lanes:
+            lanes[rank * len(PARTS) : (rank + 1) * len(PARTS)] = [spent.get(part, 0.0) for part in PARTS]
+        return vector + waits + digests + used + lanes
 
     def unpack(self, vector: Sequence[float]) -> Agreed:
         """The sum of all workers' parts. Counts are exact: float64 holds integers up to 2**53."""
-        ends = [len(_FIELDS), 2 * len(self.metrics), self.workers, self.workers, self.params]
+        ends = [len(_FIELDS), 2 * len(self.metrics), self.workers, self.workers, self.params, self._lanes]
         cuts = [sum(ends[:part]) for part in range(len(ends) + 1)]
-        head, pairs, seconds, digests, used = (vector[a:b] for a, b in pairwise(cuts))
+        head, pairs, seconds, digests, used, lanes = (vector[a:b] for a, b in pairwise(cuts))
         whole = [*head[: len(_NUMBERS)], *map(round, head[len(_NUMBERS) :])]
         fields: dict[str, Any] = dict(zip(_FIELDS, whole, strict=True))
         return Agreed(
@@ -200,6 +217,7 @@ class VectorLayout:
             seconds=tuple(seconds),
             unused=tuple(number for number, workers in enumerate(used) if workers == 0),
             digests=tuple(digests),
+            spent=tuple(tuple(lanes[at : at + len(PARTS)]) for at in range(0, len(lanes), len(PARTS))),
         )
 
     def rows(self, parts: Sequence[Part], micro_batches: int) -> list[float]:

@@ -112,6 +112,7 @@ class Stepper:
     scaling: LossScale | None = None
     done: int = 0
     expected: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)  # by the last step
     layout: VectorLayout | None = None
     housed: int | None = None
     updated: float = 0.0  # seconds of the last update
@@ -370,8 +371,8 @@ class Stepper:
 
     def _rest(self, step: Step) -> None:
         """The seconds since the last step's end that are none of the other parts."""
-        since = time.perf_counter() - self.waiting_since
-        step.spent["other"] = max(0.0, since - sum(step.spent.values()))
+        step.spent["other"] = max(0.0, time.perf_counter() - self.waiting_since - sum(step.spent.values()))
+        self.spent = step.spent
 
     def _learn(self, step: Step) -> None:
         """Of merging, of who is how fast, and of what people are to know."""
@@ -561,7 +562,7 @@ class Stepper:
             "spread_squares": sums.spread[1] ** 2,
             **run.saving.fields,
         }
-        packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0)
+        packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, self.spent)
         rows = layout.rows(sums.parts if speaks else [], whole.count) if self.plan.exact else []
         with PULSE.waiting():  # also where NCCL does
             summed = self.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)
@@ -571,8 +572,7 @@ class Stepper:
 
     def _first_layout(self, mine: list[str] | None) -> VectorLayout:
         """With the names of metrics that all have to tell who tell any."""
-        group = self.group
-        names = group.gather_json(mine)
+        names = self.group.gather_json(mine)
         known = [(rank, name) for rank, name in enumerate(names) if name is not None]
         for rank, other in known:
             if other != known[0][1]:
@@ -580,7 +580,7 @@ class Stepper:
                     f"the loss returned metrics {known[0][1]} on worker {known[0][0]} and {other} on worker {rank}",
                     "return the same names everywhere, with count 0 where there is nothing to count",
                 )
-        return VectorLayout(tuple(known[0][1]) if known else (), group.size, len(self.job.named))
+        return VectorLayout(tuple(known[0][1]) if known else (), self.group.size, len(self.job.named))
 
     def _refuse(self, step: Step) -> None:
         """Refuses a step that cannot be applied: its loss is not finite, or there is nothing to take the mean over, as

@@ -373,7 +373,8 @@ class Trainer(Telling):
         report = StepReport(self.steps_done, one.whole.epoch, *ends)
         run.took_step, run.team.step, self._last = True, run.step, report
         workers = dict(zip(run.team.operations.members, agreed.seconds, strict=False))
-        self._ledger.add(report.step, report.samples, one.spent, workers, one.steps)
+        lanes = dict(zip(workers, agreed.spent, strict=False))
+        self._ledger.add(report.step, report.samples, one.spent, workers, one.steps, lanes)
         if self._ledger.due():
             self.flush()
         run.checking(self._job, self._stepper.merging.mixes)

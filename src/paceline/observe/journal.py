@@ -25,7 +25,8 @@ THIN = 4 << 20  # bytes of a journal, after each of which the records of its ste
 FIRST, RAREST = 0.25, 60.0  # seconds between two of them that are added up: at first, and at most
 TOGETHER = 2048  # steps in one, at most: half of what the other workers remember, should the writer be lost
 APART = 1 << 14  # records of steps that a reader keeps apart
-_SUMS, _TABLES = ("samples", "tokens", "steps", "seconds", "bytes"), ("time", "waited_for", "computed", "account")
+_SUMS = ("samples", "tokens", "steps", "seconds", "bytes")
+_TABLES = ("time", "waited_for", "computed", "lanes", "account")
 Event = dict[str, Any]
 
 

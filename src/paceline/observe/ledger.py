@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.step import PARTS, TOLD
+
 EVERY = 0.25  # seconds between records; a step that takes longer is a record of its own
 KEPT = 4096  # steps
-TOLD = 64  # workers, whose own seconds are told one by one
-PARTS = ("data", "compute", "reduce", "update", "other")
+NOBODY: Mapping[int, Sequence[float]] = {}
 
 
 class Ledger:
@@ -29,12 +30,18 @@ class Ledger:
         return len(self._steps)
 
     def add(
-        self, step: int, samples: int, spent: dict[str, float], workers: Mapping[int, float], steps: int = 1
+        self,
+        step: int,
+        samples: int,
+        spent: dict[str, float],
+        workers: Mapping[int, float],
+        steps: int = 1,
+        lanes: Mapping[int, Sequence[float]] = NOBODY,
     ) -> None:
         """Adds a turn of so many `steps`: `spent` seconds by part on this worker; `workers` are everybody's seconds of
-        computing.
+        computing, and `lanes` those of the step before by part.
         """
-        self._steps.append(_Step(step, samples, spent, workers, steps))
+        self._steps.append(_Step(step, samples, spent, workers, steps, lanes))
 
     def due(self) -> bool:
         return time.monotonic() - self._last >= EVERY
@@ -63,6 +70,11 @@ class Ledger:
         for one in self._steps:
             for worker, seconds in one.workers.items() if len(one.workers) <= TOLD else ():
                 computed[worker] = computed.get(worker, 0.0) + seconds
+        lanes: dict[str, float] = {}
+        for one in self._steps:
+            for worker, lane in one.lanes.items():
+                for part, seconds in zip(PARTS, lane, strict=True):
+                    lanes[f"{worker} {part}"] = lanes.get(f"{worker} {part}", 0.0) + seconds
         record: dict[str, Any] = {
             "samples": sum(one.samples for one in self._steps),
             "steps": sum(one.steps for one in self._steps),
@@ -70,6 +82,7 @@ class Ledger:
             "time": spent,
             "waited_for": waited_for,
             "computed": computed,
+            "lanes": {name: float(f"{seconds:.4g}") for name, seconds in lanes.items()},
             "bytes": sent - self._sent,
         }
         if self.tokens is not None:
@@ -86,3 +99,4 @@ class _Step:
     spent: dict[str, float]
     workers: Mapping[int, float]
     steps: int
+    lanes: Mapping[int, Sequence[float]]

@@ -13,7 +13,7 @@ from paceline.observe.figures import duration, number, plural, shares_of, size_o
 from paceline.observe.journal import Event
 from paceline.observe.summary import Rows, Summary, facts
 from paceline.observe.team import HEAD as HEADINGS
-from paceline.observe.team import team
+from paceline.observe.team import lanes_of, team
 
 SHOWN = 1 << 19  # bytes of a picture that the page holds itself, at most
 TINY = 96  # pixels across, with fewer of which a picture is shown larger than it is
@@ -111,13 +111,23 @@ def _team(summary: Summary) -> str:
     rows, more = team(summary)
     if not rows:
         return ""
+    lanes = lanes_of(next((records[-1] for records in summary.steps.values()), {}))
     cells = [
         [f"<th>{escape(cell)}</th>" for cell in HEADINGS],
-        *([f"<td>{escape(c)}</td>" for c in row] for row in rows),
+        *(
+            [*(f"<td>{escape(cell)}</td>" for cell in row[:-1]), f"<td>{_lane(lanes.get(row[0]) or {})}</td>"]
+            for row in rows
+        ),
     ]
     rest = f'<p class="soft">and {plural(more, "faster one")}</p>' if more else ""
     lines = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     return f"<table>{lines}</table>{rest}"
+
+
+def _lane(spent: dict[str, float]) -> str:
+    """The same order on all workers, for the eye."""
+    whole = sum(spent.values())
+    return stacked_bar([(part, seconds / whole) for part, seconds in spent.items()]) if whole else ""
 
 
 def section(title: str, inner: str) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from paceline.observe.figures import duration, plural
+from paceline.observe.figures import duration, plural, shares_of
 from paceline.observe.journal import Event
 from paceline.observe.summary import Rows, Summary
 
-SHOWN, LATEST = 16, 6  # workers, and things that happened, at most
-HEAD = ("worker", "", "host", "share", "computing", "others waited for it")
+SHOWN, LATEST, MOST = 16, 6, 2  # workers, things that happened, and parts of a worker's time, at most
+HEAD = ("worker", "", "host", "share", "computing", "others waited for it", "where its time went")
 
 
 def team(summary: Summary) -> tuple[list[tuple[str, ...]], int]:
@@ -19,6 +19,7 @@ def team(summary: Summary) -> tuple[list[tuple[str, ...]], int]:
     last: Event = next((records[-1] for records in summary.steps.values()), {})
     steps = last.get("steps") or 1
     computed, waited = last.get("computed") or {}, last.get("waited_for") or {}
+    lanes = lanes_of(last)
     states = {**dict.fromkeys(summary.hosts, False), **summary.up}
     slowest = sorted(states, key=lambda worker: -(computed.get(worker) or waited.get(worker) or 0.0))[:SHOWN]
     shares = _shares(summary)
@@ -30,10 +31,20 @@ def team(summary: Summary) -> tuple[list[tuple[str, ...]], int]:
             shares.get(worker, ""),
             f"{a_step(computed[worker] / steps)} a step" if worker in computed else "",
             f"{a_step(waited[worker] / steps)} a step" if waited.get(worker) else "",
+            ", ".join(f"{part} {share:.0%}" for part, share in shares_of(lanes.get(worker, {}))[:MOST]),
         )
         for worker in sorted(slowest, key=lambda worker: (len(worker), worker))
     ]
     return rows, len(states) - len(rows)
+
+
+def lanes_of(record: Event) -> dict[str, dict[str, float]]:
+    """Of each worker the seconds of its steps by part, in the order of parts, by a record of these."""
+    spent: dict[str, dict[str, float]] = {}
+    for name, seconds in (record.get("lanes") or {}).items():
+        worker, part = name.split()
+        spent.setdefault(worker, {})[part] = seconds
+    return spent
 
 
 def a_step(seconds: float) -> str:

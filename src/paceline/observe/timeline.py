@@ -18,6 +18,7 @@ from paceline.errors import UsageError, shown
 from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import NAME, Event, read_journal, thinned
 from paceline.observe.stacks import FOLDER
+from paceline.observe.team import lanes_of
 
 RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of what concerns all, and the first threads of a worker
 TOLD = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
@@ -108,8 +109,9 @@ class Timeline:
             yield _about("thread_name", pid, tid, name=own if pid == RUN else lane)
 
     def _steps(self) -> Iterator[Span]:
-        """On worker 0 the parts of steps, on the others what they computed, and the rest. A record is of one step, or
-        has the sums of several: they are drawn one after another.
+        """The parts of steps; of more workers than have such, on worker 0, and on the others what they computed and the
+        rest. A record is of one step, or has the sums of several: they are drawn one after another. Others' parts are
+        those of a step earlier.
         """
         for begin, end, record in self.records:
             steps, last = record.get("steps") or 1, int(record.get("step") or 0)
@@ -117,7 +119,7 @@ class Timeline:
             args = {key: record.get(key) for key in ("trainer", "loss", "samples", "bytes", "steps")}
             if steps > 1:
                 args["parts"] = "sums over these steps, one after another"
-            parts = {"0": record.get("time") or {}}
+            parts = lanes_of(record) | {"0": record.get("time") or {}}
             for worker, computed in (record.get("computed") or {}).items():
                 rest = max(0.0, record["seconds"] - computed)
                 parts.setdefault(worker, {"load and compute": computed, "reduce, wait and others": rest})
