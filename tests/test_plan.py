@@ -281,7 +281,16 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
             "shard=2 and server=2 both divide a model; keep one of them: under server=2 each worker has a whole one",
         ),
         ("server=2 exact", "exact and server=2 are not built together yet; leave exact or server out"),
-        ("server=2 codec=bf16", "codec=bf16 and server=2 are not built together yet; leave codec=bf16 or server out"),
+        (
+            "server=2 codec=topk:0.01",
+            "beside server=2 there are rounding codecs alone, and codec=topk:0.01 is none; "
+            "say codec=bf16, codec=fp16 or codec=int8",
+        ),
+        (
+            "server=2 codec=auto",
+            "beside server=2 there are rounding codecs alone, and codec=auto is none; "
+            "say codec=bf16, codec=fp16 or codec=int8",
+        ),
         ("server=2 auto", "auto and server=2 both decide the layout; leave auto or server=2 out"),
     ],
 )

@@ -20,6 +20,7 @@ from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
 from safetensors.torch import load_file
 from served import BATCH, CLIP, MICRO, ROWS, SEED
+from test_codecs import rounded
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from warm import Process, environment
@@ -28,6 +29,8 @@ from paceline import Trainer, stream_seed
 from paceline.comm.frames import Connection, Frame, Kind
 from paceline.errors import PlanError
 from paceline.observe.journal import read_journal
+from paceline.observe.summary import Summary, facts
+from paceline.step import deal
 from paceline.strategies.servers import spread
 from paceline.team.chaos import GO, read_log
 from paceline.team.coordinator import STOPPED
@@ -57,6 +60,52 @@ def by_hand(steps: int = STEPS) -> tuple[dict[str, torch.Tensor], list[list[floa
         optimizer.step()
         schedule.step()
     return model.state_dict(), figures
+
+
+def in_codes(word: str, workers: int, servers: int, back: bool = True) -> dict[str, torch.Tensor]:
+    """The weights, where each worker pushes `rounded` sums of its micro-batches, of each server's parameters together;
+    and the change of these comes `back` rounded, too.
+    """
+    model = built(served.net, SEED)
+    params = list(model.parameters())
+    optimizer = served.groups(model.named_parameters())
+    schedule, owners = LambdaLR(optimizer, served.rate), spread([param.nbytes for param in params], servers)
+    parts = [[n for n, owner in enumerate(owners) if owner == part] for part in range(servers)]
+
+    def coded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        row = torch.cat([tensor.reshape(-1) for tensor in tensors]).float()
+        made = torch.from_numpy(rounded(row.numpy(), word)).double().split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(made, tensors, strict=True)]
+
+    expected = 0
+    for number, batch in enumerate(grid(served.data(), BATCH, MICRO, count=STEPS, seed=SEED)):
+        count = sum(len(part[0]) for part in batch)
+        expected = expected if back and expected else count
+        sums = [torch.zeros_like(param) for param in params]
+        for share in deal(len(batch), [1.0] * workers):
+            optimizer.zero_grad()
+            for index in share:
+                torch.manual_seed(stream_seed(SEED, number, index))
+                ((model(batch[index][0]) - batch[index][1]).square().sum() / expected).backward()
+            for part in parts:
+                mine = part[::-1]  # as backward makes them
+                for n, grad in zip(mine, coded([params[n].grad for n in mine]) if share else [], strict=bool(share)):
+                    sums[n] += grad
+        if not back:  # one worker clips by what it has made, before it is coded
+            norm = nn.utils.get_total_norm([param.grad for param in params])
+        for param, total in zip(params, sums, strict=True):
+            param.grad = total * expected / count
+        norm = nn.utils.get_total_norm([param.grad for param in params]) if back else norm
+        nn.utils.clip_grads_with_norm_(params, CLIP, norm)
+        before = [param.detach().clone() for param in params]
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            for part in parts if back else ():
+                for n, change in zip(part, coded([params[n] - before[n] for n in part]), strict=True):
+                    params[n].copy_(before[n] + change)
+        expected = count
+    return model.state_dict()
 
 
 def trained(folder: Path, workers: int, plan: str, *options: str, code: int = 0, **env: str) -> str:
@@ -99,6 +148,51 @@ def test_a_run_goes_on_under_other_plans(tmp_path: Path) -> None:
     trained(tmp_path, 2, "data=2", "--steps", "5")
     trained(tmp_path, 1, "server=3")
     right(tmp_path, first=6)
+
+
+@pytest.mark.parametrize(
+    ("word", "workers", "plan"),
+    [
+        ("bf16", 2, "server=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("int8", 2, "server=2"),
+                ("fp16", 3, "server=3 copies=1"),
+                ("int8", 3, "server=1"),
+                ("bf16", 1, "server=2 staleness=4"),
+                ("int8", 1, "server=3 staleness=1 copies=1"),
+            ]
+        ),
+    ],
+)
+def test_codes_are_those_of_each_workers_sums_and_of_the_change(
+    tmp_path: Path, word: str, workers: int, plan: str
+) -> None:
+    """The change where all are in step. A connection that is lost changes nothing."""
+    shares = ("--shares", ",".join(["1"] * workers)) if workers > 1 else ()
+    trained(tmp_path, workers, f"{plan} codec={word}", *shares, CUT="5")
+    servers, back = int(plan.split()[0].removeprefix("server=")), "staleness" not in plan
+    weights = in_codes(word, workers, servers, back)
+    assert apart(load_file(tmp_path / "out.safetensors"), weights) <= TOLERANCE
+    assert apart(weights, by_hand()[0]) > 1e-5
+    (told,) = (event for event in read_journal(tmp_path / "run") if event["event"] == "codec")
+    held = 1 + ("copies" in plan)
+    assert told["full"] == held * STEPS * 146 * 8
+    codes = {"bf16": 2 * 146, "fp16": 516 * servers, "int8": 260 * servers}[word]
+    assert told["sent"] == held * STEPS * codes
+    text = dict(facts(Summary(tmp_path / "run"))["Costs"])["codec"]
+    assert text.startswith(f"{word} (rounding): ")
+    assert f" sent to servers instead of {'18.7' if held > 1 else '9.34'} kB, " in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chaos", ["kill:1@3.applied", "kill:1@3.reduced", "kill:1000000@3.applied"])
+def test_codes_survive_losses(tmp_path: Path, chaos: str) -> None:
+    """Shares differ while there are fewer: what codes leave out is then other rows', and as little."""
+    trained(tmp_path, 2, "server=2 copies=1 codec=bf16", PACELINE_CHAOS=chaos)
+    assert len(read_log(tmp_path / "run")) == 1
+    assert apart(load_file(tmp_path / "out.safetensors"), by_hand()[0]) <= 5e-3
 
 
 MOMENTS = ["forward", "backward", "reduced", "applied", "loading", "summed", "saving"]

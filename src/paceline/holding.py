@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.comm.codecs import add_codes, manner, pack_codes
 from paceline.comm.frames import Connection, Frame, Key, Kind
 from paceline.plan import Plan
 from paceline.step import NOTHING
@@ -30,11 +31,13 @@ class Steps(Protocol):
 
 @dataclass
 class Client:
-    """A worker: what it pushes lands in `buffers`, by trainer and parameter. It has `asked` for squares, by trainer:
-    of which contribution, as which rank of how many. What it pushes of gradients in rows are texts in `rows`.
+    """A worker: what it pushes lands in `buffers`, by trainer and parameter, or as `codes` of several first. It has
+    `asked` for squares, by trainer: of which contribution, as which rank of how many. What it pushes of gradients in
+    rows are texts in `rows`.
     """
 
     buffers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    codes: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
     asked: dict[int, tuple[Key, int, int]] = field(default_factory=dict)
     rows: dict[int, bytearray] = field(default_factory=dict)
 
@@ -60,6 +63,8 @@ class Holding:
             {part: [n for n in numbers if (n >= first) is sparse] for part, numbers in self.parts.items()}
             for sparse in (False, True)
         )
+        self.code = manner(plan.codec).code if plan.codec else None
+        self.changes: dict[int, torch.Tensor] = {}  # codes of what the last step changed, by part
         self.touched: dict[int, torch.Tensor] = {}  # rows that the last step changed, of those that not all did
         self.squares = dict.fromkeys(self.parts, 0.0)
         self.ready: Key | None = None
@@ -94,7 +99,10 @@ class Holding:
     def apply(self, step: int, told: dict[str, Any]) -> None:
         """The step, once."""
         agreed = replace(NOTHING, count=told["count"], loss=told["loss"], unused=tuple(told["unused"]))
+        before = {n: self.params[n].detach().clone() for n in chain(*self.dense.values())} if self.in_codes else {}
         self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
+        if before:
+            self._round(before)
         self.touched.clear()
         for optimizer in self.replica.job.optimizers if self.replica.job.sparse else ():
             held = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -106,6 +114,22 @@ class Holding:
                     )
         self.stepper.done, self.ready = step + 1, None
 
+    @property
+    def in_codes(self) -> bool:
+        """Whether weights are changed by what codes say of the change: in step all have the same before."""
+        return self.code is not None and not self.stepper.plan.staleness
+
+    @torch.no_grad()
+    def _round(self, before: dict[int, torch.Tensor]) -> None:
+        """The change of the weights becomes what workers will decode of it, of each part together."""
+        assert self.code is not None
+        for part, numbers in self.dense.items():
+            params, old = [self.params[number] for number in numbers], [before[number] for number in numbers]
+            self.changes[part] = pack_codes(self.code, [new - was for new, was in zip(params, old, strict=True)])
+            for param, was in zip(params, old, strict=True):
+                param.copy_(was)
+            add_codes(self.code, self.changes[part], params)
+
     def read(self, link: Connection, frame: Frame) -> None:
         """The weights of a part are asked for."""
         part = frame.key[2]
@@ -115,7 +139,10 @@ class Holding:
             some = {number: (self.params[number], self.touched.get(number)) for number in self.sparse[part]}
             text = pack_weights(some)
             link.put(Kind.ROWS, frame.trainer, frame.key, content=text)
-        link.put(Kind.READ, frame.trainer, frame.key, numbers, weights)
+        if self.in_codes:
+            link.put(Kind.READ, frame.trainer, frame.key, content=self.changes[part].numpy().tobytes())
+        else:
+            link.put(Kind.READ, frame.trainer, frame.key, numbers, weights)
 
     def kept(self, part: int) -> list[dict[str, Any]]:
         """Of each optimizer, by name."""

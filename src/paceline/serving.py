@@ -18,6 +18,7 @@ from typing import Any, Never
 import torch
 
 from paceline.checkpoint.tree import pack, unpack
+from paceline.comm.codecs import add_codes, pack_codes
 from paceline.comm.frames import Connection, Frame, Kind, exchange
 from paceline.dealing import Dealing
 from paceline.errors import PacelineError
@@ -147,15 +148,20 @@ class ParameterServer:
             return [] if frame.kind == Kind.STATE else None
         if frame.kind != Kind.PUSH:
             return []
-        params = self._parts[frame.trainer].params
-        return [self._buffer(client, frame.trainer, number, params[number]) for number in frame.numbers]
+        part = self._parts[frame.trainer]
+        if part.code is None:
+            return self._buffers(client, frame)
+        key = frame.trainer, frame.numbers
+        if key not in client.codes:
+            client.codes[key] = pack_codes(part.code, [part.params[number].detach() for number in frame.numbers])
+        return [client.codes[key]]
 
-    @staticmethod
-    def _buffer(client: Client, trainer: int, number: int, param: torch.Tensor) -> torch.Tensor:
-        key = trainer, number
-        if key not in client.buffers:
-            client.buffers[key] = torch.empty(param.numel(), dtype=param.dtype)
-        return client.buffers[key]
+    def _buffers(self, client: Client, frame: Frame) -> list[torch.Tensor]:
+        params, keys = self._parts[frame.trainer].params, [(frame.trainer, number) for number in frame.numbers]
+        for key in keys:
+            if key not in client.buffers:
+                client.buffers[key] = torch.empty(params[key[1]].numel(), dtype=params[key[1]].dtype)
+        return [client.buffers[key] for key in keys]
 
     def _hear(self, link: Connection, client: Client, frame: Frame) -> None:
         if frame.kind == Kind.HELLO:
@@ -179,7 +185,12 @@ class ParameterServer:
             link.put(Kind.KEPT, frame.trainer, frame.key, content=[pack(kept)])
         elif frame.kind == Kind.READ:
             self._parts[frame.trainer].read(link, frame)
-        elif frame.kind != Kind.PUSH:
+        elif frame.kind == Kind.PUSH:
+            if (code := self._parts[frame.trainer].code) is not None:
+                gradients = self._buffers(client, frame)
+                torch._foreach_zero_(gradients)
+                add_codes(code, client.codes[frame.trainer, frame.numbers], gradients)
+        else:
             part = self._parts[frame.trainer]
             assert isinstance(part, Dealing)
             part.hear(link, client, _who(link), frame)

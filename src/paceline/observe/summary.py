@@ -339,7 +339,7 @@ def _by_kind(summary: Summary) -> Rows:
 def _codec(event: Event) -> str:
     sent, full = event.get("sent") or 0, event.get("full") or 0
     ratio = f", {sent / full:.1%} of them" if full else ""
-    told = f"{size_of(sent)} sent to other hosts instead of {size_of(full)}{ratio}, by worker 0"
+    told = f"{size_of(sent)} sent to {event.get('to') or 'other hosts'} instead of {size_of(full)}{ratio}, by worker 0"
     return f"{event.get('codec')} ({event.get('kind')}): {told}"
 
 
