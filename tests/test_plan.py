@@ -280,7 +280,6 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
             "server=2 shard=2",
             "shard=2 and server=2 both divide a model; keep one of them: under server=2 each worker has a whole one",
         ),
-        ("server=2 exact", "exact and server=2 are not built together yet; leave exact or server out"),
         (
             "server=2 codec=topk:0.01",
             "beside server=2 there are rounding codecs alone, and codec=topk:0.01 is none; "

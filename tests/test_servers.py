@@ -186,6 +186,64 @@ def test_codes_are_those_of_each_workers_sums_and_of_the_change(
     assert f" sent to servers instead of {'18.7' if held > 1 else '9.34'} kB, " in text
 
 
+EXACT = [
+    (3, "server=2", ""),
+    *(
+        (workers, f"server={servers}{' copies=1' * copies}", chaos)
+        for workers, servers, copies, chaos in [
+            (1, 1, 0, ""),
+            (5, 3, 0, "kill:1@3.reduced,kill:4@5.applied"),
+            (2, 3, 1, "kill:1000001@3.applied"),
+            (3, 2, 1, "kill:1@3.applied,kill:1000000@5.summed"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan", "chaos"), [EXACT[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in EXACT[1:])]
+)
+def test_exact_sums_have_the_bits_of_one_process(tmp_path: Path, workers: int, plan: str, chaos: str) -> None:
+    """Whoever is lost; and of other plans."""
+    for name, count, words, env in (("one", 1, "", {}), ("served", workers, plan, {"PACELINE_CHAOS": chaos})):
+        (tmp_path / name).mkdir()
+        trained(tmp_path / name, count, f"{words} exact", **env)
+    assert len(read_log(tmp_path / "served" / "run") if chaos else []) == len(chaos.split(",") if chaos else [])
+    for file in ("out.safetensors", "told.json"):
+        one, other = ((tmp_path / name / file).read_bytes() for name in ("one", "served"))
+        assert one == other
+    right(tmp_path / "served")
+
+
+GROWS = """
+import paceline
+calls = []
+def grown(output, batch):
+    calls.append(1)
+    return (output[:, 0] * 10 ** (6 * batch[1])).sum()
+t = paceline.Trainer(lambda: torch.nn.Linear(3, 1), grown,
+    lambda p: torch.optim.Adagrad(p, lr=1e-2), global_batch=8, seed=1, clip_norm=0.5, plan="exact micro=2")
+rows = torch.utils.data.TensorDataset(torch.randn(32, 3, generator=torch.Generator().manual_seed(0)),
+    (torch.arange(32) % 11 == 0).float())
+figures = [(r.loss, r.grad_norm) for r in t.steps(rows, epochs=2, order=lambda position, size, seed, epoch: position)]
+t.export("out.safetensors")
+if t.main:
+    print(figures)
+    open("calls", "w").write(str(len(calls)))
+"""
+
+
+def test_a_gradient_that_outgrows_its_grid_is_pushed_again(tmp_path: Path) -> None:
+    """In float32, whose sums are one number each; the last step of those that served is of another plan's."""
+    told = []
+    for name, workers, plan in (("one", 1, ""), ("served", 2, "server=2"), ("data", 3, "data=3")):
+        (tmp_path / name).mkdir()
+        done = train_basics(tmp_path / name, GROWS, workers, "--plan", f"exact micro=2 {plan}")
+        told.append(((tmp_path / name / "out.safetensors").read_bytes(), done.stdout))
+        assert int((tmp_path / name / "calls").read_text()) > 8 * 4 // workers
+    assert len({*told}) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chaos", ["kill:1@3.applied", "kill:1@3.reduced", "kill:1000000@3.applied"])
 def test_codes_survive_losses(tmp_path: Path, chaos: str) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
+from paceline.comm.buckets import levels_of
 from paceline.comm.codecs import add_codes, manner, pack_codes
+from paceline.comm.exact import ExactBuckets
 from paceline.comm.frames import Connection, Frame, Key, Kind
 from paceline.plan import Plan
 from paceline.step import NOTHING
@@ -66,7 +68,9 @@ class Holding:
         self.code = manner(plan.codec).code if plan.codec else None
         self.changes: dict[int, torch.Tensor] = {}  # codes of what the last step changed, by part
         self.touched: dict[int, torch.Tensor] = {}  # rows that the last step changed, of those that not all did
-        self.squares = dict.fromkeys(self.parts, 0.0)
+        self.squares = {part: [0.0] for part in self.parts}
+        first_to_last = [self.params[number] for number in chain(*self.dense.values())]
+        self.exact = ExactBuckets(first_to_last, hooks=False) if plan.exact else None
         self.ready: Key | None = None
         others = {self.params[number] for number in {*range(len(self.params))} - {*self.numbers}}
         for optimizer in self.replica.job.optimizers:
@@ -77,8 +81,24 @@ class Holding:
     def applied(self) -> int:
         return self.stepper.done
 
-    def add(self, key: Key, clients: Sequence[Client]) -> None:
-        """Sums what workers have pushed, in the order of their ranks."""
+    def room(self, number: int) -> torch.Tensor:
+        """Where a pushed gradient lands."""
+        param = self.params[number]
+        if self.exact is None:
+            return torch.empty(param.numel(), dtype=param.dtype)
+        return torch.empty(levels_of(param.dtype) * param.numel(), dtype=torch.float64)
+
+    def add(self, key: Key, clients: Sequence[Client], exactly: tuple[int, list[float]] | None) -> None:
+        """Sums what workers have pushed, in the order of their ranks; of so many micro-batches, on the grids of the
+        largest gradients, where sums are exact.
+        """
+        self.ready = key
+        if self.exact is not None and exactly is not None:
+            self._add_exactly(self.exact, [one.buffers for one in clients], *exactly)
+        else:
+            self._add(clients)
+
+    def _add(self, clients: Sequence[Client]) -> None:
         trainer = self.trainer
         dense, sparse = ([*chain(*some.values())] for some in (self.dense, self.sparse))
         first, *others = ([one.buffers[trainer, number] for number in dense] for one in clients)
@@ -92,9 +112,25 @@ class Holding:
             self.params[number].grad = combined(
                 self.params[number], [where for where, _ in given], [values for _, values in given]
             )
-        self.ready = key
         for part, numbers in self.parts.items():
-            self.squares[part] = squares(rows_of(self.params[number] for number in numbers))
+            self.squares[part] = [squares(rows_of(self.params[number] for number in numbers))]
+
+    def _add_exactly(
+        self,
+        sums: ExactBuckets,
+        pushed: Sequence[Mapping[tuple[int, int], torch.Tensor]],
+        micro_batches: int,
+        largest: Sequence[float],
+    ) -> None:
+        numbers = [*chain(*self.dense.values())]
+        sums.largest = [largest[number] for number in numbers]
+        sums.begin(lambda bucket: None, micro_batches)
+        for one in pushed:
+            for at, number in enumerate(numbers):
+                sums.add(at, one[self.trainer, number].chunk(levels_of(self.params[number].dtype)))
+        sums.make()
+        found = sums.squares(micro_batches).view(len(numbers), -1).split([len(some) for some in self.dense.values()])
+        self.squares = {part: rows.flatten().tolist() for part, rows in zip(self.parts, found, strict=True)}
 
     def apply(self, step: int, told: dict[str, Any]) -> None:
         """The step, once."""

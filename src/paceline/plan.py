@@ -273,7 +273,7 @@ class Plan:
         if row.name == "codec" and value not in ("bf16", "fp16", "int8"):
             what = f"beside server={self.server} there are rounding codecs alone, and {word} is none"
             raise PlanError(what, "say codec=bf16, codec=fp16 or codec=int8")
-        if row.name in ("exact", "lr_scaling"):
+        if row.name == "lr_scaling":
             what = f"{word} and server={self.server} are not built together yet"
             raise PlanError(what, f"leave {word} or server out")
 

@@ -157,10 +157,10 @@ class ParameterServer:
         return [client.codes[key]]
 
     def _buffers(self, client: Client, frame: Frame) -> list[torch.Tensor]:
-        params, keys = self._parts[frame.trainer].params, [(frame.trainer, number) for number in frame.numbers]
+        part, keys = self._parts[frame.trainer], [(frame.trainer, number) for number in frame.numbers]
         for key in keys:
             if key not in client.buffers:
-                client.buffers[key] = torch.empty(params[key[1]].numel(), dtype=params[key[1]].dtype)
+                client.buffers[key] = part.room(key[1])
         return [client.buffers[key] for key in keys]
 
     def _hear(self, link: Connection, client: Client, frame: Frame) -> None:
@@ -172,7 +172,7 @@ class ParameterServer:
                 for other, _ in self._clients:
                     other.put(Kind.WELCOME, content=b"1")
         elif frame.kind == Kind.SQUARES:
-            client.asked[frame.trainer] = (frame.key, *RANKED.unpack(frame.text))
+            client.asked[frame.trainer] = (frame.key, *RANKED.unpack_from(frame.text))
             self._look(link, frame)
         elif frame.kind == Kind.ROWS:
             client.rows[frame.trainer] = frame.text
@@ -208,7 +208,7 @@ class ParameterServer:
                 asking[rank] = other, client
         if len(asking) < size:
             return
-        part.add(key, [asking[rank][1] for rank in range(size)])
+        part.add(key, [asking[rank][1] for rank in range(size)], json.loads(frame.text[RANKED.size :] or b"null"))
         self._reached("summed")
         for other, _ in asking.values():
             other.put(Kind.SQUARES, frame.trainer, key, content=json.dumps(part.squares).encode())

@@ -113,13 +113,17 @@ class ExactBuckets(Buckets):
             kept &= bool(largest) and now <= math.ldexp(1.0, math.frexp(largest)[1] + HEADROOM)
             self.largest[number] = max(now, largest / 2)  # up at once, down slowly
         if kept:
-            for own, bucket in zip(self._sums, self.buckets, strict=True):
-                if not len(own):  # a place may have no rows of small parameters
-                    continue
-                levels = bucket.mine.view(-1, len(own))
-                own.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
-            self.adopt()
+            self.make()
         return kept
+
+    def make(self) -> None:
+        """The gradients, of the sums."""
+        for own, bucket in zip(self._sums, self.buckets, strict=True):
+            if not len(own):  # a place may have no rows of small parameters
+                continue
+            levels = bucket.mine.view(-1, len(own))
+            own.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
+        self.adopt()
 
     def squares(self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None) -> torch.Tensor:
         """The squares of the own rows' gradients added up, or of the blocks of each that are counted here, for each

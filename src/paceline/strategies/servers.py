@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.buckets import Bucket, zeros
+from paceline.comm.buckets import Bucket, levels_of, zeros
 from paceline.comm.codecs import Codec, add_codes, manner, pack_codes
 from paceline.comm.frames import Connection, Frame, Key, Kind, exchange
 from paceline.comm.group import Group
@@ -259,7 +259,11 @@ class Pushes(Transit):
         self._replica = replica
 
     def send(self, bucket: Bucket) -> None:
-        replica, gradients, servers = self._replica, dict(bucket.split(bucket.mine.cpu())), self._replica.servers
+        replica, servers = self._replica, self._replica.servers
+        levels = levels_of(replica.job.dense[bucket.members[0]].dtype) if replica.job.exact else 1
+        rows = bucket.mine.cpu().view(levels, -1)
+        places = zip(bucket.members, bucket.shapes, bucket.starts, strict=True)
+        gradients = {n: rows[:, start : start + shape.numel()].reshape(-1) for n, shape, start in places}
         for part in range(servers.count):
             mine = [number for number in bucket.members if replica.owners[number] == part]
             whole = [gradients[number] for number in mine]
@@ -373,14 +377,16 @@ class InStep(Served):
 
     def norm(self, agreed: Agreed, options: Options) -> float:
         servers, said = self.servers, RANKED.pack(self.team.rank, self.team.size)
+        if self.job.exact:
+            said += json.dumps([options.micro_batches, self.home.largest]).encode()
         for one in servers.used:
             servers.put(one, Kind.SQUARES, self.number, self.key, (), said)
         told = servers.answers(Kind.SQUARES, self.number, self.key)
-        found = []
+        found = list[float]()
         for part in range(servers.count):
             server = servers.counts(part)
             assert server is not None
-            found.append(float(json.loads(told[server].text)[str(part)]))
+            found += json.loads(told[server].text)[str(part)]
         return math.sqrt(exact_sum(found)) * options.expected / agreed.count
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
