@@ -273,9 +273,6 @@ class Plan:
         if row.name == "codec" and value not in ("bf16", "fp16", "int8"):
             what = f"beside server={self.server} there are rounding codecs alone, and {word} is none"
             raise PlanError(what, "say codec=bf16, codec=fp16 or codec=int8")
-        if row.name == "lr_scaling":
-            what = f"{word} and server={self.server} are not built together yet"
-            raise PlanError(what, f"leave {word} or server out")
 
     def _check_fragments(self) -> None:
         """An error where a round has fewer steps than parts, or a part's sum would travel longer than to the next."""
