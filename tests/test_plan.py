@@ -29,6 +29,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "staleness": st.one_of(st.integers(0, 999_999_999), st.just(math.inf)),
     "window": NUMBERS,
     "damping": st.just(True),
+    "delayed": st.integers(0, 999_999_999),
     "copies": st.sampled_from([0, 1]),
     "shard": NUMBERS,
     "zero": st.sampled_from([1, 2, 3]),
@@ -242,6 +243,15 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
         ("window=9", "window=9 needs server; add server=N, or leave window=9 out"),
         ("copies=1", "copies=1 needs server; add server=N, or leave copies=1 out"),
         (
+            "server=1 delayed=4",
+            "delayed=4 is for workers that are not in step; "
+            "add staleness=K, or leave delayed out: in step all meet after each update",
+        ),
+        (
+            "server=1 staleness=4 delayed=0",
+            "delayed=0 would never refresh the momentum; say delayed=N, N the number of workers",
+        ),
+        (
             "server=1 copies=1",
             "copies=1 needs another server that holds them; say server=2, or leave copies out",
         ),
@@ -299,7 +309,7 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
 
 BUILT = "use only what is: data=N, local=N, every=H, outer=sgd:RATE|nesterov:RATE:MOMENTUM, "
 BUILT += "fragments=F, delay=D, outer_codec=int8|int4, quorum=Q, server=S, staleness=K|inf, window=W, damping, "
-BUILT += "copies=0|1, "
+BUILT += "delayed=D, copies=0|1, "
 BUILT += "shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
 BUILT += "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy, "
 BUILT += "lr_scaling=linear|sqrt, precision=bf16|fp16, "
@@ -337,7 +347,7 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
             "quick",
             "unknown plan word 'quick'; the known ones are data=N local=N every=H "
             "outer=sgd:RATE|nesterov:RATE:MOMENTUM fragments=F delay=D outer_codec=int8|int4 quorum=Q "
-            "server=S staleness=K|inf window=W damping copies=0|1 shard=N zero=1|2|3 offload=cpu "
+            "server=S staleness=K|inf window=W damping delayed=D copies=0|1 shard=N zero=1|2|3 offload=cpu "
             "tensor=N pipeline=N schedule=gpipe|1f1b virtual=V context=N micro=N "
             "codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy "
             "lr_scaling=linear|sqrt precision=bf16|fp16 recompute=blocks compile exact auto",
@@ -392,10 +402,10 @@ def test_the_help_has_one_line_per_word() -> None:
     lines = describe().splitlines()
     assert [line.split("=")[0].split()[0] for line in lines] == [row.name for row in fields(Plan)]
     assert lines[0] == "data=N               N replicas, gradients all-reduced every step"
-    assert lines[13].endswith("parameters, gradients and optimizer state in N shards")
-    assert lines[15].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
-    assert lines[16] == "tensor=N             the model cut N times inside its layers"
-    assert lines[26] == "compile              torch.compile"
+    assert lines[14].endswith("parameters, gradients and optimizer state in N shards")
+    assert lines[16].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
+    assert lines[17] == "tensor=N             the model cut N times inside its layers"
+    assert lines[27] == "compile              torch.compile"
 
 
 def test_the_plan_needs_no_torch() -> None:

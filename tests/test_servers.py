@@ -39,10 +39,12 @@ STEPS, TOLERANCE = 8, 1e-12
 
 
 @cache
-def by_hand(steps: int = STEPS) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
+def by_hand(
+    steps: int = STEPS, make: Any = served.groups, step: Any = lambda optimizer: optimizer.step()
+) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
     torch.set_num_threads(1)
     model = built(served.net, SEED)
-    optimizer = served.groups(model.named_parameters())
+    optimizer = make(model.named_parameters())
     schedule, figures = LambdaLR(optimizer, served.rate), []
     for number, batch in enumerate(grid(served.data(), BATCH, MICRO, count=steps, seed=SEED)):
         optimizer.zero_grad()
@@ -57,7 +59,7 @@ def by_hand(steps: int = STEPS) -> tuple[dict[str, torch.Tensor], list[list[floa
             param.grad /= count
         norm, rate = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)), optimizer.param_groups[0]["lr"]
         figures.append([number + 1, total / count, rate, norm])
-        optimizer.step()
+        step(optimizer)
         schedule.step()
     return model.state_dict(), figures
 

@@ -14,6 +14,7 @@ from subprocess import PIPE
 from typing import Any
 
 import pytest
+import served
 import torch
 from agents import until
 from launching import SCRIPTS, paceline, train_basics
@@ -107,6 +108,55 @@ def test_damping_divides_rates_by_what_was_missed(tmp_path: Path) -> None:
     weights, whole = load_file(tmp_path / "out.safetensors"), sum(count / (1 + m) for m, count in missed.items())
     assert float(weights["more"][0]) == pytest.approx(-BATCH * whole, rel=1e-12)
     assert float(weights["rows"].sum()) == pytest.approx(-BATCH * whole, rel=1e-12)
+
+
+def test_delayed_momentum_is_that_of_a_loop_by_hand(tmp_path: Path) -> None:
+    """Through a resume between two refreshes, and under a schedule and clipping."""
+    momentum, waiting, made = dict[Any, Any](), dict[Any, Any](), list[int]()
+
+    @torch.no_grad()
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        (group,) = optimizer.param_groups
+        made.append(1)
+        optimizer._opt_called = True  # or the schedule warns
+        for param in group["params"]:
+            gradient = param.grad + 0.1 * param
+            waiting[param] = waiting.get(param, 0.0) + gradient
+            param -= group["lr"] * gradient / 3
+            if len(made) % 3 == 0:
+                momentum[param] = 0.8 * momentum.get(param, 0.0) + waiting.pop(param) / 3
+                param -= group["lr"] * 0.8 * momentum[param]
+
+    for options in (("--steps", "4"), ()):
+        trained(tmp_path, 1, "server=2 staleness=1 window=3 delayed=3", *options, NESTEROV="1")
+    weights, _ = by_hand(8, served.nesterov, step)
+    assert apart(load_file(tmp_path / "out.safetensors"), weights) <= TOLERANCE
+
+
+@pytest.mark.parametrize("chaos", ["", pytest.param("kill:1000000@20.applied", marks=pytest.mark.slow)])
+def test_delayed_momentum_is_refreshed_by_updates_of_whoever(tmp_path: Path, chaos: str) -> None:
+    """All gradients of one weight are alike, so the order makes no difference."""
+    plan = "server=2 copies=1 staleness=2 window=20 delayed=4"
+    counted(tmp_path, 3, plan, 60, MOMENTUM="0.5", PACELINE_CHAOS=chaos)
+    assert len(read_log(tmp_path / "run") if chaos else []) == bool(chaos)
+    weight, momentum = 0.0, 0.0
+    for _ in range(60 // 4):
+        momentum = 0.5 * momentum + 1.0
+        weight -= BATCH * (1.0 + 0.5 * momentum)
+    assert torch.allclose(load_file(tmp_path / "out.safetensors")["more"], torch.tensor(weight).double(), rtol=1e-12)
+
+
+def test_other_momentum_is_not_delayed(tmp_path: Path) -> None:
+    for kind, name in (
+        ("AdamW(params, lr=0.1)", "AdamW"),
+        ("SGD(params, lr=0.1, momentum=0.9)", "SGD without it"),
+    ):
+        body = f"import paceline; paceline.Trainer(net, cross_entropy, lambda params: torch.optim.{kind}, 24)"
+        text = train_basics(tmp_path, body, 1, "--plan", "server=1 staleness=2 delayed=2", code=2).stderr
+        assert (
+            f"delayed=2 is for torch.optim.SGD with nesterov=True, and the optimizer is {name}; "
+            "take SGD with momentum= and nesterov=True, or leave delayed out"
+        ) in text
 
 
 def test_what_a_lost_worker_had_is_dealt_again(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from paceline.comm.buckets import levels_of
 from paceline.comm.codecs import add_codes, manner, pack_codes
 from paceline.comm.exact import ExactBuckets
 from paceline.comm.frames import Connection, Frame, Key, Kind
+from paceline.optim import DelayedNesterov
 from paceline.plan import Plan
 from paceline.step import NOTHING
 from paceline.strategies.job import Options
@@ -53,6 +54,9 @@ class Holding:
         self.trainer = trainer
         self.stepper, self.replica, plan = stepper, stepper.replica, stepper.plan
         self.servers, copies = plan.server or 0, plan.copies or 0
+        job = self.replica.job
+        if plan.delayed:
+            job.optimizers = [DelayedNesterov(optimizer, plan.delayed) for optimizer in job.optimizers]
         self.params = [*self.replica.job.named.values()]
         owners = spread([param.nbytes for param in self.params], self.servers)
         self.parts = {

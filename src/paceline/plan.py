@@ -86,6 +86,9 @@ class Plan:
         of="server",
         built=True,
     )
+    delayed: int | None = _word(
+        "D", "with staleness: Nesterov's momentum is refreshed in each D-th update alone", of="server", built=True
+    )
     copies: int | None = _word(
         "0|1", "each server's part is held by another one as well: a lost server loses nothing", of="server", built=True
     )
@@ -262,7 +265,9 @@ class Plan:
         if row.metadata["axis"] and row.name != "data" and (value > 1 or row.name == "shard"):
             what = f"{word} and server={self.server} both divide a model"
             raise PlanError(what, f"keep one of them: under server={self.server} each worker has a whole one")
-        if row.name in ("window", "damping") and not self.staleness:
+        if word == "delayed=0":
+            raise PlanError("delayed=0 would never refresh the momentum", "say delayed=N, N the number of workers")
+        if row.name in ("window", "damping", "delayed") and not self.staleness:
             what = f"{word} is for workers that are not in step"
             raise PlanError(what, f"add staleness=K, or leave {row.name} out: in step all meet after each update")
         if word == "copies=1" and self.server == 1:

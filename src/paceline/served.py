@@ -17,6 +17,7 @@ from paceline.checkpoint.tree import pack, unpack
 from paceline.data.loader import Place
 from paceline.errors import NonFiniteLossError, UsageError
 from paceline.mesh import Mesh
+from paceline.optim import DelayedNesterov
 from paceline.portions import Portion
 from paceline.pulse import PULSE
 from paceline.rounds import BrokenOffError, meet, rounds_of, same
@@ -145,6 +146,8 @@ class Windows(ServedStepper):
         self._dropped = 0
         self._buffers: dict[str, torch.Tensor] = {}
         plan = self.plan
+        if plan.delayed:
+            DelayedNesterov.refuse_others(self.job.optimizers, plan.delayed)
         bound = "as far ahead as they are" if plan.staleness == math.inf else f"at most {plan.staleness:g} ahead"
         what = f"updates are not in step: workers read weights {bound}, and meet every {self.window} updates"
         self.run.say(what)

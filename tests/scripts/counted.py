@@ -3,7 +3,7 @@
 The gradients depend on no weights, so the order of updates makes no difference: counted.py FOLDER STEPS. With PACE=S a
 ticket takes S seconds, with SLOW=WORKER:TIMES that worker's so many times as long, with STRAGGLE=CHANCE:TIMES now and
 then anybody's. With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often; with
-REACHED=WORKER:CALLS it makes the file `reached` then.
+REACHED=WORKER:CALLS it makes the file `reached` then. With MOMENTUM=M there is Nesterov's.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def main() -> None:
     if "CUT" in os.environ:
         cut(int(os.environ["CUT"]))
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-    optimizer = lambda params: torch.optim.SGD(params, lr=float(BATCH))
+    momentum = float(os.environ.get("MOMENTUM", "0"))
+    optimizer = lambda params: torch.optim.SGD(params, float(BATCH), momentum, nesterov=momentum > 0)
     trainer = paceline.Trainer(Counter(), loss, optimizer, global_batch=BATCH)
     turns = [[one.step, one.turn, one.samples] for one in trainer.steps(TensorDataset(torch.arange(ROWS)), count=steps)]
     trainer.export(folder / "out.safetensors")

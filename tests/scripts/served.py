@@ -41,9 +41,15 @@ def net() -> nn.Module:
 def groups(params: Any) -> torch.optim.Optimizer:
     """No decay for what has one dimension."""
     params = list(params)
+    if "NESTEROV" in os.environ:
+        return nesterov(params)
     kinds = [[one for one in params if one[1].dim() > 1], [one for one in params if one[1].dim() <= 1]]
     decays = zip(kinds, (0.1, 0.0), strict=True)
     return torch.optim.AdamW([{"params": some, "weight_decay": decay} for some, decay in decays], lr=0.02, eps=1e-3)
+
+
+def nesterov(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.1)
 
 
 def rate(step: int) -> float:
