@@ -38,9 +38,12 @@ from paceline.team.coordinator import STOPPED
 STEPS, TOLERANCE = 8, 1e-12
 
 
-@cache
+@cache  # without the micro-batches that came too `late`, each with its step
 def by_hand(
-    steps: int = STEPS, make: Any = served.groups, step: Any = lambda optimizer: optimizer.step()
+    steps: int = STEPS,
+    make: Any = served.groups,
+    step: Any = lambda optimizer: optimizer.step(),
+    late: frozenset[tuple[int, int]] = frozenset(),
 ) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
     torch.set_num_threads(1)
     model = built(served.net, SEED)
@@ -48,8 +51,9 @@ def by_hand(
     schedule, figures = LambdaLR(optimizer, served.rate), []
     for number, batch in enumerate(grid(served.data(), BATCH, MICRO, count=steps, seed=SEED)):
         optimizer.zero_grad()
-        total, count = 0.0, sum(len(part[0]) for part in batch)
-        for index, part in enumerate(batch):
+        came = {index: part for index, part in enumerate(batch) if (number + 1, index) not in late}
+        total, count = 0.0, sum(len(part[0]) for part in came.values())
+        for index, part in came.items():
             torch.manual_seed(stream_seed(SEED, number, index))
             found = (model(part[0]) - part[1]).square().sum()
             found.backward()

@@ -32,8 +32,8 @@ BATCH, ROWS = 6, 30  # of counted.py
 PACE = {"PACE": "0.004"}
 
 
-def counted(folder: Path, workers: int, plan: str, steps: int, *options: str, **env: str) -> str:
-    said = ("--workers", str(workers), "--run-dir", "run", "--plan", f"micro=3 {plan}", *options)
+def counted(folder: Path, workers: int, plan: str, steps: int, *options: str, micro: int = 3, **env: str) -> str:
+    said = ("--workers", str(workers), "--run-dir", "run", "--plan", f"micro={micro} {plan}", *options)
     done = paceline("run", *said, SCRIPTS / "counted.py", ".", str(steps), cwd=folder, **PACE, **env)
     return done.stdout + done.stderr
 
@@ -95,6 +95,40 @@ def test_each_row_counts_once(tmp_path: Path, workers: int, servers: int, bound:
     how = "as far ahead as they are" if bound == "inf" else f"at most {bound} ahead"
     assert f"updates are not in step: workers read weights {how}, and meet every 40 updates" in said
     assert "global batch 6 = 2 micro-batches of 3 rows; one epoch = 5 steps" in said
+
+
+BUFFERS = """
+import paceline
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(10, 4), torch.nn.BatchNorm1d(4),
+            torch.nn.BatchNorm1d(4, momentum=None), torch.nn.Linear(4, 2)).double()
+        for name in ("moving", "seen", "last"):
+            self.register_buffer(name, torch.ones(1, dtype=torch.float64))
+        paceline.buffer(self, "moving", "affine", factor=0.7)
+        paceline.buffer(self, "seen", "sum", factor=0.9)
+        paceline.buffer(self, "last", "last")
+    def forward(self, x):
+        if self.training:
+            self.moving.mul_(0.7).add_(0.3 * x.mean())
+            self.seen.mul_(0.9).add_(x.abs().mean())
+            self.last.fill_(float(x.sum()))
+        return self.inner(x)
+trainer = make(model=Net)
+for _ in trainer.steps(data, count=10): pass
+trainer.export("out.safetensors")
+"""
+
+
+def test_buffers_are_those_of_one_process(tmp_path: Path) -> None:
+    """Though those of workers are as the window began."""
+    for name, plan in (("windows", "server=2 staleness=4 window=4"), ("plain", "")):
+        (tmp_path / name).mkdir()
+        train_basics(tmp_path / name, BUFFERS, 1, "--plan", f"micro=8 {plan}")
+    mine, plain = (load_file(tmp_path / name / "out.safetensors") for name in ("windows", "plain"))
+    for name, value in plain.items():
+        assert torch.allclose(mine[name], value, rtol=1e-12, atol=1e-14), name
 
 
 def test_damping_divides_rates_by_what_was_missed(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ class Holding:
     @property
     def in_codes(self) -> bool:
         """Whether weights are changed by what codes say of the change: in step all have the same before."""
-        return self.code is not None and not self.stepper.plan.staleness
+        return self.code is not None and not self.stepper.plan.in_windows
 
     @torch.no_grad()
     def _round(self, before: dict[int, torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Never
 
 import torch
 
+from paceline.backed import Backed
 from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.codecs import add_codes, pack_codes
 from paceline.comm.frames import Connection, Frame, Kind, exchange
@@ -58,8 +59,9 @@ class ParameterServer:
         """To the end of the run, with which the process ends. `reached` hears of moments."""
         self._reached = reached
         for number, stepper in enumerate(self.steppers):
-            if stepper.plan.staleness:
-                self._parts[number] = Dealing(stepper, number, self.number, reached, self._workers)
+            if stepper.plan.in_windows:
+                kind = Backed if stepper.plan.backup else Dealing
+                self._parts[number] = kind(stepper, number, self.number, reached, self._workers)
             elif stepper.plan.server:
                 self._parts[number] = Holding(stepper, number, self.number)
         self._until(lambda: False)
@@ -71,7 +73,7 @@ class ParameterServer:
 
     def _workers(self) -> set[int]:
         """Those who are connected."""
-        return {_who(link) for link, _ in self._clients if not link.broken}
+        return {who for link, _ in self._clients if not link.broken and (who := _who(link)) >= 0}
 
     def _hear_used(self, frame: Frame) -> None:
         """Which servers a worker uses: in a generation they become fewer."""
@@ -119,7 +121,7 @@ class ParameterServer:
                     while link.inbox:
                         self._hear(link, client, link.inbox.popleft())
                 while (first := self._first) is not None and first.inbox:
-                    if (frame := first.inbox.popleft()).kind == Kind.APPLY:
+                    if (frame := first.inbox.popleft()).kind in (Kind.APPLY, Kind.SUM):
                         self._hear(first, Client(), frame)
                 for link in links():
                     link.advance()

@@ -372,6 +372,10 @@ def _out_of_step(windows: list[Event]) -> str:
         missed.update(dict(event["missed"]))
     if not missed:
         return ""
+    if "late" in windows[0]:
+        late = Counter(worker for event in windows for _, worker, *_ in event["late"])
+        told = ", ".join(f"worker {worker} in {plural(count, 'step')}" for worker, count in sorted(late.items()))
+        return f"late, and its rows dropped: {told}" if told else "nobody was late"
     mean = sum(others * times for others, times in missed.items()) / missed.total()
     made = ", ".join(f"{count} by worker {worker}" for worker, count in sorted(by.items()))
     dropped = sum(event["dropped"] for event in windows)

@@ -151,7 +151,7 @@ def nest(
     if plan.server:
         if group.serves:
             return Replica(job, Layout(job), group, outer, mesh)
-        return (Ticketed if plan.staleness else InStep)(job, group, mesh, plan.server, codec)
+        return (Ticketed if plan.in_windows else InStep)(job, group, mesh, plan.server, codec)
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
         return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec, team)
