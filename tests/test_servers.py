@@ -18,6 +18,7 @@ from agents import until
 from by_hand import built, grid
 from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
+from proxies import Proxy
 from safetensors.torch import load_file
 from served import BATCH, CLIP, MICRO, ROWS, SEED
 from test_codecs import rounded
@@ -396,6 +397,31 @@ def test_connections_that_are_lost_change_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "whole" / "cuts").exists()
     whole, cut = ((tmp_path / name / "out.safetensors").read_bytes() for name in ("whole", "cut"))
     assert whole == cut
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan"),
+    [
+        (2, "server=2"),
+        *(
+            pytest.param(workers, plan, marks=pytest.mark.slow)
+            for workers, plan in [(3, "server=3 copies=1"), (2, "server=2 codec=int8"), (3, "server=2 exact")]
+        ),
+    ],
+)
+def test_what_is_lost_or_comes_twice_changes_nothing(tmp_path: Path, workers: int, plan: str) -> None:
+    """Not a bit: each 7th acknowledgement of servers, and each 11th push."""
+    shares = ("--shares", ",".join(["1"] * workers))
+    (tmp_path / "whole").mkdir()
+    trained(tmp_path / "whole", workers, plan, *shares)
+    with Proxy(7, 11) as proxy:
+        (tmp_path / "odd").mkdir()
+        trained(tmp_path / "odd", workers, plan, *shares, PROXY=str(proxy.port))
+    print(proxy.did, proxy.kinds)
+    assert proxy.did["lost"] >= 5
+    assert proxy.did["doubled"] >= 5
+    whole, odd = ((tmp_path / name / "out.safetensors").read_bytes() for name in ("whole", "odd"))
+    assert whole == odd
 
 
 def test_a_stop_saves_and_ends(tmp_path: Path) -> None:

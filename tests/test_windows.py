@@ -19,6 +19,7 @@ import torch
 from agents import until
 from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
+from proxies import Proxy
 from safetensors.torch import load_file
 from test_servers import KILLED, TOLERANCE, by_hand, lost_in_turn, nobody_went_back, trained
 from warm import Process, environment
@@ -273,6 +274,37 @@ def test_connections_that_are_lost_lose_nothing(tmp_path: Path) -> None:
     windows = each_row_once(tmp_path, 60)
     assert len((tmp_path / "cuts").read_text().splitlines()) > 30
     assert sum(one["updates"] for one in windows) == 60
+
+
+def test_what_is_lost_or_comes_twice_counts_once(tmp_path: Path) -> None:
+    """Each 7th acknowledgement of servers, and each 11th push: the weights have the bits of each row once."""
+    with Proxy(7, 11) as proxy:
+        counted(tmp_path, 3, "server=2 staleness=4 window=40", 80, PROXY=str(proxy.port))
+    print(proxy.did, proxy.kinds)
+    each_row_once(tmp_path, 80)
+    for kind in ("lost DEAL", "lost READ", "doubled PUSH", "doubled PUSHED"):
+        assert proxy.kinds[kind] >= 3
+
+
+@pytest.mark.parametrize("server", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_ticket_that_came_to_one_of_two_servers_is_applied_once(tmp_path: Path, server: int) -> None:
+    """As another worker pushes it, when the first one is lost."""
+    said = counted(tmp_path, 3, "server=2 staleness=2 window=40", 80, BETWEEN=f"1:{server}")
+    assert "worker 1 was killed by SIGKILL: 2 workers go on" in said
+    assert 0 < int((tmp_path / "killed").read_text()) < 40
+    assert sum(one["updates"] for one in each_row_once(tmp_path, 80)) == 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [1, 4])
+def test_nobody_reads_too_far_ahead_in_a_thousand_tickets(tmp_path: Path, bound: int) -> None:
+    """Some are slow at random, and one of them more often."""
+    env = {"WATCH": "1", "STRAGGLE": "0.05:8", "SLOW": "2:3"}
+    counted(tmp_path, 4, f"server=2 staleness={bound} window=250", 1000, **env)
+    each_row_once(tmp_path, 1000)
+    ahead = [int(line) for line in (tmp_path / "reads").read_text().splitlines()]
+    assert len(ahead) == 1000
+    assert max(ahead) == bound
 
 
 def test_a_stop_ends_the_window_and_the_rest_is_made_later(tmp_path: Path) -> None:
