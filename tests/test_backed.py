@@ -67,7 +67,7 @@ def test_steps_are_those_of_what_came(tmp_path: Path) -> None:
     """
     trained(tmp_path, 3, "server=2 backup=1 window=1")
     late = frozenset((step, index) for step, _, first, end in late_of(tmp_path) for index in range(first, end))
-    assert [step for step, *_ in late_of(tmp_path)] == [*range(1, 9)]
+    assert {1, 2, 3, 5, 6, 7} <= {step for step, _ in late}  # of the others one worker has nothing, and may be slow
     weights, figures = by_hand(late=late)
     assert apart(load_file(tmp_path / "out.safetensors"), weights) <= TOLERANCE
     for mine, theirs in zip(json.loads((tmp_path / "told.json").read_text())["figures"], figures, strict=True):
@@ -95,6 +95,18 @@ def test_who_is_lost_is_late(tmp_path: Path, plan: str, env: dict[str, str]) -> 
     assert ("KILL" in env) is (tmp_path / "killed").exists()
     assert ("CUT" in env) is (tmp_path / "cuts").exists()
     assert len(read_log(tmp_path / "run")) == ("PACELINE_CHAOS" in env)
+
+
+NOTHING = """
+def some(output, batch):
+    return output.square().sum(), (batch[1] > 2).sum()  # none
+for _ in make(loss=some).steps(data, count=2): pass
+"""
+
+
+def test_a_step_in_which_nothing_counts_ends_the_run(tmp_path: Path) -> None:
+    text = train_basics(tmp_path, NOTHING, 2, "--plan", "server=1 backup=1", code=2).stderr
+    assert "the loss of step 1 counts 0 rows or tokens in the whole global batch; return a positive count" in text
 
 
 def test_paceline_check_refuses_what_depends_on_who_is_late(tmp_path: Path) -> None:
@@ -129,9 +141,9 @@ def test_every_round_ends_whoever_is_lost(seed: int) -> None:
             shares.lose(worker)
             has.pop(worker, None)
         elif worker in has:
-            update, busy = has.pop(worker), chance.random() < 0.9 or worker == min(shares.clocks)
+            update, counts = has.pop(worker), chance.random() < 0.8 or worker == min(shares.members, default=-1)
             if update == shares.applied and worker in shares.members and worker not in shares.came:
-                shares.arrive(worker, int(busy))
+                shares.arrive(worker, counts)
         elif (update := shares.deal(worker)) is not None:
             assert update == shares.applied
             has[worker] = update

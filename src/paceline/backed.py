@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.comm.frames import Connection, Frame, Key, Kind
 from paceline.dealing import Dealing, Pushed
+from paceline.errors import UsageError
 from paceline.holding import Client
 from paceline.mesh import holders
 from paceline.step import add_metrics, deal, exact_sum
@@ -74,7 +75,11 @@ class Backed(Dealing):
 
     def _settle(self, worker: int) -> None:
         """All servers have its share."""
-        self._shares.arrive(worker, self.pushed[worker].told["log"]["rows"])
+        shares, counts = self._shares, self.pushed[worker].told["count"] > 0
+        if not counts and {*shares.members} <= shares.idle | {worker}:
+            what = f"the loss of step {self.applied + 1} counts 0 rows or tokens in the whole global batch"
+            raise UsageError(what, "return a positive count for at least one row of each global batch")
+        shares.arrive(worker, counts)
 
     def _go_on(self) -> None:
         super()._go_on()

@@ -259,7 +259,7 @@ class Windows(ServedStepper):
         began = time.perf_counter()
         self._compute(one, lambda: one.whole, f"ticket {ticket}", began)
         norm, agreed, sums, share = 0.0, one.agreed, one.sums, portion.share
-        if share:
+        if agreed.count or not self.plan.backup or not math.isfinite(agreed.loss):
             self._refuse(one)
             norm = self._norm(one)
         assert sums is not None

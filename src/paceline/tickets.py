@@ -136,13 +136,13 @@ class Tickets:
 class Shares(Tickets):
     """In step, with `backup` workers that are not waited for (Chen et al., "Revisiting Distributed Synchronous SGD",
     2016). A global batch is cut into a share for each of the `members` of its round, all who live when it begins; of
-    those that have any rows all but `backup` make the update, the first that `came`. Who is lost is not waited for.
+    those in which anything counts all but `backup` make the update, the first that `came`, or all who are not lost.
     """
 
     backup: int = 0
     members: tuple[int, ...] = ()
     came: list[int] = field(default_factory=list)
-    idle: set[int] = field(default_factory=set)  # whose shares have no rows
+    idle: set[int] = field(default_factory=set)  # in whose shares nothing counts
 
     @property
     def chosen(self) -> list[int]:
@@ -160,12 +160,15 @@ class Shares(Tickets):
             self.members, self.next = tuple(sorted(self.clocks)), self.applied + 1
         return self.applied if worker in self.members else None
 
-    def arrive(self, worker: int, rows: int) -> None:
-        """Its share of this round, of so many rows, is there."""
-        if rows:
-            self.came.append(worker)
-        else:
-            self.idle.add(worker)
+    def arrive(self, worker: int, counts: bool) -> None:
+        """Its share of this round is there, in which something counts or nothing does."""
+        (self.came.append if counts else self.idle.add)(worker)
+        self._look()
+
+    def _look(self) -> None:
+        """Where nobody is left who has a share to compute, the round begins anew."""
+        if not self.came and not any(one in self.clocks for one in {*self.members} - self.idle):
+            self._close()
 
     def settle(self, workers: Iterable[int]) -> None:
         """These have made the update."""
@@ -187,8 +190,7 @@ class Shares(Tickets):
 
     def lose(self, worker: int) -> None:
         super().lose(worker)
-        if not self.came and not any(one in self.clocks for one in {*self.members} - self.idle):
-            self._close()
+        self._look()
 
     def keep_up(self, window: tuple[int, int], workers: Iterable[int]) -> None:
         """Who deals had the next update made: of its window from start to end."""
