@@ -80,7 +80,7 @@ def in_codes(word: str, workers: int, servers: int, back: bool = True) -> dict[s
     parts = [[n for n, owner in enumerate(owners) if owner == part] for part in range(servers)]
 
     def coded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        row = torch.cat([tensor.reshape(-1) for tensor in tensors]).float()
+        row = torch.cat([torch.empty(0), *(tensor.reshape(-1) for tensor in tensors)]).float()
         made = torch.from_numpy(rounded(row.numpy(), word)).double().split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(made, tensors, strict=True)]
 
@@ -143,8 +143,9 @@ def test_two_servers_give_what_one_process_gives(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (1, 3), (2, 1), (2, 3), (5, 1), (5, 2), (5, 3)])
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (1, 3), (1, 7), (2, 1), (2, 3), (5, 1), (5, 2), (5, 3)])
 def test_any_number_of_servers_and_workers(tmp_path: Path, workers: int, servers: int) -> None:
+    """Also more than there are parameters."""
     trained(tmp_path, workers, f"server={servers}")
     right(tmp_path)
 
@@ -167,6 +168,7 @@ def test_a_run_goes_on_under_other_plans(tmp_path: Path) -> None:
                 ("int8", 2, "server=2"),
                 ("fp16", 3, "server=3 copies=1"),
                 ("int8", 3, "server=1"),
+                ("bf16", 1, "server=7"),
                 ("bf16", 1, "server=2 staleness=4"),
                 ("int8", 1, "server=3 staleness=1 copies=1"),
             ]

@@ -11,7 +11,7 @@ import torch
 
 from paceline.comm.buckets import levels_of
 from paceline.comm.codecs import add_codes, manner, pack_codes
-from paceline.comm.exact import ExactBuckets
+from paceline.comm.exact import LEVELS, ExactBuckets
 from paceline.comm.frames import Connection, Frame, Key, Kind
 from paceline.optim import DelayedNesterov
 from paceline.plan import Plan
@@ -133,7 +133,7 @@ class Holding:
             for at, number in enumerate(numbers):
                 sums.add(at, one[self.trainer, number].chunk(levels_of(self.params[number].dtype)))
         sums.make()
-        found = sums.squares(micro_batches).view(len(numbers), -1).split([len(some) for some in self.dense.values()])
+        found = sums.squares(micro_batches).view(-1, LEVELS).split([len(some) for some in self.dense.values()])
         self.squares = {part: rows.flatten().tolist() for part, rows in zip(self.parts, found, strict=True)}
 
     def apply(self, step: int, told: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class Holding:
         agreed = replace(NOTHING, count=told["count"], loss=told["loss"], unused=tuple(told["unused"]))
         before = {n: self.params[n].detach().clone() for n in chain(*self.dense.values())} if self.in_codes else {}
         self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
-        if before:
+        if self.in_codes:
             self._round(before)
         self.touched.clear()
         for optimizer in self.replica.job.optimizers if self.replica.job.sparse else ():
