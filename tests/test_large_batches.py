@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from launching import paceline as command
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
 
@@ -232,22 +233,38 @@ trainer = paceline.Trainer(
 for report in trainer.steps(TensorDataset(torch.ones(640, 3)), count=count):
     if trainer.main:
         print("lr", report.step, report.lr)
+trainer.export(f"{count}.safetensors")
 """
 
 
-@pytest.mark.parametrize(("rule", "factor"), [("linear", 2.0), ("sqrt", 2.0**0.5), ("", 1.0)])
+@pytest.mark.parametrize(
+    ("rule", "factor", "plan"),
+    [
+        ("linear", 2.0, "data=2"),
+        ("sqrt", 2.0**0.5, "data=2"),
+        ("", 1.0, "data=2"),
+        ("linear", 2.0, "server=2"),
+        pytest.param("sqrt", 2.0**0.5, "server=1 staleness=inf", marks=pytest.mark.slow),
+    ],
+)
 def test_learning_rates_follow_the_global_batch_where_the_plan_says_so(
-    tmp_path: Path, rule: str, factor: float
+    tmp_path: Path, rule: str, factor: float, plan: str
 ) -> None:
     (tmp_path / "grows.py").write_text(GROWS)
-    plan = ["--plan", f"data=2 lr_scaling={rule}" if rule else "data=2"]
-    start = ["run", "--workers", "2", "--run-dir", "run", *plan]
+    workers, more = ("1", " window=1") if "staleness" in plan else ("2", "")
+    more += f" lr_scaling={rule}" if rule else ""
+    start = ["run", "--workers", workers, "--run-dir", "run", "--plan", plan + more]
     command(*start, "grows.py", "8", "4", cwd=tmp_path)
     ran = command(*start, "grows.py", "16", "7", cwd=tmp_path)
     rates = [float(line.split()[2]) for line in ran.stdout.splitlines() if line.startswith("lr ")]
     assert rates == pytest.approx([0.1 * factor * 0.9**step for step in (4, 5, 6)])
     said = f"lr_scaling={rule}: learning rates times {factor:.6g}, for a global batch of 16 rows instead of 8"
     assert (said in ran.stderr) is bool(rule)
+    before, after = (load_file(tmp_path / f"{count}.safetensors") for count in (4, 7))
+    for rate in rates:  # where optimizers are kept, too
+        slope = 2 * (before["weight"].sum() + before["bias"])
+        before = {name: weights - rate * slope for name, weights in before.items()}
+    assert all(torch.allclose(after[name], before[name], rtol=1e-5) for name in before)
 
 
 def test_schedulers_inside_of_others_follow_too() -> None:

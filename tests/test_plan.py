@@ -28,7 +28,9 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "server": NUMBERS,
     "staleness": st.one_of(st.integers(0, 999_999_999), st.just(math.inf)),
     "window": NUMBERS,
+    "backup": NUMBERS,
     "damping": st.just(True),
+    "delayed": st.integers(0, 999_999_999),
     "copies": st.sampled_from([0, 1]),
     "shard": NUMBERS,
     "zero": st.sampled_from([1, 2, 3]),
@@ -242,6 +244,26 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
         ("window=9", "window=9 needs server; add server=N, or leave window=9 out"),
         ("copies=1", "copies=1 needs server; add server=N, or leave copies=1 out"),
         (
+            "server=1 staleness=inf backup=1",
+            "backup=1 is for workers that are in step, and with staleness=inf nobody is late; "
+            "leave backup=1 or staleness out",
+        ),
+        ("server=1 backup=1 exact", "exact and backup=1 contradict each other; leave exact or backup=1 out"),
+        (
+            "server=1 backup=1 precision=fp16",
+            "precision=fp16 looks for one loss scale, and backup=1 has no step that all make; say precision=bf16",
+        ),
+        ("server=1 backup=8", "backup=8 of 8 workers leaves nobody to make a step; say backup=7"),
+        (
+            "server=1 delayed=4",
+            "delayed=4 is for workers that are not in step; "
+            "add staleness=K, or leave delayed out: in step all meet after each update",
+        ),
+        (
+            "server=1 staleness=4 delayed=0",
+            "delayed=0 would never refresh the momentum; say delayed=N, N the number of workers",
+        ),
+        (
             "server=1 copies=1",
             "copies=1 needs another server that holds them; say server=2, or leave copies out",
         ),
@@ -280,8 +302,16 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
             "server=2 shard=2",
             "shard=2 and server=2 both divide a model; keep one of them: under server=2 each worker has a whole one",
         ),
-        ("server=2 exact", "exact and server=2 are not built together yet; leave exact or server out"),
-        ("server=2 codec=bf16", "codec=bf16 and server=2 are not built together yet; leave codec=bf16 or server out"),
+        (
+            "server=2 codec=topk:0.01",
+            "beside server=2 there are rounding codecs alone, and codec=topk:0.01 is none; "
+            "say codec=bf16, codec=fp16 or codec=int8",
+        ),
+        (
+            "server=2 codec=auto",
+            "beside server=2 there are rounding codecs alone, and codec=auto is none; "
+            "say codec=bf16, codec=fp16 or codec=int8",
+        ),
         ("server=2 auto", "auto and server=2 both decide the layout; leave auto or server=2 out"),
     ],
 )
@@ -290,8 +320,8 @@ def test_words_that_contradict_each_other(text: str, message: str) -> None:
 
 
 BUILT = "use only what is: data=N, local=N, every=H, outer=sgd:RATE|nesterov:RATE:MOMENTUM, "
-BUILT += "fragments=F, delay=D, outer_codec=int8|int4, quorum=Q, server=S, staleness=K|inf, window=W, damping, "
-BUILT += "copies=0|1, "
+BUILT += "fragments=F, delay=D, outer_codec=int8|int4, quorum=Q, server=S, staleness=K|inf, window=W, "
+BUILT += "backup=B, damping, delayed=D, copies=0|1, "
 BUILT += "shard=N, zero=1|2|3, offload=cpu, tensor=N, pipeline=N, schedule=gpipe|1f1b, "
 BUILT += "virtual=V, context=N, micro=N, codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy, "
 BUILT += "lr_scaling=linear|sqrt, precision=bf16|fp16, "
@@ -329,7 +359,7 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
             "quick",
             "unknown plan word 'quick'; the known ones are data=N local=N every=H "
             "outer=sgd:RATE|nesterov:RATE:MOMENTUM fragments=F delay=D outer_codec=int8|int4 quorum=Q "
-            "server=S staleness=K|inf window=W damping copies=0|1 shard=N zero=1|2|3 offload=cpu "
+            "server=S staleness=K|inf window=W backup=B damping delayed=D copies=0|1 shard=N zero=1|2|3 offload=cpu "
             "tensor=N pipeline=N schedule=gpipe|1f1b virtual=V context=N micro=N "
             "codec=bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy "
             "lr_scaling=linear|sqrt precision=bf16|fp16 recompute=blocks compile exact auto",
@@ -384,10 +414,10 @@ def test_the_help_has_one_line_per_word() -> None:
     lines = describe().splitlines()
     assert [line.split("=")[0].split()[0] for line in lines] == [row.name for row in fields(Plan)]
     assert lines[0] == "data=N               N replicas, gradients all-reduced every step"
-    assert lines[13].endswith("parameters, gradients and optimizer state in N shards")
-    assert lines[15].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
-    assert lines[16] == "tensor=N             the model cut N times inside its layers"
-    assert lines[26] == "compile              torch.compile"
+    assert lines[15].endswith("parameters, gradients and optimizer state in N shards")
+    assert lines[17].startswith("offload=cpu          the optimizer's state and rows wait in the host's memory")
+    assert lines[18] == "tensor=N             the model cut N times inside its layers"
+    assert lines[28] == "compile              torch.compile"
 
 
 def test_the_plan_needs_no_torch() -> None:

@@ -18,8 +18,10 @@ from agents import until
 from by_hand import built, grid
 from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
+from proxies import Proxy
 from safetensors.torch import load_file
 from served import BATCH, CLIP, MICRO, ROWS, SEED
+from test_codecs import rounded
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from warm import Process, environment
@@ -28,6 +30,8 @@ from paceline import Trainer, stream_seed
 from paceline.comm.frames import Connection, Frame, Kind
 from paceline.errors import PlanError
 from paceline.observe.journal import read_journal
+from paceline.observe.summary import Summary, facts
+from paceline.step import deal
 from paceline.strategies.servers import spread
 from paceline.team.chaos import GO, read_log
 from paceline.team.coordinator import STOPPED
@@ -35,16 +39,22 @@ from paceline.team.coordinator import STOPPED
 STEPS, TOLERANCE = 8, 1e-12
 
 
-@cache
-def by_hand(steps: int = STEPS) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
+@cache  # without the micro-batches that came too `late`, each with its step
+def by_hand(
+    steps: int = STEPS,
+    make: Any = served.groups,
+    step: Any = lambda optimizer: optimizer.step(),
+    late: frozenset[tuple[int, int]] = frozenset(),
+) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
     torch.set_num_threads(1)
     model = built(served.net, SEED)
-    optimizer = served.groups(model.named_parameters())
+    optimizer = make(model.named_parameters())
     schedule, figures = LambdaLR(optimizer, served.rate), []
     for number, batch in enumerate(grid(served.data(), BATCH, MICRO, count=steps, seed=SEED)):
         optimizer.zero_grad()
-        total, count = 0.0, sum(len(part[0]) for part in batch)
-        for index, part in enumerate(batch):
+        came = {index: part for index, part in enumerate(batch) if (number + 1, index) not in late}
+        total, count = 0.0, sum(len(part[0]) for part in came.values())
+        for index, part in came.items():
             torch.manual_seed(stream_seed(SEED, number, index))
             found = (model(part[0]) - part[1]).square().sum()
             found.backward()
@@ -54,9 +64,55 @@ def by_hand(steps: int = STEPS) -> tuple[dict[str, torch.Tensor], list[list[floa
             param.grad /= count
         norm, rate = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)), optimizer.param_groups[0]["lr"]
         figures.append([number + 1, total / count, rate, norm])
-        optimizer.step()
+        step(optimizer)
         schedule.step()
     return model.state_dict(), figures
+
+
+def in_codes(word: str, workers: int, servers: int, back: bool = True) -> dict[str, torch.Tensor]:
+    """The weights, where each worker pushes `rounded` sums of its micro-batches, of each server's parameters together;
+    and the change of these comes `back` rounded, too.
+    """
+    model = built(served.net, SEED)
+    params = list(model.parameters())
+    optimizer = served.groups(model.named_parameters())
+    schedule, owners = LambdaLR(optimizer, served.rate), spread([param.nbytes for param in params], servers)
+    parts = [[n for n, owner in enumerate(owners) if owner == part] for part in range(servers)]
+
+    def coded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        row = torch.cat([torch.empty(0), *(tensor.reshape(-1) for tensor in tensors)]).float()
+        made = torch.from_numpy(rounded(row.numpy(), word)).double().split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(made, tensors, strict=True)]
+
+    expected = 0
+    for number, batch in enumerate(grid(served.data(), BATCH, MICRO, count=STEPS, seed=SEED)):
+        count = sum(len(part[0]) for part in batch)
+        expected = expected if back and expected else count
+        sums = [torch.zeros_like(param) for param in params]
+        for share in deal(len(batch), [1.0] * workers):
+            optimizer.zero_grad()
+            for index in share:
+                torch.manual_seed(stream_seed(SEED, number, index))
+                ((model(batch[index][0]) - batch[index][1]).square().sum() / expected).backward()
+            for part in parts:
+                mine = part[::-1]  # as backward makes them
+                for n, grad in zip(mine, coded([params[n].grad for n in mine]) if share else [], strict=bool(share)):
+                    sums[n] += grad
+        if not back:  # one worker clips by what it has made, before it is coded
+            norm = nn.utils.get_total_norm([param.grad for param in params])
+        for param, total in zip(params, sums, strict=True):
+            param.grad = total * expected / count
+        norm = nn.utils.get_total_norm([param.grad for param in params]) if back else norm
+        nn.utils.clip_grads_with_norm_(params, CLIP, norm)
+        before = [param.detach().clone() for param in params]
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            for part in parts if back else ():
+                for n, change in zip(part, coded([params[n] - before[n] for n in part]), strict=True):
+                    params[n].copy_(before[n] + change)
+        expected = count
+    return model.state_dict()
 
 
 def trained(folder: Path, workers: int, plan: str, *options: str, code: int = 0, **env: str) -> str:
@@ -87,8 +143,9 @@ def test_two_servers_give_what_one_process_gives(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (1, 3), (2, 1), (2, 3), (5, 1), (5, 2), (5, 3)])
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (1, 3), (1, 7), (2, 1), (2, 3), (5, 1), (5, 2), (5, 3)])
 def test_any_number_of_servers_and_workers(tmp_path: Path, workers: int, servers: int) -> None:
+    """Also more than there are parameters."""
     trained(tmp_path, workers, f"server={servers}")
     right(tmp_path)
 
@@ -99,6 +156,110 @@ def test_a_run_goes_on_under_other_plans(tmp_path: Path) -> None:
     trained(tmp_path, 2, "data=2", "--steps", "5")
     trained(tmp_path, 1, "server=3")
     right(tmp_path, first=6)
+
+
+@pytest.mark.parametrize(
+    ("word", "workers", "plan"),
+    [
+        ("bf16", 2, "server=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("int8", 2, "server=2"),
+                ("fp16", 3, "server=3 copies=1"),
+                ("int8", 3, "server=1"),
+                ("bf16", 1, "server=7"),
+                ("bf16", 1, "server=2 staleness=4"),
+                ("int8", 1, "server=3 staleness=1 copies=1"),
+            ]
+        ),
+    ],
+)
+def test_codes_are_those_of_each_workers_sums_and_of_the_change(
+    tmp_path: Path, word: str, workers: int, plan: str
+) -> None:
+    """The change where all are in step. A connection that is lost changes nothing."""
+    shares = ("--shares", ",".join(["1"] * workers)) if workers > 1 else ()
+    trained(tmp_path, workers, f"{plan} codec={word}", *shares, CUT="5")
+    servers, back = int(plan.split()[0].removeprefix("server=")), "staleness" not in plan
+    weights = in_codes(word, workers, servers, back)
+    assert apart(load_file(tmp_path / "out.safetensors"), weights) <= TOLERANCE
+    assert apart(weights, by_hand()[0]) > 1e-5
+    (told,) = (event for event in read_journal(tmp_path / "run") if event["event"] == "codec")
+    held = 1 + ("copies" in plan)
+    assert told["full"] == held * STEPS * 146 * 8
+    codes = {"bf16": 2 * 146, "fp16": 516 * servers, "int8": 260 * servers}[word]
+    assert told["sent"] == held * STEPS * codes
+    text = dict(facts(Summary(tmp_path / "run"))["Costs"])["codec"]
+    assert text.startswith(f"{word} (rounding): ")
+    assert f" sent to servers instead of {'18.7' if held > 1 else '9.34'} kB, " in text
+
+
+EXACT = [
+    (3, "server=2", ""),
+    *(
+        (workers, f"server={servers}{' copies=1' * copies}", chaos)
+        for workers, servers, copies, chaos in [
+            (1, 1, 0, ""),
+            (5, 3, 0, "kill:1@3.reduced,kill:4@5.applied"),
+            (2, 3, 1, "kill:1000001@3.applied"),
+            (3, 2, 1, "kill:1@3.applied,kill:1000000@5.summed"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan", "chaos"), [EXACT[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in EXACT[1:])]
+)
+def test_exact_sums_have_the_bits_of_one_process(tmp_path: Path, workers: int, plan: str, chaos: str) -> None:
+    """Whoever is lost; and of other plans."""
+    for name, count, words, env in (("one", 1, "", {}), ("served", workers, plan, {"PACELINE_CHAOS": chaos})):
+        (tmp_path / name).mkdir()
+        trained(tmp_path / name, count, f"{words} exact", **env)
+    assert len(read_log(tmp_path / "served" / "run") if chaos else []) == len(chaos.split(",") if chaos else [])
+    for file in ("out.safetensors", "told.json"):
+        one, other = ((tmp_path / name / file).read_bytes() for name in ("one", "served"))
+        assert one == other
+    right(tmp_path / "served")
+
+
+GROWS = """
+import paceline
+calls = []
+def grown(output, batch):
+    calls.append(1)
+    return (output[:, 0] * 10 ** (6 * batch[1])).sum()
+t = paceline.Trainer(lambda: torch.nn.Linear(3, 1), grown,
+    lambda p: torch.optim.Adagrad(p, lr=1e-2), global_batch=8, seed=1, clip_norm=0.5, plan="exact micro=2")
+rows = torch.utils.data.TensorDataset(torch.randn(32, 3, generator=torch.Generator().manual_seed(0)),
+    (torch.arange(32) % 11 == 0).float())
+figures = [(r.loss, r.grad_norm) for r in t.steps(rows, epochs=2, order=lambda position, size, seed, epoch: position)]
+t.export("out.safetensors")
+if t.main:
+    print(figures)
+    open("calls", "w").write(str(len(calls)))
+"""
+
+
+def test_a_gradient_that_outgrows_its_grid_is_pushed_again(tmp_path: Path) -> None:
+    """In float32, whose sums are one number each; the last step of those that served is of another plan's."""
+    told = []
+    for name, workers, plan in (("one", 1, ""), ("served", 2, "server=2"), ("data", 3, "data=3")):
+        (tmp_path / name).mkdir()
+        done = train_basics(tmp_path / name, GROWS, workers, "--plan", f"exact micro=2 {plan}")
+        told.append(((tmp_path / name / "out.safetensors").read_bytes(), done.stdout))
+        assert int((tmp_path / name / "calls").read_text()) > 8 * 4 // workers
+    assert len({*told}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chaos", ["kill:1@3.applied", "kill:1@3.reduced", "kill:1000000@3.applied"])
+def test_codes_survive_losses(tmp_path: Path, chaos: str) -> None:
+    """Shares differ while there are fewer: what codes leave out is then other rows', and as little."""
+    trained(tmp_path, 2, "server=2 copies=1 codec=bf16", PACELINE_CHAOS=chaos)
+    assert len(read_log(tmp_path / "run")) == 1
+    assert apart(load_file(tmp_path / "out.safetensors"), by_hand()[0]) <= 5e-3
 
 
 MOMENTS = ["forward", "backward", "reduced", "applied", "loading", "summed", "saving"]
@@ -238,6 +399,31 @@ def test_connections_that_are_lost_change_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "whole" / "cuts").exists()
     whole, cut = ((tmp_path / name / "out.safetensors").read_bytes() for name in ("whole", "cut"))
     assert whole == cut
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan"),
+    [
+        (2, "server=2"),
+        *(
+            pytest.param(workers, plan, marks=pytest.mark.slow)
+            for workers, plan in [(3, "server=3 copies=1"), (2, "server=2 codec=int8"), (3, "server=2 exact")]
+        ),
+    ],
+)
+def test_what_is_lost_or_comes_twice_changes_nothing(tmp_path: Path, workers: int, plan: str) -> None:
+    """Not a bit: each 7th acknowledgement of servers, and each 11th push."""
+    shares = ("--shares", ",".join(["1"] * workers))
+    (tmp_path / "whole").mkdir()
+    trained(tmp_path / "whole", workers, plan, *shares)
+    with Proxy(7, 11) as proxy:
+        (tmp_path / "odd").mkdir()
+        trained(tmp_path / "odd", workers, plan, *shares, PROXY=str(proxy.port))
+    print(proxy.did, proxy.kinds)
+    assert proxy.did["lost"] >= 5
+    assert proxy.did["doubled"] >= 5
+    whole, odd = ((tmp_path / name / "out.safetensors").read_bytes() for name in ("whole", "odd"))
+    assert whole == odd
 
 
 def test_a_stop_saves_and_ends(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from subprocess import PIPE
 from typing import Any
 
 import pytest
+import served
 import torch
 from agents import until
 from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
+from proxies import Proxy
 from safetensors.torch import load_file
 from test_servers import KILLED, TOLERANCE, by_hand, lost_in_turn, nobody_went_back, trained
 from warm import Process, environment
@@ -31,8 +33,8 @@ BATCH, ROWS = 6, 30  # of counted.py
 PACE = {"PACE": "0.004"}
 
 
-def counted(folder: Path, workers: int, plan: str, steps: int, *options: str, **env: str) -> str:
-    said = ("--workers", str(workers), "--run-dir", "run", "--plan", f"micro=3 {plan}", *options)
+def counted(folder: Path, workers: int, plan: str, steps: int, *options: str, micro: int = 3, **env: str) -> str:
+    said = ("--workers", str(workers), "--run-dir", "run", "--plan", f"micro={micro} {plan}", *options)
     done = paceline("run", *said, SCRIPTS / "counted.py", ".", str(steps), cwd=folder, **PACE, **env)
     return done.stdout + done.stderr
 
@@ -96,6 +98,40 @@ def test_each_row_counts_once(tmp_path: Path, workers: int, servers: int, bound:
     assert "global batch 6 = 2 micro-batches of 3 rows; one epoch = 5 steps" in said
 
 
+BUFFERS = """
+import paceline
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(10, 4), torch.nn.BatchNorm1d(4),
+            torch.nn.BatchNorm1d(4, momentum=None), torch.nn.Linear(4, 2)).double()
+        for name in ("moving", "seen", "last"):
+            self.register_buffer(name, torch.ones(1, dtype=torch.float64))
+        paceline.buffer(self, "moving", "affine", factor=0.7)
+        paceline.buffer(self, "seen", "sum", factor=0.9)
+        paceline.buffer(self, "last", "last")
+    def forward(self, x):
+        if self.training:
+            self.moving.mul_(0.7).add_(0.3 * x.mean())
+            self.seen.mul_(0.9).add_(x.abs().mean())
+            self.last.fill_(float(x.sum()))
+        return self.inner(x)
+trainer = make(model=Net)
+for _ in trainer.steps(data, count=10): pass
+trainer.export("out.safetensors")
+"""
+
+
+def test_buffers_are_those_of_one_process(tmp_path: Path) -> None:
+    """Though those of workers are as the window began."""
+    for name, plan in (("windows", "server=2 staleness=4 window=4"), ("plain", "")):
+        (tmp_path / name).mkdir()
+        train_basics(tmp_path / name, BUFFERS, 1, "--plan", f"micro=8 {plan}")
+    mine, plain = (load_file(tmp_path / name / "out.safetensors") for name in ("windows", "plain"))
+    for name, value in plain.items():
+        assert torch.allclose(mine[name], value, rtol=1e-12, atol=1e-14), name
+
+
 def test_damping_divides_rates_by_what_was_missed(tmp_path: Path) -> None:
     """On all servers alike; the schedule's rate is not touched."""
     counted(tmp_path, 3, "server=2 staleness=inf window=30 damping", 60, SLOW="0:4")
@@ -107,6 +143,55 @@ def test_damping_divides_rates_by_what_was_missed(tmp_path: Path) -> None:
     weights, whole = load_file(tmp_path / "out.safetensors"), sum(count / (1 + m) for m, count in missed.items())
     assert float(weights["more"][0]) == pytest.approx(-BATCH * whole, rel=1e-12)
     assert float(weights["rows"].sum()) == pytest.approx(-BATCH * whole, rel=1e-12)
+
+
+def test_delayed_momentum_is_that_of_a_loop_by_hand(tmp_path: Path) -> None:
+    """Through a resume between two refreshes, and under a schedule and clipping."""
+    momentum, waiting, made = dict[Any, Any](), dict[Any, Any](), list[int]()
+
+    @torch.no_grad()
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        (group,) = optimizer.param_groups
+        made.append(1)
+        optimizer._opt_called = True  # or the schedule warns
+        for param in group["params"]:
+            gradient = param.grad + 0.1 * param
+            waiting[param] = waiting.get(param, 0.0) + gradient
+            param -= group["lr"] * gradient / 3
+            if len(made) % 3 == 0:
+                momentum[param] = 0.8 * momentum.get(param, 0.0) + waiting.pop(param) / 3
+                param -= group["lr"] * 0.8 * momentum[param]
+
+    for options in (("--steps", "4"), ()):
+        trained(tmp_path, 1, "server=2 staleness=1 window=3 delayed=3", *options, NESTEROV="1")
+    weights, _ = by_hand(8, served.nesterov, step)
+    assert apart(load_file(tmp_path / "out.safetensors"), weights) <= TOLERANCE
+
+
+@pytest.mark.parametrize("chaos", ["", pytest.param("kill:1000000@20.applied", marks=pytest.mark.slow)])
+def test_delayed_momentum_is_refreshed_by_updates_of_whoever(tmp_path: Path, chaos: str) -> None:
+    """All gradients of one weight are alike, so the order makes no difference."""
+    plan = "server=2 copies=1 staleness=2 window=20 delayed=4"
+    counted(tmp_path, 3, plan, 60, MOMENTUM="0.5", PACELINE_CHAOS=chaos)
+    assert len(read_log(tmp_path / "run") if chaos else []) == bool(chaos)
+    weight, momentum = 0.0, 0.0
+    for _ in range(60 // 4):
+        momentum = 0.5 * momentum + 1.0
+        weight -= BATCH * (1.0 + 0.5 * momentum)
+    assert torch.allclose(load_file(tmp_path / "out.safetensors")["more"], torch.tensor(weight).double(), rtol=1e-12)
+
+
+def test_other_momentum_is_not_delayed(tmp_path: Path) -> None:
+    for kind, name in (
+        ("AdamW(params, lr=0.1)", "AdamW"),
+        ("SGD(params, lr=0.1, momentum=0.9)", "SGD without it"),
+    ):
+        body = f"import paceline; paceline.Trainer(net, cross_entropy, lambda params: torch.optim.{kind}, 24)"
+        text = train_basics(tmp_path, body, 1, "--plan", "server=1 staleness=2 delayed=2", code=2).stderr
+        assert (
+            f"delayed=2 is for torch.optim.SGD with nesterov=True, and the optimizer is {name}; "
+            "take SGD with momentum= and nesterov=True, or leave delayed out"
+        ) in text
 
 
 def test_what_a_lost_worker_had_is_dealt_again(tmp_path: Path) -> None:
@@ -189,6 +274,37 @@ def test_connections_that_are_lost_lose_nothing(tmp_path: Path) -> None:
     windows = each_row_once(tmp_path, 60)
     assert len((tmp_path / "cuts").read_text().splitlines()) > 30
     assert sum(one["updates"] for one in windows) == 60
+
+
+def test_what_is_lost_or_comes_twice_counts_once(tmp_path: Path) -> None:
+    """Each 7th acknowledgement of servers, and each 11th push: the weights have the bits of each row once."""
+    with Proxy(7, 11) as proxy:
+        counted(tmp_path, 3, "server=2 staleness=4 window=40", 80, PROXY=str(proxy.port))
+    print(proxy.did, proxy.kinds)
+    each_row_once(tmp_path, 80)
+    for kind in ("lost DEAL", "lost READ", "doubled PUSH", "doubled PUSHED"):
+        assert proxy.kinds[kind] >= 3
+
+
+@pytest.mark.parametrize("server", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_ticket_that_came_to_one_of_two_servers_is_applied_once(tmp_path: Path, server: int) -> None:
+    """As another worker pushes it, when the first one is lost."""
+    said = counted(tmp_path, 3, "server=2 staleness=2 window=40", 80, BETWEEN=f"1:{server}")
+    assert "worker 1 was killed by SIGKILL: 2 workers go on" in said
+    assert 0 < int((tmp_path / "killed").read_text()) < 40
+    assert sum(one["updates"] for one in each_row_once(tmp_path, 80)) == 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [1, 4])
+def test_nobody_reads_too_far_ahead_in_a_thousand_tickets(tmp_path: Path, bound: int) -> None:
+    """Some are slow at random, and one of them more often."""
+    env = {"WATCH": "1", "STRAGGLE": "0.05:8", "SLOW": "2:3"}
+    counted(tmp_path, 4, f"server=2 staleness={bound} window=250", 1000, **env)
+    each_row_once(tmp_path, 1000)
+    ahead = [int(line) for line in (tmp_path / "reads").read_text().splitlines()]
+    assert len(ahead) == 1000
+    assert max(ahead) == bound
 
 
 def test_a_stop_ends_the_window_and_the_rest_is_made_later(tmp_path: Path) -> None:

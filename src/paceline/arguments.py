@@ -49,6 +49,7 @@ _CALLED = {
 _NOT_IN_ROWS = (
     "local",
     "staleness",
+    "backup",
     "shard",
     "tensor",
     "pipeline",
@@ -305,7 +306,8 @@ def trainable(model: nn.Module, plan: Plan, whole_batch: bool) -> dict[str, Any]
     if not named:
         raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
     found = {id(param): name for name, param in tables(model) if param.requires_grad}
-    words = [word for row, value, word in plan.said() if row.name in _NOT_IN_ROWS and (value is True or value > 1)]
+    said = [(row.name, value, word) for row, value, word in plan.said() if row.name in _NOT_IN_ROWS]
+    words = [word for name, value, word in said if value is True or value > (name not in ("staleness", "backup"))]
     words += ['loss_over="batch"'] if whole_batch else []
     if found and words:
         what = f"{next(iter(found.values())) or 'the model'} gives sparse gradients, which {words[0]} does not know yet"

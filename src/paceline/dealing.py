@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,7 +71,7 @@ class Dealing(Holding):
         trainer: int,
         server: int,
         reached: Callable[[str], None],
-        workers: Callable[[], Container[int]],
+        workers: Callable[[], Collection[int]],
     ) -> None:
         super().__init__(stepper, trainer, server)
         self.server, self._reached, self._workers = server, reached, workers
@@ -87,8 +87,12 @@ class Dealing(Holding):
         self.first: Connection | None = None
         self._reading: list[tuple[Connection, Frame]] = []
         self._weights: tuple[int, dict[int, torch.Tensor]] = -1, {}  # as they are sent, after so many updates
+        self._begun: tuple[int, list[torch.Tensor]] = -1, []  # buffers, as the window of this number began
         done = stepper.done
-        self.window = Window(Tickets(stepper.plan.staleness or 0.0, done, done, done))
+        self.window = Window(self._tickets(done))
+
+    def _tickets(self, done: int) -> Tickets:
+        return Tickets(self.stepper.plan.staleness or 0.0, done, done, done)
 
     def hear(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
         """Of a worker, or of another server, whose number is below zero: -2 is server 1."""
@@ -109,10 +113,9 @@ class Dealing(Holding):
         elif frame.kind == Kind.APPLIED:
             self.applied_by[-1 - worker] = frame.key[0]
         elif frame.kind == Kind.APPLY:
-            update, of, missed = frame.key
-            if update == self.applied:
-                start, end, clock = frame.numbers
-                self._follow(of, missed, clock, (start, end))
+            if frame.key[0] == self.applied:
+                start, end, made = json.loads(frame.text)
+                self._follow((start, end), *made)
                 if self.copies:
                     link.put(Kind.APPLIED, self.trainer, (self.applied, 0, 0))
         elif frame.kind == Kind.BUFFERS:
@@ -139,7 +142,7 @@ class Dealing(Holding):
     def stand(self, first: Connection) -> None:
         """Tells the first one what this one has."""
         self.first, window = first, self.window
-        log = [[one[key] for key in ("ticket", "worker", "missed", "clock")] for one in window.log]
+        log = [self._made_of(one) for one in window.log]
         has = [[worker, pushed.ticket, pushed.dealing] for worker, pushed in self.pushed.items()]
         told = {"applied": self.applied, "window": [window.tickets.start, window.tickets.end], "log": log, "has": has}
         first.put(Kind.STAND, self.trainer, content=json.dumps(told).encode())
@@ -152,8 +155,8 @@ class Dealing(Holding):
             return
         told, window = {server: self._stands[server] for server in others if server in self._stands}, self.window
         for one in sorted(told.values(), key=lambda one: -int(one["applied"])):
-            for _, worker, missed, clock in one["log"][len(one["log"]) - max(0, one["applied"] - self.applied) :]:
-                self._follow(worker, missed, clock, tuple(one["window"]))
+            for made in one["log"][len(one["log"]) - max(0, one["applied"] - self.applied) :]:
+                self._follow(tuple(one["window"]), *made)
         for server, one in told.items():
             self.applied_by[server] = one["applied"]
             for number in range(one["applied"], self.applied):
@@ -175,10 +178,14 @@ class Dealing(Holding):
 
     def _tell(self, peer: Connection, update: int, one: dict[str, Any]) -> None:
         """An update that it is to make."""
-        tickets, key = self.window.tickets, (update, one["worker"], one["missed"])
-        peer.put(Kind.APPLY, self.trainer, key, (tickets.start, tickets.end, one["clock"]))
+        told = json.dumps([self.window.tickets.start, self.window.tickets.end, self._made_of(one)])
+        peer.put(Kind.APPLY, self.trainer, (update, 0, 0), content=told.encode())
 
-    def _follow(self, worker: int, missed: int, clock: int, window: tuple[int, int]) -> None:
+    def _made_of(self, one: dict[str, Any]) -> list[Any]:
+        """What others have to know of an update in the log, to make it: as `_follow` takes it."""
+        return [one["worker"], one["missed"], one["clock"]]
+
+    def _follow(self, window: tuple[int, int], worker: int, missed: int, clock: int) -> None:
         """An update that another server has made, or had made."""
         if window[0] != self.window.tickets.start:
             self.window.log.clear()
@@ -290,16 +297,13 @@ class Dealing(Holding):
         self._reached("reduced")
         for number in self.numbers:
             self.params[number].grad = pushed.gradients[number].view(self.params[number].shape)
-        if pushed.records is not None:
-            carried, told = self.replica.runner.carried, pushed.told
-            options = Options(self.applied, 1.0, told["micro_batches"], collect=True)
-            carried.begin(options, pushed.records.device)
-            carried.merge(pushed.records)
+        self._merge(pushed.records, pushed.told["micro_batches"])
         with _damped(self.replica.job.optimizers, 1 + missed if self.stepper.plan.damping else 1):
             self.apply(self.applied, pushed.told)
         self._reached("applied")
 
     def _deal(self) -> None:
+        """Tickets to who may have one; the log at the end."""
         window, sure = self.window, self._sure
         for worker, (link, key) in [*window.asking.items()]:
             if worker in window.have or window.last.get(worker, 0) > sure:  # not yet at all servers
@@ -308,14 +312,29 @@ class Dealing(Holding):
             if window.broken or (window.tickets.ended and sure == self.applied):
                 answer = {"log": window.log, "dropped": window.dropped}
             elif not window.tickets.ended:
-                before = len(window.tickets.open)
-                if (ticket := window.tickets.deal(worker, sure)) is not None:
-                    again = len(window.tickets.open) == before  # it has it, and has not heard so, or forgotten
-                    window.dealings[ticket] = dealing = window.dealings.get(ticket, self._base) + (not again)
-                    answer = {"ticket": ticket, "dealing": dealing, "update": sure}
+                answer = self._dealt_to(worker, sure)
             if answer:
                 del window.asking[worker]
                 link.put(Kind.DEAL, self.trainer, key, content=json.dumps(answer).encode())
+
+    def _merge(self, records: torch.Tensor | None, micro_batches: int) -> None:
+        """Of what forwards leave in buffers, in a global batch. Those of workers are as the window began."""
+        if records is not None:
+            carried, start = self.replica.runner.carried, self.window.tickets.start
+            carried.begin(Options(self.applied, 1.0, micro_batches, collect=True), records.device)
+            if self._begun[0] != start:
+                self._begun = start, carried.begun()
+            carried.merge(records, self._begun[1])
+
+    def _dealt_to(self, worker: int, sure: int) -> dict[str, Any]:
+        """Its next ticket, for weights after so many updates; nothing while it has to wait."""
+        window = self.window
+        before = len(window.tickets.open)
+        if (ticket := window.tickets.deal(worker, sure)) is None:
+            return {}
+        again = len(window.tickets.open) == before  # it has it, and has not heard so, or forgotten
+        window.dealings[ticket] = dealing = window.dealings.get(ticket, self._base) + (not again)
+        return {"ticket": ticket, "dealing": dealing, "update": sure}
 
     def _snapshot(self) -> dict[int, torch.Tensor]:
         """The weights, in memory that the next update does not touch."""

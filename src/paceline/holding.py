@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
+from paceline.comm.buckets import levels_of
+from paceline.comm.codecs import add_codes, manner, pack_codes
+from paceline.comm.exact import LEVELS, ExactBuckets
 from paceline.comm.frames import Connection, Frame, Key, Kind
+from paceline.optim import DelayedNesterov
 from paceline.plan import Plan
 from paceline.step import NOTHING
 from paceline.strategies.job import Options
@@ -30,11 +34,13 @@ class Steps(Protocol):
 
 @dataclass
 class Client:
-    """A worker: what it pushes lands in `buffers`, by trainer and parameter. It has `asked` for squares, by trainer:
-    of which contribution, as which rank of how many. What it pushes of gradients in rows are texts in `rows`.
+    """A worker: what it pushes lands in `buffers`, by trainer and parameter, or as `codes` of several first. It has
+    `asked` for squares, by trainer: of which contribution, as which rank of how many. What it pushes of gradients in
+    rows are texts in `rows`.
     """
 
     buffers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    codes: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
     asked: dict[int, tuple[Key, int, int]] = field(default_factory=dict)
     rows: dict[int, bytearray] = field(default_factory=dict)
 
@@ -48,6 +54,9 @@ class Holding:
         self.trainer = trainer
         self.stepper, self.replica, plan = stepper, stepper.replica, stepper.plan
         self.servers, copies = plan.server or 0, plan.copies or 0
+        job = self.replica.job
+        if plan.delayed:
+            job.optimizers = [DelayedNesterov(optimizer, plan.delayed) for optimizer in job.optimizers]
         self.params = [*self.replica.job.named.values()]
         owners = spread([param.nbytes for param in self.params], self.servers)
         self.parts = {
@@ -60,8 +69,12 @@ class Holding:
             {part: [n for n in numbers if (n >= first) is sparse] for part, numbers in self.parts.items()}
             for sparse in (False, True)
         )
+        self.code = manner(plan.codec).code if plan.codec else None
+        self.changes: dict[int, torch.Tensor] = {}  # codes of what the last step changed, by part
         self.touched: dict[int, torch.Tensor] = {}  # rows that the last step changed, of those that not all did
-        self.squares = dict.fromkeys(self.parts, 0.0)
+        self.squares = {part: [0.0] for part in self.parts}
+        first_to_last = [self.params[number] for number in chain(*self.dense.values())]
+        self.exact = ExactBuckets(first_to_last, hooks=False) if plan.exact else None
         self.ready: Key | None = None
         others = {self.params[number] for number in {*range(len(self.params))} - {*self.numbers}}
         for optimizer in self.replica.job.optimizers:
@@ -72,8 +85,24 @@ class Holding:
     def applied(self) -> int:
         return self.stepper.done
 
-    def add(self, key: Key, clients: Sequence[Client]) -> None:
-        """Sums what workers have pushed, in the order of their ranks."""
+    def room(self, number: int) -> torch.Tensor:
+        """Where a pushed gradient lands."""
+        param = self.params[number]
+        if self.exact is None:
+            return torch.empty(param.numel(), dtype=param.dtype)
+        return torch.empty(levels_of(param.dtype) * param.numel(), dtype=torch.float64)
+
+    def add(self, key: Key, clients: Sequence[Client], exactly: tuple[int, list[float]] | None) -> None:
+        """Sums what workers have pushed, in the order of their ranks; of so many micro-batches, on the grids of the
+        largest gradients, where sums are exact.
+        """
+        self.ready = key
+        if self.exact is not None and exactly is not None:
+            self._add_exactly(self.exact, [one.buffers for one in clients], *exactly)
+        else:
+            self._add(clients)
+
+    def _add(self, clients: Sequence[Client]) -> None:
         trainer = self.trainer
         dense, sparse = ([*chain(*some.values())] for some in (self.dense, self.sparse))
         first, *others = ([one.buffers[trainer, number] for number in dense] for one in clients)
@@ -87,14 +116,33 @@ class Holding:
             self.params[number].grad = combined(
                 self.params[number], [where for where, _ in given], [values for _, values in given]
             )
-        self.ready = key
         for part, numbers in self.parts.items():
-            self.squares[part] = squares(rows_of(self.params[number] for number in numbers))
+            self.squares[part] = [squares(rows_of(self.params[number] for number in numbers))]
+
+    def _add_exactly(
+        self,
+        sums: ExactBuckets,
+        pushed: Sequence[Mapping[tuple[int, int], torch.Tensor]],
+        micro_batches: int,
+        largest: Sequence[float],
+    ) -> None:
+        numbers = [*chain(*self.dense.values())]
+        sums.largest = [largest[number] for number in numbers]
+        sums.begin(lambda bucket: None, micro_batches)
+        for one in pushed:
+            for at, number in enumerate(numbers):
+                sums.add(at, one[self.trainer, number].chunk(levels_of(self.params[number].dtype)))
+        sums.make()
+        found = sums.squares(micro_batches).view(-1, LEVELS).split([len(some) for some in self.dense.values()])
+        self.squares = {part: rows.flatten().tolist() for part, rows in zip(self.parts, found, strict=True)}
 
     def apply(self, step: int, told: dict[str, Any]) -> None:
         """The step, once."""
         agreed = replace(NOTHING, count=told["count"], loss=told["loss"], unused=tuple(told["unused"]))
+        before = {n: self.params[n].detach().clone() for n in chain(*self.dense.values())} if self.in_codes else {}
         self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
+        if self.in_codes:
+            self._round(before)
         self.touched.clear()
         for optimizer in self.replica.job.optimizers if self.replica.job.sparse else ():
             held = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -106,6 +154,22 @@ class Holding:
                     )
         self.stepper.done, self.ready = step + 1, None
 
+    @property
+    def in_codes(self) -> bool:
+        """Whether weights are changed by what codes say of the change: in step all have the same before."""
+        return self.code is not None and not self.stepper.plan.in_windows
+
+    @torch.no_grad()
+    def _round(self, before: dict[int, torch.Tensor]) -> None:
+        """The change of the weights becomes what workers will decode of it, of each part together."""
+        assert self.code is not None
+        for part, numbers in self.dense.items():
+            params, old = [self.params[number] for number in numbers], [before[number] for number in numbers]
+            self.changes[part] = pack_codes(self.code, [new - was for new, was in zip(params, old, strict=True)])
+            for param, was in zip(params, old, strict=True):
+                param.copy_(was)
+            add_codes(self.code, self.changes[part], params)
+
     def read(self, link: Connection, frame: Frame) -> None:
         """The weights of a part are asked for."""
         part = frame.key[2]
@@ -115,7 +179,10 @@ class Holding:
             some = {number: (self.params[number], self.touched.get(number)) for number in self.sparse[part]}
             text = pack_weights(some)
             link.put(Kind.ROWS, frame.trainer, frame.key, content=text)
-        link.put(Kind.READ, frame.trainer, frame.key, numbers, weights)
+        if self.in_codes:
+            link.put(Kind.READ, frame.trainer, frame.key, content=self.changes[part].numpy().tobytes())
+        else:
+            link.put(Kind.READ, frame.trainer, frame.key, numbers, weights)
 
     def kept(self, part: int) -> list[dict[str, Any]]:
         """Of each optimizer, by name."""

@@ -1,4 +1,5 @@
-"""Optimizers for large global batches that torch does not have: each tensor's step follows the norm of its weights.
+"""Optimizers that torch does not have. `LARS` and `LAMB` are for large global batches: each tensor's step follows the
+norm of its weights.
 
 Both take parameters, or groups of such, as torch's do. Tensors of one dimension (biases, gains of norms) step without
 the ratio, as both papers' experiments do. A parameter is looked at as a whole, so not with `shard=`.
@@ -94,6 +95,57 @@ class LAMB(Optimizer):
             moves = (state["exp_avg"] / (1 - first**done)).div_(size).add_(param, alpha=group["weight_decay"])
             if param.dim() > 1:
                 moves *= _ratio(torch.linalg.vector_norm(param), torch.linalg.vector_norm(moves))
+            param.sub_(group["lr"] * moves)
+        return loss
+
+
+class DelayedNesterov(Optimizer):
+    """What `optimizer`, a torch.optim.SGD with nesterov=True, does on a parameter server with the plan word
+    `delayed=D`; groups and state are its own. Of the updates of a parameter, with ``g' = g + weight_decay * w``, each
+    makes a step of a part of the gradient, and each D-th one refreshes the momentum v by the mean of the last D, and
+    moves by it::
+
+        w = w - lr * g' / D
+        v = momentum * v + (sum of the last D g') / D,    w = w - lr * momentum * v    in each D-th
+
+    So D updates from the same weights are one of SGD with their mean. Liu et al., "Asynchronous Local-SGD Training for
+    Language Modeling", 2024, the delayed Nesterov update, with c = 0: no momentum between.
+    """
+
+    def __init__(self, optimizer: Optimizer, delayed: int) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.state, self.delayed = optimizer.state, delayed
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # or its schedulers warn
+
+    @staticmethod
+    def refuse_others(optimizers: Iterable[Optimizer], delayed: int) -> None:
+        """Raises UsageError where one is none that this is for."""
+        for optimizer in optimizers:
+            sgd = type(optimizer) is torch.optim.SGD
+            if not sgd or not all(group["nesterov"] for group in optimizer.param_groups):
+                kind = f"{type(optimizer).__name__}{' without it' * sgd}"
+                what = f"delayed={delayed} is for torch.optim.SGD with nesterov=True, and the optimizer is {kind}"
+                raise UsageError(what, "take SGD with momentum= and nesterov=True, or leave delayed out")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Changes the weights."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group, param, state in _with_gradients(self):
+            assert param.grad is not None
+            gradient = (-param.grad if group["maximize"] else param.grad) + group["weight_decay"] * param
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(param)
+            if "delayed" not in state:
+                state |= {"delayed": torch.zeros_like(param), "waited": 0}
+            state["delayed"].add_(gradient)
+            state["waited"] += 1
+            moves = gradient.div_(self.delayed)
+            if state["waited"] >= self.delayed:
+                state["momentum_buffer"].mul_(group["momentum"]).add_(state["delayed"] / state["waited"])
+                moves.add_(state["momentum_buffer"], alpha=group["momentum"])
+                state["delayed"].zero_()
+                state["waited"] = 0
             param.sub_(group["lr"] * moves)
         return loss
 

@@ -21,7 +21,7 @@ from paceline.mesh import AXES, Mesh
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
 # A word's value is a literal or one of these: its pattern, and what the user is told it stands for.
 _NUMBERS = {
-    **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFQSVW"},
+    **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFQSVWB"},
     **{name: ("[0-9]{1,9}", f"{name} a whole number from 0 to 999999999") for name in "KD"},
     "topk:R": (r"topk:0?\.[0-9]*[1-9][0-9]*", "topk:R with a fraction R of the gradient, as 0.01"),
     "sgd:RATE": (rf"sgd:{_NUMBER}", "RATE a number, as 0.7"),
@@ -78,13 +78,19 @@ class Plan:
         "K|inf", "steps a worker may run ahead: 0 synchronous, inf asynchronous", of="server", built=True
     )
     window: int | None = _word(
-        "W", "with staleness: updates until all workers meet again, 256 unless said", of="server", built=True
+        "W", "with staleness or backup: updates until all workers meet again, 256 unless said", of="server", built=True
+    )
+    backup: int | None = _word(
+        "B", "in step: the first N-B workers make the step, and rows of later ones are dropped", of="server", built=True
     )
     damping: bool = _word(
         "",
         "with staleness: the learning rate of an update is divided by 1 + those that it missed",
         of="server",
         built=True,
+    )
+    delayed: int | None = _word(
+        "D", "with staleness: Nesterov's momentum is refreshed in each D-th update alone", of="server", built=True
     )
     copies: int | None = _word(
         "0|1", "each server's part is held by another one as well: a lost server loses nothing", of="server", built=True
@@ -144,6 +150,9 @@ class Plan:
         if workers < 1:
             raise PlanError(f"a plan cannot use {workers} workers", "start at least one")
         data = self._divide(workers)
+        if self.backup and self.backup >= workers:
+            what = f"backup={self.backup} of {workers} worker{'' if workers == 1 else 's'} leaves nobody to make a step"
+            raise PlanError(what, f"say backup={workers - 1}" if workers > 1 else "leave backup out")
         whole = replace(self, zero=self.zero or (3 if self.shard else None))
         whole._check_pairs()
         unbuilt = [word for row, _, word in whole.said() if not row.metadata["built"]]
@@ -186,7 +195,14 @@ class Plan:
         """The word that makes several steps of a turn of the user's loop, if one does."""
         if self.local:
             return f"local={self.local}"
+        if self.backup:
+            return f"backup={self.backup}"
         return f"staleness={self.staleness:g}" if self.staleness else ""
+
+    @property
+    def in_windows(self) -> bool:
+        """Whether workers meet servers alone between the ends of windows: who is late holds up nobody there."""
+        return bool(self.staleness or self.backup)
 
     def in_shards(self, workers: int) -> Iterator[Plan]:
         """The plans over `workers` that are like this one and keep a model in more or fewer pieces: those that cost the
@@ -243,7 +259,7 @@ class Plan:
         if self.quorum and beside:
             raise PlanError(f"quorum={self.quorum} and {beside} are not built together yet", "leave one of them out")
         for row, value, word in self.said():
-            if self.exact and row.name in ("codec", "staleness") and value:
+            if self.exact and row.name in ("codec", "staleness", "backup") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
             for axis in (axis for axis in AXES[2:] if (getattr(self, axis) or 1) > 1):
                 if word in ("compile", "zero=2", "zero=3", "precision=fp16") or (word == "exact" and axis != "tensor"):
@@ -262,17 +278,23 @@ class Plan:
         if row.metadata["axis"] and row.name != "data" and (value > 1 or row.name == "shard"):
             what = f"{word} and server={self.server} both divide a model"
             raise PlanError(what, f"keep one of them: under server={self.server} each worker has a whole one")
-        if row.name in ("window", "damping") and not self.staleness:
+        if word == "delayed=0":
+            raise PlanError("delayed=0 would never refresh the momentum", "say delayed=N, N the number of workers")
+        if row.name == "backup" and self.staleness:
+            what = f"{word} is for workers that are in step, and with staleness={self.staleness:g} nobody is late"
+            raise PlanError(what, f"leave {word} or staleness out")
+        windows = self.in_windows if row.name == "window" else self.staleness
+        if row.name in ("window", "damping", "delayed") and not windows:
             what = f"{word} is for workers that are not in step"
             raise PlanError(what, f"add staleness=K, or leave {row.name} out: in step all meet after each update")
         if word == "copies=1" and self.server == 1:
             raise PlanError("copies=1 needs another server that holds them", "say server=2, or leave copies out")
-        if word == "precision=fp16" and self.staleness:
-            what = f"{word} looks for one loss scale, and staleness={self.staleness:g} has no step that all make"
+        if word == "precision=fp16" and self.in_windows:
+            what = f"{word} looks for one loss scale, and {self.several} has no step that all make"
             raise PlanError(what, "say precision=bf16")
-        if row.name in ("codec", "exact", "lr_scaling"):
-            what = f"{word} and server={self.server} are not built together yet"
-            raise PlanError(what, f"leave {word} or server out")
+        if row.name == "codec" and value not in ("bf16", "fp16", "int8"):
+            what = f"beside server={self.server} there are rounding codecs alone, and {word} is none"
+            raise PlanError(what, "say codec=bf16, codec=fp16 or codec=int8")
 
     def _check_fragments(self) -> None:
         """An error where a round has fewer steps than parts, or a part's sum would travel longer than to the next."""

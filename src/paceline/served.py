@@ -17,6 +17,7 @@ from paceline.checkpoint.tree import pack, unpack
 from paceline.data.loader import Place
 from paceline.errors import NonFiniteLossError, UsageError
 from paceline.mesh import Mesh
+from paceline.optim import DelayedNesterov
 from paceline.portions import Portion
 from paceline.pulse import PULSE
 from paceline.rounds import BrokenOffError, meet, rounds_of, same
@@ -37,7 +38,7 @@ def stepper_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Stepper:
         return stepper
     if plan.local:
         return rounds_of(mesh, about, grid)
-    if plan.staleness:
+    if plan.in_windows:
         return Windows(**about, grid=grid)
     return ServedStepper(**about, grid=grid) if plan.server else Stepper(**about, grid=grid)
 
@@ -144,19 +145,27 @@ class Windows(ServedStepper):
         self._log: list[dict[str, Any]] = []
         self._dropped = 0
         self._buffers: dict[str, torch.Tensor] = {}
+        self._share = 0, 1  # of a global batch: which, and of how many
         plan = self.plan
-        bound = "as far ahead as they are" if plan.staleness == math.inf else f"at most {plan.staleness:g} ahead"
-        what = f"updates are not in step: workers read weights {bound}, and meet every {self.window} updates"
+        if plan.delayed:
+            DelayedNesterov.refuse_others(self.job.optimizers, plan.delayed)
+        bound = "as far ahead as they are" if plan.staleness == math.inf else f"at most {plan.staleness or 0:g} ahead"
+        what = f"updates are not in step: workers read weights {bound}"
+        if plan.backup:
+            what = f"steps wait for all workers but {plan.backup}: rows of who is later are dropped"
+        what += f", and {'all ' if plan.backup else ''}meet every {self.window} updates"
         self.run.say(what)
-        self.run.decide(self.trainer, what, "the plan says staleness=: the result depends on who is how fast")
+        word = plan.several.partition("=")[0]
+        self.run.decide(self.trainer, what, f"the plan says {word}=: the result depends on who is how fast")
 
     @property
     def window(self) -> int:
         return self.plan.window or WINDOW
 
     def _place(self) -> Place:
-        """Each global batch is one worker's."""
-        return replace(self.run.team.place(self.replica.mesh), rank=0, weights=(1.0,), scattered=True)
+        """Each global batch is one worker's, or a share of it."""
+        rank, count = self._share
+        return replace(self.run.team.place(self.replica.mesh), rank=rank, weights=(1.0,) * count, scattered=True)
 
     def _look(self) -> None:
         """A loss of others is met at the end of the window."""
@@ -177,6 +186,7 @@ class Windows(ServedStepper):
             began = time.perf_counter()
             undo.callback(self._again)
             self._open(step, name)
+            self._share = 0, 1
             if self._compared != self.operations.number:
                 deal(0)
                 self._compared = self.operations.number
@@ -222,6 +232,7 @@ class Windows(ServedStepper):
                 break
             dealt, began = True, time.perf_counter()
             self.replica.ask_weights(answer["update"])
+            self._share = answer.get("share", (0, 1))
             portion = deal(answer["ticket"] - self.done)
             if portion is None:
                 said["cut"] = answer["ticket"]
@@ -240,21 +251,24 @@ class Windows(ServedStepper):
             self._buffers = unpack(torch.frombuffer(self.replica.buffers(), dtype=torch.uint8))
 
     def _ticket(self, dealt: dict[str, Any], portion: Portion) -> None:
-        """The gradients of one global batch, for the servers."""
+        """The gradients of one global batch, or of a share of it, for the servers."""
         ticket, self.expected = dealt["ticket"], 0.0
         self._load(one := Step(ticket, 0.0), partial(same, portion))
         one.options = replace(self.options(one), collect=True)
         self.replica.key = ticket, dealt["dealing"], 0
         began = time.perf_counter()
         self._compute(one, lambda: one.whole, f"ticket {ticket}", began)
-        self._refuse(one)
-        norm, agreed, sums = self._norm(one), one.agreed, one.sums
+        norm, agreed, sums, share = 0.0, one.agreed, one.sums, portion.share
+        if agreed.count or not self.plan.backup or not math.isfinite(agreed.loss):
+            self._refuse(one)
+            norm = self._norm(one)
         assert sums is not None
         told = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused, "norm": norm}
-        more = {"rows": portion.rows, "epoch": portion.epoch, "metrics": agreed.metrics}
+        more = {"rows": sum(part.rows for part in share), "epoch": portion.epoch, "metrics": agreed.metrics}
         about = {"expected": one.options.expected, "micro_batches": portion.count, "log": told | more}
         self.replica.push(sums, told | about)
-        self._merge(one, sums, time.perf_counter() - began)
+        if share:
+            self._merge(one, sums, time.perf_counter() - began)
         self.replica.abort()
         PULSE.beat()
 
@@ -293,6 +307,9 @@ class Windows(ServedStepper):
             self.replica.follow_schedule(replace(NOTHING, loss=one["loss"], count=one["count"]))
         self.done, self.weights.refused = step.number + step.steps, False
         if self.run.team.group.rank == 0:
-            by, missed = (Counter(one[key] for one in self._log) for key in ("worker", "missed"))
+            by = Counter(worker for one in self._log for worker in one.get("workers") or [one["worker"]])
+            missed = Counter(one["missed"] for one in self._log)
             told = {"workers": sorted(by.items()), "missed": sorted(missed.items()), "dropped": self._dropped}
+            if self.plan.backup:
+                told["late"] = [[one["ticket"] + 1, *late] for one in self._log for late in one["late"]]
             self.run.journal.write("window", trainer=self.trainer, step=self.done, updates=step.steps, **told)

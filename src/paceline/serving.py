@@ -17,7 +17,9 @@ from typing import Any, Never
 
 import torch
 
+from paceline.backed import Backed
 from paceline.checkpoint.tree import pack, unpack
+from paceline.comm.codecs import add_codes, pack_codes
 from paceline.comm.frames import Connection, Frame, Kind, exchange
 from paceline.dealing import Dealing
 from paceline.errors import PacelineError
@@ -57,8 +59,9 @@ class ParameterServer:
         """To the end of the run, with which the process ends. `reached` hears of moments."""
         self._reached = reached
         for number, stepper in enumerate(self.steppers):
-            if stepper.plan.staleness:
-                self._parts[number] = Dealing(stepper, number, self.number, reached, self._workers)
+            if stepper.plan.in_windows:
+                kind = Backed if stepper.plan.backup else Dealing
+                self._parts[number] = kind(stepper, number, self.number, reached, self._workers)
             elif stepper.plan.server:
                 self._parts[number] = Holding(stepper, number, self.number)
         self._until(lambda: False)
@@ -70,7 +73,7 @@ class ParameterServer:
 
     def _workers(self) -> set[int]:
         """Those who are connected."""
-        return {_who(link) for link, _ in self._clients if not link.broken}
+        return {who for link, _ in self._clients if not link.broken and (who := _who(link)) >= 0}
 
     def _hear_used(self, frame: Frame) -> None:
         """Which servers a worker uses: in a generation they become fewer."""
@@ -118,7 +121,7 @@ class ParameterServer:
                     while link.inbox:
                         self._hear(link, client, link.inbox.popleft())
                 while (first := self._first) is not None and first.inbox:
-                    if (frame := first.inbox.popleft()).kind == Kind.APPLY:
+                    if (frame := first.inbox.popleft()).kind in (Kind.APPLY, Kind.SUM):
                         self._hear(first, Client(), frame)
                 for link in links():
                     link.advance()
@@ -147,15 +150,20 @@ class ParameterServer:
             return [] if frame.kind == Kind.STATE else None
         if frame.kind != Kind.PUSH:
             return []
-        params = self._parts[frame.trainer].params
-        return [self._buffer(client, frame.trainer, number, params[number]) for number in frame.numbers]
+        part = self._parts[frame.trainer]
+        if part.code is None:
+            return self._buffers(client, frame)
+        key = frame.trainer, frame.numbers
+        if key not in client.codes:
+            client.codes[key] = pack_codes(part.code, [part.params[number].detach() for number in frame.numbers])
+        return [client.codes[key]]
 
-    @staticmethod
-    def _buffer(client: Client, trainer: int, number: int, param: torch.Tensor) -> torch.Tensor:
-        key = trainer, number
-        if key not in client.buffers:
-            client.buffers[key] = torch.empty(param.numel(), dtype=param.dtype)
-        return client.buffers[key]
+    def _buffers(self, client: Client, frame: Frame) -> list[torch.Tensor]:
+        part, keys = self._parts[frame.trainer], [(frame.trainer, number) for number in frame.numbers]
+        for key in keys:
+            if key not in client.buffers:
+                client.buffers[key] = part.room(key[1])
+        return [client.buffers[key] for key in keys]
 
     def _hear(self, link: Connection, client: Client, frame: Frame) -> None:
         if frame.kind == Kind.HELLO:
@@ -166,7 +174,7 @@ class ParameterServer:
                 for other, _ in self._clients:
                     other.put(Kind.WELCOME, content=b"1")
         elif frame.kind == Kind.SQUARES:
-            client.asked[frame.trainer] = (frame.key, *RANKED.unpack(frame.text))
+            client.asked[frame.trainer] = (frame.key, *RANKED.unpack_from(frame.text))
             self._look(link, frame)
         elif frame.kind == Kind.ROWS:
             client.rows[frame.trainer] = frame.text
@@ -179,7 +187,12 @@ class ParameterServer:
             link.put(Kind.KEPT, frame.trainer, frame.key, content=[pack(kept)])
         elif frame.kind == Kind.READ:
             self._parts[frame.trainer].read(link, frame)
-        elif frame.kind != Kind.PUSH:
+        elif frame.kind == Kind.PUSH:
+            if (code := self._parts[frame.trainer].code) is not None:
+                gradients = self._buffers(client, frame)
+                torch._foreach_zero_(gradients)
+                add_codes(code, client.codes[frame.trainer, frame.numbers], gradients)
+        else:
             part = self._parts[frame.trainer]
             assert isinstance(part, Dealing)
             part.hear(link, client, _who(link), frame)
@@ -197,7 +210,7 @@ class ParameterServer:
                 asking[rank] = other, client
         if len(asking) < size:
             return
-        part.add(key, [asking[rank][1] for rank in range(size)])
+        part.add(key, [asking[rank][1] for rank in range(size)], json.loads(frame.text[RANKED.size :] or b"null"))
         self._reached("summed")
         for other, _ in asking.values():
             other.put(Kind.SQUARES, frame.trainer, key, content=json.dumps(part.squares).encode())

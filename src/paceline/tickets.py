@@ -10,7 +10,7 @@ Server", NIPS 2013). No torch, no clock, no sockets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
@@ -96,7 +96,7 @@ class Tickets:
         self.missed[missed] += 1
         self.by[worker] += 1
 
-    def lead(self, workers: Container[int]) -> None:
+    def lead(self, workers: Collection[int]) -> None:
         """Who has followed deals from now on, among these workers: what was dealt and is not applied is so again."""
         self.open.clear()
         self.next = max(self.done, default=self.start - 1) + 1
@@ -130,3 +130,76 @@ class Tickets:
         self.clocks[worker] += 1
         self.by[worker] += 1
         return Push.APPLY
+
+
+@dataclass
+class Shares(Tickets):
+    """In step, with `backup` workers that are not waited for (Chen et al., "Revisiting Distributed Synchronous SGD",
+    2016). A global batch is cut into a share for each of the `members` of its round, all who live when it begins; of
+    those in which anything counts all but `backup` make the update, the first that `came`, or all who are not lost.
+    """
+
+    backup: int = 0
+    members: tuple[int, ...] = ()
+    came: list[int] = field(default_factory=list)
+    idle: set[int] = field(default_factory=set)  # in whose shares nothing counts
+
+    @property
+    def chosen(self) -> list[int]:
+        """Who makes the update of this round, in the order of their shares; nobody as long as it waits."""
+        busy = [worker for worker in self.members if worker not in self.idle]
+        there = [worker for worker in busy if worker in self.clocks or worker in self.came]
+        need = max(1, min(len(busy) - self.backup, len(there)))
+        return sorted(self.came[:need]) if len(self.came) >= need else []
+
+    def deal(self, worker: int, read: int | None = None) -> int | None:
+        """The round in which it has a share to compute; None: it has to wait, or there is none."""
+        if self.ended or worker in self.came or worker in self.idle or worker not in self.clocks:
+            return None
+        if not self.members:
+            self.members, self.next = tuple(sorted(self.clocks)), self.applied + 1
+        return self.applied if worker in self.members else None
+
+    def arrive(self, worker: int, counts: bool) -> None:
+        """Its share of this round is there, in which something counts or nothing does."""
+        (self.came.append if counts else self.idle.add)(worker)
+        self._look()
+
+    def _look(self) -> None:
+        """Where nobody is left who has a share to compute, the round begins anew."""
+        if not self.came and not any(one in self.clocks for one in {*self.members} - self.idle):
+            self._close()
+
+    def settle(self, workers: Iterable[int]) -> None:
+        """These have made the update."""
+        self.done.add(self.applied)
+        self.missed[0] += 1
+        for worker in workers:
+            self.by[worker] += 1
+        self._close()
+
+    def _close(self) -> None:
+        self.members, self.next = (), self.applied
+        self.came.clear()
+        self.idle.clear()
+
+    def cut(self, end: int) -> None:
+        super().cut(end)
+        if self.ended:
+            self._close()
+
+    def lose(self, worker: int) -> None:
+        super().lose(worker)
+        self._look()
+
+    def keep_up(self, window: tuple[int, int], workers: Iterable[int]) -> None:
+        """Who deals had the next update made: of its window from start to end."""
+        if self.start != window[0]:
+            self.done.clear()
+        self.start, self.end = window
+        self.settle(workers)
+
+    def lead(self, workers: Collection[int]) -> None:
+        """Who has followed deals from now on, among these workers: the round begins anew."""
+        self._close()
+        self.clocks = dict.fromkeys(workers, 0)

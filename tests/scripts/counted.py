@@ -3,7 +3,7 @@
 The gradients depend on no weights, so the order of updates makes no difference: counted.py FOLDER STEPS. With PACE=S a
 ticket takes S seconds, with SLOW=WORKER:TIMES that worker's so many times as long, with STRAGGLE=CHANCE:TIMES now and
 then anybody's. With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often; with
-REACHED=WORKER:CALLS it makes the file `reached` then.
+REACHED=WORKER:CALLS it makes the file `reached` then. With MOMENTUM=M there is Nesterov's.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from served import cut
+from served import faults
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.strategies.servers import Ticketed
+from paceline.tickets import Tickets
 
 BATCH, ROWS = 6, 30
 CALLS = [0]
@@ -64,11 +66,52 @@ def loss(output: torch.Tensor, batch: Any) -> Any:
     return output.sum(), len(output)
 
 
+def watch() -> None:
+    """Where tickets are dealt, `reads` has how far ahead of the slowest a worker is who reads weights with one."""
+    deal = Tickets.deal
+
+    def watched(tickets: Tickets, worker: int, read: int | None = None) -> int | None:
+        before = len(tickets.open)
+        ticket = deal(tickets, worker, read)
+        if len(tickets.open) > before:
+            with (Path(sys.argv[1]) / "reads").open("a") as file:
+                file.write(f"{tickets.clocks[worker] - min(tickets.clocks.values())}\n")
+        return ticket
+
+    Tickets.deal = watched  # type: ignore[method-assign]
+
+
+def between() -> None:
+    """With BETWEEN=WORKER:SERVER that worker is killed when its fifth ticket is whole at that server alone."""
+    push, made = Ticketed.push, [0]
+
+    def dying(replica: Ticketed, sums: Any, told: Any) -> None:
+        made[0] += 1
+        mine, server = option("BETWEEN")
+        servers, done = replica.servers, Path(sys.argv[1]) / "killed"
+        if mine and made[0] == 5 and not done.exists():
+            keep = replica.servers.used
+            servers.used = {int(server): keep[int(server)]}
+            push(replica, sums, told)
+            while servers.links[int(server)].sending:
+                servers.advance()
+            time.sleep(0.1)  # it has come, then
+            done.write_text(str(replica.key[0]))
+            os.kill(os.getpid(), signal.SIGKILL)
+        push(replica, sums, told)
+
+    Ticketed.push = dying  # type: ignore[method-assign]
+
+
 def main() -> None:
-    if "CUT" in os.environ:
-        cut(int(os.environ["CUT"]))
+    faults()
+    if "WATCH" in os.environ:
+        watch()
+    if "BETWEEN" in os.environ:
+        between()
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-    optimizer = lambda params: torch.optim.SGD(params, lr=float(BATCH))
+    momentum = float(os.environ.get("MOMENTUM", "0"))
+    optimizer = lambda params: torch.optim.SGD(params, float(BATCH), momentum, nesterov=momentum > 0)
     trainer = paceline.Trainer(Counter(), loss, optimizer, global_batch=BATCH)
     turns = [[one.step, one.turn, one.samples] for one in trainer.steps(TensorDataset(torch.arange(ROWS)), count=steps)]
     trainer.export(folder / "out.safetensors")

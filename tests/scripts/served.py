@@ -2,7 +2,7 @@
 
 With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often; with SLOW=CALLS the first worker
 makes the file `reached` when its loss is called so often, and is slow from then on; with CUT=N connections to servers
-are lost after each N frames.
+are lost after each N frames; with PROXY=PORT they go through what listens there, and is told first where to.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.strategies import servers
 from paceline.strategies.servers import Servers
 
 SEED, BATCH, MICRO, ROWS, WIDTH, CLIP = 5, 12, 2, 40, 6, 0.3
@@ -41,9 +44,15 @@ def net() -> nn.Module:
 def groups(params: Any) -> torch.optim.Optimizer:
     """No decay for what has one dimension."""
     params = list(params)
+    if "NESTEROV" in os.environ:
+        return nesterov(params)
     kinds = [[one for one in params if one[1].dim() > 1], [one for one in params if one[1].dim() <= 1]]
     decays = zip(kinds, (0.1, 0.0), strict=True)
     return torch.optim.AdamW([{"params": some, "weight_decay": decay} for some, decay in decays], lr=0.02, eps=1e-3)
+
+
+def nesterov(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.1)
 
 
 def rate(step: int) -> float:
@@ -83,9 +92,26 @@ def cut(every: int) -> None:
     Servers.put = cutting  # type: ignore[method-assign]
 
 
-def main() -> None:
+def through(port: int) -> None:
+    """A worker's connections to servers go through a proxy."""
+
+    def connect(at: tuple[str, int], seconds: float) -> socket.socket:
+        link = socket.create_connection(("127.0.0.1", port), seconds)
+        link.sendall(f"{at[0]} {at[1]}\n".encode())
+        return link
+
+    servers.socket = SimpleNamespace(create_connection=connect)  # type: ignore[assignment]
+
+
+def faults() -> None:
     if "CUT" in os.environ:
         cut(int(os.environ["CUT"]))
+    if "PROXY" in os.environ:
+        through(int(os.environ["PROXY"]))
+
+
+def main() -> None:
+    faults()
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     trainer = paceline.Trainer(
         net, loss, groups, global_batch=BATCH, schedule=rate, clip_norm=CLIP, seed=SEED, plan=f"micro={MICRO}"

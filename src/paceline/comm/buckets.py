@@ -29,6 +29,11 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
+def levels_of(dtype: torch.dtype) -> int:
+    """Numbers that carry one element of a gradient of this dtype in exact sums."""
+    return 2 if dtype == torch.float64 else 1
+
+
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Large ones with C's memmove, which writes past the cache: torch's copy first reads what it overwrites."""
     alike = target.dtype == source.dtype and source.is_contiguous() and target.is_contiguous()
@@ -232,7 +237,7 @@ class Buckets(Landing):
         device: torch.device,
     ) -> tuple[torch.Tensor, list[Wires]]:
         """Memory for gradients of these shapes as [place, level, elements], and the wires of each in it."""
-        levels = 2 if self._wire is not None and dtype == torch.float64 else 1
+        levels = 1 if self._wire is None else levels_of(dtype)
         ends = list(accumulate((shards.width(shape) for shape in shapes), initial=0))
         length = shards.aligned(ends[-1])
         flat = allocate(shards.count * levels * length, self._wire or dtype, device)

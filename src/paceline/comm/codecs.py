@@ -183,6 +183,24 @@ def manner(word: str) -> CodedSum:
     return CodedSum(word, codes[name]() if name in codes else None, int(number) if name == "powersgd" else 0)
 
 
+def pack_codes(code: Code, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Codes of all elements of some tensors, as one row."""
+    flat = torch.cat([torch.empty(0), *(_real(tensor).reshape(-1).float() for tensor in tensors)])
+    return code.encode(flat[None])[0] if len(flat) else torch.empty(0, dtype=torch.uint8)
+
+
+def add_codes(code: Code, codes: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """What `pack_codes` has made of others like these is added to them."""
+    sizes = [_real(tensor).numel() for tensor in tensors]
+    flat = code.decode(codes[None], sum(sizes))[0] if len(codes) else torch.empty(0)
+    for tensor, part in zip(map(_real, tensors), flat.split(sizes), strict=True):
+        tensor.add_(part.view(tensor.shape).to(tensor))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 class Codec:
     """Sums buckets among workers, between hosts as the plan's `word` says; with `auto` as `words` say by the name of a
     bucket's first parameter, of which `names` are all. `sent` are bytes that this worker sent to other hosts, `full`

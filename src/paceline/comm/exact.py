@@ -21,7 +21,7 @@ from paceline.pieces import ALONE, Block, Shards
 WHOLE = 51  # bits: a number up to 2**51 units is rounded to whole ones by adding and subtracting 1.5 * 2**52 units
 HEADROOM = 4  # bits by which a gradient may grow from one step to the next
 CHUNK = 1 << 16  # elements that stay in the cache from one operation to the next
-_LEVELS = 3  # numbers that carry a sum of squares: what the first two leave is below a float64's precision
+LEVELS = 3  # numbers that carry a sum of squares: what the first two leave is below a float64's precision
 
 
 class ExactBuckets(Buckets):
@@ -113,20 +113,24 @@ class ExactBuckets(Buckets):
             kept &= bool(largest) and now <= math.ldexp(1.0, math.frexp(largest)[1] + HEADROOM)
             self.largest[number] = max(now, largest / 2)  # up at once, down slowly
         if kept:
-            for own, bucket in zip(self._sums, self.buckets, strict=True):
-                if not len(own):  # a place may have no rows of small parameters
-                    continue
-                levels = bucket.mine.view(-1, len(own))
-                own.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
-            self.adopt()
+            self.make()
         return kept
+
+    def make(self) -> None:
+        """The gradients, of the sums."""
+        for own, bucket in zip(self._sums, self.buckets, strict=True):
+            if not len(own):  # a place may have no rows of small parameters
+                continue
+            levels = bucket.mine.view(-1, len(own))
+            own.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
+        self.adopt()
 
     def squares(self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None) -> torch.Tensor:
         """The squares of the own rows' gradients added up, or of the blocks of each that are counted here, for each
         parameter in parts that are sums of whole multiples of a power of two. Those of all places can be added as well,
         without a rounding: the total does not depend on who has which rows.
         """
-        found = torch.zeros(len(self.own), _LEVELS, dtype=torch.float64)
+        found = torch.zeros(len(self.own), LEVELS, dtype=torch.float64)
         for number, (param, elements) in enumerate(zip(self.own, self.elements, strict=True)):
             if param.grad is None:
                 continue
@@ -136,7 +140,7 @@ class ExactBuckets(Buckets):
             grads = [param.grad] if counted is None else [block.of(param.grad) for block in counted[number]]
             for part in (part for grad in grads for part in grad.reshape(-1).split(CHUNK)):
                 rest = part.double().square()
-                for level in range(_LEVELS):
+                for level in range(LEVELS):
                     rounded = on_grid(rest, math.ldexp(1.0, 2 * bits - (level + 1) * width), self._scratch)
                     found[number, level] += rounded.sum()
                     rest.sub_(rounded)

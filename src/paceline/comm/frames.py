@@ -33,6 +33,7 @@ class Kind(IntEnum):
     HELLO, WELCOME, STATE, PUSH, SQUARES, COMMIT, READ, KEPT = range(8)
     DEAL, PUSHED, HAVE, APPLY, APPLIED, BUFFERS, USED, STAND = range(8, 16)  # where training is not in step
     ROWS = 16  # of gradients, or weights, of which only some travel
+    SUM = 17  # of some workers' gradients, and its squares
 
 
 class Frame(NamedTuple):

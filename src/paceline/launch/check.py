@@ -28,9 +28,9 @@ def check(options: LaunchOptions, steps: int) -> int:
     A difference is that of `apart`. UsageError: the plan says that it is not.
     """
     results, workers = [], options.workers
-    if bound := Plan.parse(options.plan or "").staleness:
-        what = f"with staleness={bound:g} the result depends on who is how fast, and is not that of one worker"
-        raise UsageError(what, "check the script without staleness")
+    if (plan := Plan.parse(options.plan or "")).in_windows:
+        what = f"with {plan.several} the result depends on who is how fast, and is not that of one worker"
+        raise UsageError(what, f"check the script without {plan.several.partition('=')[0]}")
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder, Kept() as kept:
         # A worker lost in so few steps is to be seen; but servers are told of to those who may be started again.
         several = replace(options, max_restarts=int("server=" in (options.plan or "")), kept=kept)

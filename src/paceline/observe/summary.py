@@ -341,7 +341,7 @@ def _by_kind(summary: Summary) -> Rows:
 def _codec(event: Event) -> str:
     sent, full = event.get("sent") or 0, event.get("full") or 0
     ratio = f", {sent / full:.1%} of them" if full else ""
-    told = f"{size_of(sent)} sent to other hosts instead of {size_of(full)}{ratio}, by worker 0"
+    told = f"{size_of(sent)} sent to {event.get('to') or 'other hosts'} instead of {size_of(full)}{ratio}, by worker 0"
     return f"{event.get('codec')} ({event.get('kind')}): {told}"
 
 
@@ -374,6 +374,10 @@ def _out_of_step(windows: list[Event]) -> str:
         missed.update(dict(event["missed"]))
     if not missed:
         return ""
+    if "late" in windows[0]:
+        late = Counter(worker for event in windows for _, worker, *_ in event["late"])
+        told = ", ".join(f"worker {worker} in {plural(count, 'step')}" for worker, count in sorted(late.items()))
+        return f"late, and its rows dropped: {told}" if told else "nobody was late"
     mean = sum(others * times for others, times in missed.items()) / missed.total()
     made = ", ".join(f"{count} by worker {worker}" for worker, count in sorted(by.items()))
     dropped = sum(event["dropped"] for event in windows)

@@ -130,9 +130,10 @@ class _Held:
         same = found is self.tensor and self.tensor._version == self._version
         return "" if same and not (values and not self.now().equal(self.start)) else self.why
 
-    def _base(self, like: torch.Tensor) -> torch.Tensor:
+    def _base(self, like: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
         factor = self.rule.factor if self.rule.merge == "sum" else 1.0
-        return self.start.to(like).flatten() * factor if self.rule.merge != "last" else torch.zeros_like(like)
+        begun = self.start if start is None else start
+        return begun.to(like).flatten() * factor if self.rule.merge != "last" else torch.zeros_like(like)
 
     def record(self, rows: torch.Tensor, chunk: Chunk, count: int) -> None:
         first, last = chunk.micro_batches[0].index, chunk.micro_batches[-1].index
@@ -142,7 +143,8 @@ class _Held:
             row[:-1] += weight * (self.now().to(rows).flatten() - self._base(row[:-1]))
             row[-1] += weight
 
-    def merge(self, rows: torch.Tensor) -> None:
+    def merge(self, rows: torch.Tensor, base: torch.Tensor | None = None) -> None:
+        """What micro-batches have done to it; they may have begun at another `base`."""
         changes, weights = rows[:, :-1], rows[:, -1:]
         if self.rule.merge == "affine":  # what a micro-batch adds goes through the later ones that write to it
             kept = torch.cat([self.rule.factor ** weights[1:], torch.ones_like(weights[:1])]).flip(0).cumprod(0).flip(0)
@@ -150,7 +152,11 @@ class _Held:
         total = weights.sum()
         if total > 0:  # or nobody has written to it
             change = changes.sum(0) / (total if self.rule.merge == "mean" else 1.0)
-            self.start.copy_((self._base(change) + change).view_as(self.start))
+            made = self._base(change, base) + change
+            if base is not None and self.rule.merge in ("sum", "affine"):
+                share = self.rule.factor ** (1.0 if self.rule.merge == "sum" else total.item())
+                made += share * (self.start - base).to(made).flatten()
+            self.start.copy_(made.view_as(self.start))
 
 
 class _Queue(_Held):
@@ -170,7 +176,7 @@ class _Queue(_Held):
         mine[:, :-1] += self.now().movedim(self.rule.dim, 0)[self._places(moved)].to(rows).reshape(mine[:, :-1].shape)
         mine[:, -1] += 1
 
-    def merge(self, rows: torch.Tensor) -> None:
+    def merge(self, rows: torch.Tensor, base: torch.Tensor | None = None) -> None:
         entries, new = self.start.movedim(self.rule.dim, 0), rows[rows[:, -1] > 0, :-1]
         places = self._places(len(new))
         entries[places] = new[len(new) - len(places) :].to(entries).view(len(places), *entries.shape[1:])
@@ -227,11 +233,18 @@ class Carried:
         for one, part in self._cut(records):
             one.record(part, chunk, self._count)
 
-    def merge(self, records: torch.Tensor | None) -> None:
-        """Ends a step with the records of all micro-batches, which are the same on every worker."""
+    def begun(self) -> list[torch.Tensor]:
+        """Copies of what the step began with."""
+        return [one.start.clone() for one in self._all]
+
+    def merge(self, records: torch.Tensor | None, bases: Sequence[torch.Tensor] | None = None) -> None:
+        """Ends a step with the records of all micro-batches, which are the same on every worker. These may tell of
+        moves from other `bases`, which `begun` gave.
+        """
         if self._open and records is not None:
+            given = {} if bases is None else {id(one): base for one, base in zip(self._all, bases, strict=True)}
             for one, part in self._cut(records):
-                one.merge(part)
+                one.merge(part, given.get(id(one)))
             self.restore()
             for held in self._held:
                 if callable(held.rule.merge):

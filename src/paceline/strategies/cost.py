@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.pieces import Shards
 
-CODED = {"int8": 260, "int4": 132}  # bytes of 256 elements with their scale
+CODED = {"bf16": 512, "fp16": 516, "int8": 260, "int4": 132}  # bytes of 256 elements with their scale
 
 
 @dataclass(frozen=True)

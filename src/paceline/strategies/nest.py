@@ -13,7 +13,7 @@ from paceline.pieces import Shards
 from paceline.plan import Plan
 from paceline.strategies import data, shard
 from paceline.strategies.blocks import blocks_of, by_block, compiled, recompute, set_apart
-from paceline.strategies.cost import Cost, Facts, Isles
+from paceline.strategies.cost import CODED, Cost, Facts, Isles
 from paceline.strategies.data import share
 from paceline.strategies.job import Job
 from paceline.strategies.layout import Layout
@@ -56,7 +56,10 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
         if replicas > 1:
             found.sent["merges"] = isles.sent(own, sum(map(Shards(mesh.shard).width, facts.shapes)))
     if plan.server:
-        found = replace(found, optimizer=0, sent={"servers": facts.bytes() * (1 + (plan.copies or 0))})
+        size = facts.bytes()
+        if plan.codec:
+            size = sum(map(Shards(1).width, facts.shapes)) * CODED[plan.codec] // 256
+        found = replace(found, optimizer=0, sent={"servers": size * (1 + (plan.copies or 0))})
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
     return replace(found, in_flight=max(map(kept, rows)))
 
@@ -145,7 +148,7 @@ def nest(
     if plan.server:
         if group.serves:
             return Replica(job, Layout(job), group, outer, mesh)
-        return (Ticketed if plan.staleness else InStep)(job, group, mesh, plan.server)
+        return (Ticketed if plan.in_windows else InStep)(job, group, mesh, plan.server, codec)
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
         return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec, team)

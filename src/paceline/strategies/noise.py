@@ -28,8 +28,8 @@ CHANGED = 1.2  # it is told again when it is another one by so much
 
 def squares(gradients: Iterable[torch.Tensor]) -> float:
     """Of all their elements, added up."""
-    norms = torch._foreach_norm(list(gradients))
-    return float(torch.stack(norms).cpu().double().square().sum()) if norms else 0.0
+    found = list(gradients)
+    return float(torch.stack(torch._foreach_norm(found)).cpu().double().square().sum()) if found else 0.0
 
 
 def looked_at(step: int, plan: Plan, mesh: Mesh, job: Job) -> str:

@@ -45,6 +45,8 @@ class Own:
         self, codec: Codec | None, group: Group, outer: Group, mesh: Mesh, home: Landing, cuts: Mapping[str, Cut]
     ) -> None:
         self.codec: Codec | None = codec
+        self.coded = codec  # whose bytes are told; where it sums nothing, they go `to` somebody else
+        self.to = "other hosts"
         self.group, self.outer, self.mesh = group, outer, mesh
         self.home, self.cuts = home, cuts
         self.owed: dict[str, torch.Tensor] = {}
@@ -392,10 +394,10 @@ class Owns(list[Differing]):
 
     def figures(self) -> Iterator[dict[str, Any]]:
         """For the report: what codecs have saved this worker, by trainer."""
-        for number, codec in enumerate(own.codec for own in self._trainers):
-            if codec is not None and codec.full:
-                sent, full = int(codec.sent), int(codec.full)
-                yield {"trainer": number, "codec": codec.word, "kind": codec.kind, "sent": sent, "full": full}
+        for number, own in enumerate(self._trainers):
+            if (codec := own.coded) is not None and codec.full:
+                about = {"trainer": number, "codec": codec.word, "kind": codec.kind, "to": own.to}
+                yield {**about, "sent": int(codec.sent), "full": int(codec.full)}
 
     def meet(self, done: int) -> Iterator[str]:
         """What is to be said before a checkpoint. Collective."""

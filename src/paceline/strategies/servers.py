@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from paceline.comm.buckets import Bucket, zeros
+from paceline.comm.buckets import Bucket, levels_of, zeros
+from paceline.comm.codecs import Codec, add_codes, manner, pack_codes
 from paceline.comm.frames import Connection, Frame, Key, Kind, exchange
 from paceline.comm.group import Group
 from paceline.comm.transit import Heard, Transit
@@ -258,13 +259,19 @@ class Pushes(Transit):
         self._replica = replica
 
     def send(self, bucket: Bucket) -> None:
-        replica, parts, servers = self._replica, dict(bucket.split(bucket.mine.cpu())), self._replica.servers
-        for server in servers.used:
-            held = parts_of(server, servers.count, servers.copies)
-            if mine := [number for number in bucket.members if replica.owners[number] in held]:
-                pushed = [parts[number] for number in mine]
-                servers.put(server, Kind.PUSH, replica.number, replica.key, mine, pushed)
-                replica.account(sum(tensor.nbytes for tensor in pushed))
+        replica, servers = self._replica, self._replica.servers
+        levels = levels_of(replica.job.dense[bucket.members[0]].dtype) if replica.job.exact else 1
+        rows = bucket.mine.cpu().view(levels, -1)
+        places = zip(bucket.members, bucket.shapes, bucket.starts, strict=True)
+        gradients = {n: rows[:, start : start + shape.numel()].reshape(-1) for n, shape, start in places}
+        for part in range(servers.count):
+            mine = [number for number in bucket.members if replica.owners[number] == part]
+            whole = [gradients[number] for number in mine]
+            pushed = whole if replica.code is None else [pack_codes(replica.code, whole)]
+            for server in holders(part, servers.count, servers.copies) if mine else ():
+                if server in servers.used:
+                    servers.put(server, Kind.PUSH, replica.number, replica.key, mine, pushed)
+                    replica.account(*(sum(tensor.nbytes for tensor in some) for some in (pushed, whole)))
         servers.advance()
 
     def squares(self) -> float | None:
@@ -279,17 +286,24 @@ class Served(Replica):
     servers: Servers
     number: int
 
-    def __init__(self, job: Job, group: Group, mesh: Mesh, count: int, team: Group | None = None) -> None:
+    def __init__(
+        self, job: Job, group: Group, mesh: Mesh, count: int, codec: Codec | None, team: Group | None = None
+    ) -> None:
         outer = (team or group).along("data", "context", mesh=mesh)
         super().__init__(job, Layout(job, zeros), group, outer, mesh, team=team)
         self.owners = spread([param.nbytes for param in job.named.values()], count)
         self.transit = Pushes(self)
+        self.own.coded, self.own.to = codec, "servers"
+        self.code = None if codec is None else manner(codec.word).code
         self.key: Key = (0, 0, 0)
 
-    def account(self, size: int) -> None:
-        """So many bytes go to servers."""
+    def account(self, size: int, whole: int = 0) -> None:
+        """So many bytes go to servers, maybe as codes of so many."""
         entry = self.team.ledger.setdefault("servers", [0, 0.0, 0.0])
         entry[0], entry[1] = entry[0] + 1, entry[1] + size
+        if self.own.coded is not None and whole:
+            self.own.coded.sent += size
+            self.own.coded.full += whole
 
     def prepare(self) -> None:
         """In a new generation: there is room for what will come."""
@@ -332,8 +346,8 @@ class Served(Replica):
 class InStep(Served):
     """All workers push to the same step. A contribution is known by the step, the generation, and the attempt in it."""
 
-    def __init__(self, job: Job, group: Group, mesh: Mesh, count: int) -> None:
-        super().__init__(job, group, mesh, count)
+    def __init__(self, job: Job, group: Group, mesh: Mesh, count: int, codec: Codec | None) -> None:
+        super().__init__(job, group, mesh, count, codec)
         self._round = 0, 0  # the generation, and the attempt in it
         self._owed: tuple[Key, Agreed] | None = None  # of an update whose weights have not all come
 
@@ -363,14 +377,16 @@ class InStep(Served):
 
     def norm(self, agreed: Agreed, options: Options) -> float:
         servers, said = self.servers, RANKED.pack(self.team.rank, self.team.size)
+        if self.job.exact:
+            said += json.dumps([options.micro_batches, self.home.largest]).encode()
         for one in servers.used:
             servers.put(one, Kind.SQUARES, self.number, self.key, (), said)
         told = servers.answers(Kind.SQUARES, self.number, self.key)
-        found = []
+        found = list[float]()
         for part in range(servers.count):
             server = servers.counts(part)
             assert server is not None
-            found.append(float(json.loads(told[server].text)[str(part)]))
+            found += json.loads(told[server].text)[str(part)]
         return math.sqrt(exact_sum(found)) * options.expected / agreed.count
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
@@ -389,13 +405,24 @@ class InStep(Served):
         key, agreed = self._owed
         about = Kind.READ, self.number, (key[0] + 1, key[1], 0)
         asked = self.servers.ask(*about)
-        self.servers.hear(asked, *about)
+        heard = self.servers.hear(asked, *about)
         self._owed = None
-        self.take_weights()
+        if self.code is None:
+            self.take_weights()
+        for part, frame in enumerate(heard if self.code is not None else ()):
+            self._change(part, frame.text)
         for text in self.servers.rows(asked, self.number, about[-1]) if self.job.sparse else ():
             put_weights(text, [*self.job.named.values()])
         self.home.applied()
         self.follow_schedule(agreed)
+
+    @torch.no_grad()
+    def _change(self, part: int, codes: bytearray) -> None:
+        """As the server has changed its own."""
+        mine = [param for number, param in enumerate(self.job.dense) if self.owners[number] == part]
+        assert self.code is not None
+        if codes:
+            add_codes(self.code, torch.frombuffer(codes, dtype=torch.uint8), mine)
 
     def abort(self, again: bool = False) -> None:
         super().abort(again)
@@ -407,10 +434,10 @@ class Ticketed(Served):
     by its ticket, and how often that was dealt.
     """
 
-    def __init__(self, job: Job, group: Group, mesh: Mesh, count: int) -> None:
+    def __init__(self, job: Job, group: Group, mesh: Mesh, count: int, codec: Codec | None) -> None:
         alone = Group(World(rank=group.names[group.rank]))
         alone.ledger = group.ledger
-        super().__init__(job, group, mesh, count, alone)
+        super().__init__(job, group, mesh, count, codec, alone)
         self._asked = 0
         self._reading: tuple[dict[int, int], Key] = {}, (0, 0, 0)
 

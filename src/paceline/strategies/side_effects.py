@@ -96,8 +96,14 @@ class BatchStatistics:
         flat = torch.cat([buffer.reshape(-1) for buffer in self._buffers])  # the counts are small
         return flat.float() if flat.device.type == "mps" else flat.double()  # which has no float64
 
-    def merge(self, records: torch.Tensor) -> None:
-        """Applies the records of all micro-batches, shape (micro-batches, record), in grid order.
+    @property
+    def start(self) -> torch.Tensor:
+        """What the buffers held when the step began."""
+        return self._start
+
+    def merge(self, records: torch.Tensor, base: torch.Tensor | None = None) -> None:
+        """Applies the records of all micro-batches, shape (micro-batches, record), in grid order. They may tell of
+        moves from another `base` than the step's start.
 
         A forward maps a statistic r to a·r + b. If micro-batch i alone moves it by d_i, all in turn move it by the sum
         of d_i·(a_(i+1) a_(i+2) ...). In a cumulative average a micro-batch weighs less the more batches were before.
@@ -109,12 +115,14 @@ class BatchStatistics:
         keep, weight = (1.0 - momentum.to(records.device)) ** calls, torch.ones_like(calls)
         for column, module in enumerate(self._active):
             if module.momentum is None:  # a cumulative average over all batches
-                before = self._start[counters[column]]
-                after = (before + calls[:, column].cumsum(0)).clamp(min=1)
+                before = (self._start if base is None else base)[counters[column]]
+                after = (self._start[counters[column]] + calls[:, column].cumsum(0)).clamp(min=1)
                 keep[:, column] = 1.0 - calls[:, column] / after
                 weight[:, column] = (before + calls[:, column]) / after
         kept = torch.cat([keep[1:], torch.ones_like(keep[:1])]).flip(0).cumprod(0).flip(0)
         moved = ((kept * weight).repeat_interleave(sizes.to(records.device), dim=1) * records).sum(0)
+        if base is not None:
+            moved += (1.0 - keep.prod(0)).repeat_interleave(sizes.to(records.device)) * (base - self._start)
         moved[counters] = calls.sum(0)
         self._start.add_(moved)
 

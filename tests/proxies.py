@@ -1,0 +1,94 @@
+"""A proxy between workers and parameter servers that loses what servers say and repeats what they are told."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+from paceline.comm.frames import Kind
+
+HEAD = struct.Struct("<BHIqqqQ")
+PUSHES = {Kind.PUSH, Kind.PUSHED, Kind.ROWS, Kind.SQUARES, Kind.COMMIT}  # what a worker says that changes something
+ACKNOWLEDGEMENTS = {Kind.SQUARES, Kind.READ, Kind.DEAL, Kind.KEPT, Kind.BUFFERS}
+
+
+class Proxy:
+    """Listens at `port`. Instead of delivering each `lose`-th acknowledgement it cuts the connection; it delivers each
+    `double`-th push twice. `did` counts both, and `kinds` what was lost or came twice.
+    """
+
+    def __init__(self, lose: int, double: int) -> None:
+        self._every = {"lost": lose, "doubled": double}
+        self._seen, self.did, self.kinds = Counter[str](), Counter[str](), Counter[str]()
+        self._lock, self._open = threading.Lock(), list[socket.socket]()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port = self._listener.getsockname()[1]
+
+    def __enter__(self) -> Proxy:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for one in [self._listener, *self._open]:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                worker, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
+
+    def _serve(self, worker: socket.socket) -> None:
+        self._open.append(worker)
+        with suppress(OSError, EOFError):
+            line = b""
+            while not line.endswith(b"\n"):
+                line += _exactly(worker, 1)
+            host, port = line.decode().split()
+            server = socket.create_connection((host, int(port)))
+            self._open.append(server)
+            back = threading.Thread(target=self._pass_on, args=(server, worker, "lost", ACKNOWLEDGEMENTS), daemon=True)
+            back.start()
+            self._pass_on(worker, server, "doubled", PUSHES)
+            back.join()
+        worker.close()
+
+    def _due(self, what: str, kind: int) -> bool:
+        with self._lock:
+            self._seen[what] += 1
+            if self._seen[what] % self._every[what]:
+                return False
+            self.did[what] += 1
+            self.kinds[f"{what} {Kind(kind).name}"] += 1
+            return True
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, what: str, kinds: set[Kind]) -> None:
+        """Frame by frame, to the end of one of the two."""
+        with suppress(OSError, EOFError):
+            while True:
+                head = _exactly(source, HEAD.size)
+                kind, _, count, *_, size = HEAD.unpack(head)
+                frame = head + _exactly(source, 4 * count + size)
+                due = kind in kinds and self._due(what, kind)
+                if due and what == "lost":
+                    break
+                target.sendall(frame + frame if due else frame)
+        for one in (source, target):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def _exactly(link: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        more = link.recv(size - len(found))
+        if not more:
+            raise EOFError
+        found += more
+    return bytes(found)
