@@ -21,7 +21,7 @@ from paceline.comm import links
 from paceline.comm.autoload import lend
 from paceline.comm.backend import ProcessGroup
 from paceline.comm.channel import Channel
-from paceline.comm.engine import Operation, Steps
+from paceline.comm.engine import ENGINE, Operation, Steps
 from paceline.comm.hosts import Between, Hosts, interface_of
 from paceline.comm.nccl import Nccl
 from paceline.comm.rendezvous import Rendezvous, never
@@ -309,6 +309,13 @@ class Group:
         over = self._over(tensor)
         return self._declare(lambda: collective(over, plain(tensor).view(-1)))
 
+    def _beside(self, tensor: torch.Tensor, collective: _Begin) -> dist.Work:
+        """The same of one that goes on while this worker computes, if it takes others long, on other hosts."""
+        work = self._start(tensor, collective)
+        if self.channel.hosts.leaders is not None:
+            ENGINE.in_background(hurried=False)
+        return work
+
     def _over(self, tensor: torch.Tensor) -> Channel | Nccl:
         return self.channel.nccl if tensor.is_cuda else self.channel  # type: ignore[no-any-return]
 
@@ -337,15 +344,15 @@ class Group:
     def start_sum(self, tensor: torch.Tensor, between: Between | None = None) -> dist.Work | None:
         """Starts summing `tensor` in place over all workers; `finish` must follow. Part of the entered collective.
 
-        It goes on whenever something else is started or waited for. `between` hosts a tensor of the CPU may be summed
-        in another way.
+        It goes on whenever something else is started or waited for; where there are several hosts all the time.
+        `between` hosts a tensor of the CPU may be summed in another way.
         """
         if self.size == 1:
             return None
         add = reduction(Op.SUM, tensor.dtype)
         if between is not None:
-            return self._start(tensor, lambda _, flat: self.channel.all_reduce(flat, add, between=between))
-        return self._start(tensor, lambda over, flat: over.all_reduce(flat, add))
+            return self._beside(tensor, lambda _, flat: self.channel.all_reduce(flat, add, between=between))
+        return self._beside(tensor, lambda over, flat: over.all_reduce(flat, add))
 
     def start_scatter(self, flat: torch.Tensor) -> dist.Work | None:
         """Starts summing `flat`, which has a stretch for each worker, over all: each gets the sums of its own, in
@@ -359,7 +366,7 @@ class Group:
             parts = flat.view(self.size, -1).unbind(0)
             return over.reduce_scatter(parts[self.rank], parts, add, whole=flat)
 
-        return self._start(flat, scatter)
+        return self._beside(flat, scatter)
 
     def start_steps(self, size: int, make: Callable[[Hosts | None, int], Steps]) -> dist.Work | None:
         """Starts what is made of several steps among hosts, which hand over `size` bytes of each worker. `finish` must

@@ -13,11 +13,12 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from paceline.comm import collectives
 from paceline.comm.engine import Steps
 from paceline.comm.links import Flow, Pair, measure
-from paceline.comm.shared import Arena, MismatchError, Shared, host_key, map_together, raw_bytes
+from paceline.comm.shared import Arena, Condition, MismatchError, Shared, host_key, map_together, raw_bytes
 from paceline.comm.status import Ask, asker
 from paceline.comm.tensors import Reduction
 from paceline.errors import PeerLostError, UsageError, first_line
@@ -62,6 +63,7 @@ class Gloo:
         self.rank, self.size = rank, size
         self.flow = Flow()
         self.chunk = CHUNK
+        self._turns: float | None = None  # bytes that what is made in turns has sent so far
         self._abandoned = False
         self._recent: deque[tuple[Any, int]] = deque()
         self._kept = 0
@@ -94,7 +96,28 @@ class Gloo:
         finally:
             if under:
                 self._abandon()
-        self.flow.note(sent, time.perf_counter() - began)
+        if self._turns is None:
+            self.flow.note(sent, time.perf_counter() - began)
+        else:  # one of several that share the link
+            self._turns += sent
+
+    def in_turns(self, parts: Iterable[Steps]) -> Steps:
+        """Makes several side by side, each of collectives and what comes between them: while some of these are under
+        way, others are encoded and decoded. Who goes on next depends on nothing but how often each waits: gloo needs
+        the same order on all leaders.
+        """
+        began, self._turns, under = time.perf_counter(), 0.0, deque[tuple[Steps, Condition]]()
+        try:
+            for part in chain(parts, [None]):
+                if part is not None:
+                    _go_on(part, under)
+                while len(under) >= FLIGHT or (part is None and under):
+                    one, until = under.popleft()
+                    yield until
+                    _go_on(one, under)
+            self.flow.note(self._turns, time.perf_counter() - began)
+        finally:
+            self._turns = None
 
     def _keep(self, work: dist.Work, size: int) -> None:
         self._recent.append((work, size))
@@ -122,7 +145,7 @@ class Gloo:
         taken = [torch.empty(self.size, len(part), dtype=torch.uint8) for part in parts]
         starts = [partial(self.group._allgather_base, t.view(-1), p) for t, p in zip(taken, parts, strict=True)]
         yield from self.stream(starts, self.size * flat.nbytes, (self.size - 1) * flat.nbytes)
-        return torch.cat(taken, 1).view(flat.dtype)
+        return _joined(taken).view(flat.dtype)
 
     def all_reduce(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Steps:
         options = c10d.AllreduceOptions()
@@ -144,7 +167,7 @@ class Gloo:
             for t, p in zip(taken, parts, strict=True)
         ]
         yield from self.stream(starts, 2 * rows.nbytes, rows[1:].nbytes)
-        return torch.cat(taken, 1).view(rows.dtype)
+        return _joined(taken).view(rows.dtype)
 
     def exchange(self, given: torch.Tensor, gives: Sequence[int], takes: Sequence[int], times: int = 1) -> Any:
         """Flat bytes, of which each worker gets and gives so many: those that came. For a measurement `times`."""
@@ -152,6 +175,16 @@ class Gloo:
         start = partial(self.group.alltoall_base, taken, given, [*takes], [*gives], options)
         yield from self.stream([start] * times, len(given) + len(taken))
         return taken
+
+
+def _go_on(part: Steps, under: deque[tuple[Steps, Condition]]) -> None:
+    """To where it waits next, in a queue of such."""
+    with suppress(StopIteration):
+        under.append((part, next(part)))
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts), 1) if len(parts) > 1 else parts[0]
 
 
 Between = Callable[[Gloo, torch.Tensor], Steps]  # sums a tensor over the first workers of hosts, in place
