@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -49,6 +49,7 @@ class Leaders:
 
     table: Table
     rank: int
+    chunk: int = 1 << 10
 
     @property
     def size(self) -> int:
@@ -69,6 +70,10 @@ class Leaders:
     def _said(self, value: torch.Tensor) -> Iterator[Any]:
         yield from ()
         return self.table.all(self.rank, value)
+
+    def in_turns(self, parts: Iterable[Steps]) -> Steps:
+        for part in parts:
+            yield from part
 
     def all_gather(self, flat: torch.Tensor) -> Any:
         return torch.stack((yield from self._said(flat)))

@@ -150,6 +150,54 @@ def test_int8_sends_a_quarter(hosts: Callable[[int], Network], tmp_path: Path) -
         assert few <= 0.27 * many
 
 
+# The backward of the first layer begins when the sum of the second one's 4 MB has ended. Prints what had left by then.
+LONG = """
+import sys, time, torch, paceline
+from torch.utils.data import TensorDataset
+from paceline.flight import FLIGHT, read_flight
+def sent():
+    device = next(line for line in open("/proc/net/dev") if "eth0:" in line)
+    return int(device.split(":")[1].split()[8])
+class Long(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.sent = sent()
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        (last,), until = last_sum(), time.monotonic() + 60
+        while last["ended"] is None and time.monotonic() < until:
+            time.sleep(0.01)
+            (last,) = last_sum()
+        print(last["name"], last["bytes"], last["ended"] is not None, sent() - ctx.sent)
+        return grad
+def last_sum():
+    return read_flight(bytes(FLIGHT._ring))[-1:]
+trainer = paceline.Trainer(
+    lambda: torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 1000)),
+    loss=lambda output, batch: output.square().mean(),
+    optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+    global_batch=3, plan=sys.argv[1], forward=lambda model, batch: model[1](Long.apply(model[0](batch[0]))),
+)
+for report in trainer.steps(TensorDataset(torch.ones(3, 1000)), count=3):
+    pass
+"""
+
+
+@pytest.mark.parametrize(("plan", "bytes_"), [("", 4e6), ("codec=int8", 1e6), ("codec=powersgd:2", 3e4)])
+def test_sums_go_on_through_a_long_backward(
+    hosts: Callable[[int], Network], tmp_path: Path, plan: str, bytes_: float
+) -> None:
+    """On every worker, while its own thread is in the backward. The last bytes may still be on their way out."""
+    (tmp_path / "long.py").write_text(LONG)
+    for worker in hosts(2).run((2, 1), "long.py", f"micro=1 {plan}"):
+        told = re.findall(r"^(step \d) (\d+) (True|False) (\d+)$", worker.stdout, re.M)
+        assert [(name, size, ended) for name, size, ended, _ in told] == [
+            (f"step {step}", "4004000", "True") for step in (1, 2, 3)
+        ]
+        assert min(float(sent) for *_, sent in told) >= bytes_ / 2
+
+
 def test_links_are_measured_and_followed(hosts: Callable[[int], Network], tmp_path: Path) -> None:
     """No faster than they are: the last host's lets 20 Mbit/s out, and for a moment more."""
     (tmp_path / "traffic.py").write_text(TRAFFIC)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -43,10 +43,15 @@ class Echo:
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, 0
         self.sent = self.turns = 0.0
+        self.chunk = 1 << 62
 
     def _count(self, sent: float, turns: int) -> Iterator[Any]:
         self.sent, self.turns = self.sent + sent, self.turns + turns
         yield from ()
+
+    def in_turns(self, parts: Iterable[Iterator[Any]]) -> Iterator[Any]:
+        for part in parts:
+            yield from part
 
     def all_gather(self, flat: torch.Tensor) -> Any:
         yield from self._count((self.size - 1) * flat.nbytes, self.size - 1)

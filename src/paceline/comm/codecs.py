@@ -49,7 +49,8 @@ class Code(Protocol):
 
 
 def _blocks(rows: torch.Tensor) -> torch.Tensor:
-    return pad(rows, (0, -rows.shape[1] % BLOCK)).view(len(rows), -1, BLOCK)
+    rest = -rows.shape[1] % BLOCK
+    return (pad(rows, (0, rest)) if rest else rows).view(len(rows), -1, BLOCK)
 
 
 def _parts(*all_: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -280,14 +281,30 @@ class Codec:
     # -- rounding ---------------------------------------------------------------------------------------------------
 
     def _rounded(self, how: CodedSum, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        """Each leader sums a row of the bucket. All go in stretches of whole blocks: while one travels others are
+        encoded and decoded.
+        """
         code = how.code
         assert code is not None
-        rows = pad(flat.float(), (0, -len(flat) % leaders.size)).view(leaders.size, -1)
-        length = rows.shape[1]
-        codes = yield from leaders.all_to_all(code.encode(rows))
+        rows = flat.split(max(1, -(-len(flat) // leaders.size)))
+        step = max(1, leaders.chunk // code.encode(torch.zeros(1, BLOCK)).nbytes) * BLOCK
+        starts = range(0, len(rows[0]), step)
+        yield from leaders.in_turns(
+            self._stretch(code, leaders, [row[at : at + step] for row in rows]) for at in starts
+        )
+        self._count(leaders, flat, 0.0)
+
+    def _stretch(self, code: Code, leaders: Gloo, rows: Sequence[torch.Tensor]) -> Steps:
+        """Sums some of each row; of the last ones less may be left, or nothing."""
+        length = len(rows[0])
+        owed = torch.zeros(leaders.size, length)
+        for row, target in zip(rows, owed, strict=False):
+            target[: len(row)].copy_(row)
+        codes = yield from leaders.all_to_all(code.encode(owed))
         codes = yield from leaders.all_gather(code.encode(_sum(code, codes, length)[None])[0])
-        flat.copy_(code.decode(codes, length).reshape(-1)[: len(flat)])
-        self._count(leaders, flat, 2 * codes[1:].nbytes)
+        for row, made in zip(rows, code.decode(codes, length), strict=False):
+            row.copy_(made[: len(row)])
+        self.sent += 2 * codes[1:].nbytes
 
     # -- lossy ------------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ Steps = Generator[Condition, None, None]
 SPIN = 2e-4  # seconds of looking without a pause, while there is a core for each worker
 YIELD = 2e-3  # then seconds of letting others run in between; after that pauses
 PAUSE = 3e-4  # seconds at most
+CALM, LEAST = 1e-3, 5e-5  # seconds between two looks, at most and at least, where nobody is in a hurry
 LOOK = 0.1  # seconds between two looks for the reason of a long wait
 SWITCH = 2e-4  # seconds that another Python thread may keep the interpreter from the one that moves collectives on
 
@@ -93,10 +94,13 @@ class Operation(dist.Work):
             error = self.owner.explain(self, reason)
         finally:
             if error is not _UNDER_WAY:
-                self._end(error)
+                self.end(error)
         return self.done
 
-    def _end(self, error: Exception | None) -> None:
+    def end(self, error: Exception | None) -> None:
+        """Ends it, if it has not. Holds the engine's lock."""
+        if self.done:
+            return
         refused = isinstance(error, UnsupportedError)  # by all alike
         if error is not None and self.sequence and not refused and self.owner.broken is None:
             self.owner.broken = error  # its members stand at different places now
@@ -115,9 +119,9 @@ class Operation(dist.Work):
         future.set_result(self.outcome)
 
     def fail(self, error: Exception) -> None:
-        """Gives the operation up."""
-        if not self.done:
-            self._end(error)
+        """Gives the operation up. Another thread may be moving it on."""
+        with ENGINE.lock:
+            self.end(error)
 
     # -- torch's Work -------------------------------------------------------------------------------------------
 
@@ -180,17 +184,17 @@ class ProgressEngine:
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, deque[Operation]] = {}
-        self._lock = threading.Lock()  # who moves operations on
+        self.lock = threading.Lock()  # who moves operations on
         self.turns = 0  # how often something went on: pauses grow from the last time
         self.ended: deque[Operation] = deque()  # whose futures are not complete yet
         self._waiters: set[int] = set()  # threads that move operations on while they wait
         self._wanted = threading.Event()
         self._thread: threading.Thread | None = None
-        self._ending = False
+        self._ending = self._hurried = False
 
     def submit(self, queue: Hashable, operation: Operation) -> None:
         """Puts an operation at the end of its queue and, if nothing is before it, begins it."""
-        with self._lock:
+        with self.lock:
             line = self._queues.setdefault(queue, deque())
             line.append(operation)
             self._advance()
@@ -211,11 +215,11 @@ class ProgressEngine:
 
     def poke(self, operation: Operation | None = None) -> bool:
         """Moves operations on without waiting, unless somebody else does; whether `operation` is done."""
-        if self._queues and self._lock.acquire(blocking=False):
+        if self._queues and self.lock.acquire(blocking=False):
             try:
                 self._advance()
             finally:
-                self._lock.release()
+                self.lock.release()
         self._tell()
         return operation is not None and operation.done
 
@@ -285,8 +289,11 @@ class ProgressEngine:
 
     # -- the background -----------------------------------------------------------------------------------------
 
-    def in_background(self) -> None:
-        """From now on until nothing is under way, operations are moved on without anybody waiting for them."""
+    def in_background(self, hurried: bool = True) -> None:
+        """From now on until nothing is under way, operations are moved on without anybody waiting for them. If nobody
+        is `hurried`, that takes little of a core that others compute on.
+        """
+        self._hurried |= hurried
         known = self._thread
         if known is None or known is threading.current_thread():  # one that completes a future may wait for this
             if known is None:
@@ -304,15 +311,20 @@ class ProgressEngine:
             self._wanted.clear()
             moved, turns = time.perf_counter(), self.turns
             while self._queues and not self._waiters and not self._ending and self._thread is me:
-                if self._lock.acquire(timeout=PAUSE):
+                if self.lock.acquire(timeout=PAUSE):
                     try:
                         self._advance()
                     finally:
-                        self._lock.release()
+                        self.lock.release()
                 self._tell()
                 if self.turns != turns:
                     moved, turns = time.perf_counter(), self.turns
-                self._pause(time.perf_counter() - moved, True)
+                waited = time.perf_counter() - moved
+                if self._hurried:
+                    self._pause(waited, True)
+                else:
+                    time.sleep(min(CALM, LEAST + waited / 2))
+            self._hurried &= bool(self._queues)
 
     def stop(self) -> None:
         """Ends the thread: one that comes back from compiled code into a dying interpreter aborts it."""
@@ -323,11 +335,11 @@ class ProgressEngine:
 
     def forget(self, owner: Owner, error: Exception) -> None:
         """Gives up all operations of a group: their waiters see `error`."""
-        with self._lock:
+        with self.lock:
             for queue, line in list(self._queues.items()):
                 if any(operation.owner is owner for operation in line):
                     for operation in line:
-                        operation.fail(error)
+                        operation.end(error)
                     del self._queues[queue]
         self._tell()
 

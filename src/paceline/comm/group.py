@@ -21,7 +21,7 @@ from paceline.comm import links
 from paceline.comm.autoload import lend
 from paceline.comm.backend import ProcessGroup
 from paceline.comm.channel import Channel
-from paceline.comm.engine import Operation, Steps
+from paceline.comm.engine import ENGINE, Operation, Steps
 from paceline.comm.hosts import Between, Hosts, interface_of
 from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
@@ -304,10 +304,21 @@ class Group:
         finally:
             self.channel.declared = None
 
-    def _start(self, tensor: torch.Tensor, collective: _Begin, peer: int | None = None) -> dist.Work:
-        """The same of a tensor, which is flat then: over what moves those of its device, to all or a `peer`."""
-        by = carrier(self.channel, tensor, peer)
+    def _start(
+        self, tensor: torch.Tensor, collective: _Begin, peer: int | None = None, coded: bool = False
+    ) -> dist.Work:
+        """The same of a tensor, which is flat then: over what moves those of its device, to all or a `peer`, or adds
+        them up as codes.
+        """
+        by = carrier(self.channel, tensor, peer, coded)
         return self._declare(lambda: collective(by, plain(tensor).view(-1)))
+
+    def _beside(self, tensor: torch.Tensor, collective: _Begin, coded: bool = False) -> dist.Work:
+        """The same of one that goes on while this worker computes, if it takes others long, on other hosts."""
+        work = self._start(tensor, collective, coded=coded)
+        if self.channel.hosts.leaders is not None:
+            ENGINE.in_background(hurried=False)
+        return work
 
     def _all_gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
         """A flat tensor with a stretch for each worker, of which `mine` is ours."""
@@ -334,16 +345,19 @@ class Group:
     def start_sum(self, tensor: torch.Tensor, between: Between | None = None) -> dist.Work | None:
         """Starts summing `tensor` in place over all workers; `finish` must follow. Part of the entered collective.
 
-        It goes on whenever something else is started or waited for. `between` hosts it may be summed in another way,
-        on the CPU.
+        It goes on whenever something else is started or waited for; where there are several hosts all the time.
+        `between` hosts it may be summed in another way, on the CPU.
         """
         if self.size == 1:
             return None
         add = reduction(Op.SUM, tensor.dtype)
         if between is not None:
-            by: Any = carrier(self.channel, tensor, coded=True)
-            return self._declare(lambda: by.all_reduce(plain(tensor).view(-1), add, between=between))
-        return self._start(tensor, lambda over, flat: over.all_reduce(flat, add))
+
+            def sum_coded(by: Any, flat: torch.Tensor) -> dist.Work:
+                return by.all_reduce(flat, add, between=between)  # type: ignore[no-any-return]
+
+            return self._beside(tensor, sum_coded, coded=True)
+        return self._beside(tensor, lambda over, flat: over.all_reduce(flat, add))
 
     def start_scatter(self, flat: torch.Tensor) -> dist.Work | None:
         """Starts summing `flat`, which has a stretch for each worker, over all: each gets the sums of its own, in
@@ -357,7 +371,7 @@ class Group:
             parts = flat.view(self.size, -1).unbind(0)
             return over.reduce_scatter(parts[self.rank], parts, add, whole=flat)
 
-        return self._start(flat, scatter)
+        return self._beside(flat, scatter)
 
     def start_steps(self, size: int, make: Callable[[Hosts | None, int], Steps]) -> dist.Work | None:
         """Starts what is made of several steps among hosts, which hand over `size` bytes of each worker. `finish` must

@@ -13,11 +13,12 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from paceline.comm import collectives
 from paceline.comm.engine import Steps
 from paceline.comm.links import Flow, Pair, measure
-from paceline.comm.shared import Arena, MismatchError, Shared, host_key, map_together, raw_bytes
+from paceline.comm.shared import Arena, Condition, MismatchError, Shared, host_key, map_together, raw_bytes
 from paceline.comm.status import Ask, asker
 from paceline.comm.tensors import Reduction
 from paceline.errors import PeerLostError, UsageError, first_line
@@ -35,7 +36,8 @@ from paceline.world import gloo_interface
 
 FOREVER = timedelta(days=7)  # waiting is our own: gloo's deadline only has to be longer than any honest pause
 KEPT_BYTES = 64 << 20
-CHUNK, FLIGHT = 1 << 17, 4  # bytes that go to another worker at a time or more, and how many such are under way
+CHUNK, FLIGHT = 1 << 17, 8  # bytes that go to another worker at a time or more, and how many such are under way
+FEW = 1 << 12  # bytes that each leader sends to all, and all add up: a sum takes twice as many messages in a row
 AT_A_TIME = 0.01  # seconds that such a piece may take
 SIOCGIFADDR = 0x8915
 
@@ -57,20 +59,22 @@ class Gloo:
         # To connect: all have come. gloo waits five times as long for a peer that does not connect.
         options._timeout = store.timeout / 5  # type: ignore[attr-defined]
         options._devices = list(devices)
+        options._threads = FLIGHT  # each is in one collective: with two of them a link of 20 ms was two thirds full
         self.group: Any = dist.ProcessGroupGloo(store, rank, size, options)
         self.group._set_default_timeout(FOREVER)
         self.rank, self.size = rank, size
         self.flow = Flow()
         self.chunk = CHUNK
+        self._turns: float | None = None  # bytes that what is made in turns has sent so far
         self._abandoned = False
         self._recent: deque[tuple[Any, int]] = deque()
         self._kept = 0
 
     def pace(self, rate: float, latency: float) -> None:
-        """Pieces are for links of so many bytes a second, and so many seconds one way: on a fast one many small ones
-        cost more than they help, and on a long one they leave it empty. All say the same.
+        """Pieces are for links of so many bytes a second, and so many seconds for a message: on a fast one many small
+        ones cost more than they help, and on a long one they leave it empty. All say the same.
         """
-        self.chunk = max(CHUNK, int(rate * max(AT_A_TIME, 2 * latency)) // CHUNK * CHUNK)
+        self.chunk = max(CHUNK, int(rate * max(AT_A_TIME, 4 * latency / FLIGHT)) // CHUNK * CHUNK)
 
     def run(self, start: Callable[[], dist.Work], size: int, sent: float = 0.0) -> Steps:
         """Starts a collective of about `size` bytes, of which this worker has `sent` so many, and waits for it."""
@@ -94,7 +98,28 @@ class Gloo:
         finally:
             if under:
                 self._abandon()
-        self.flow.note(sent, time.perf_counter() - began)
+        if self._turns is None:
+            self.flow.note(sent, time.perf_counter() - began)
+        else:  # one of several that share the link
+            self._turns += sent
+
+    def in_turns(self, parts: Iterable[Steps]) -> Steps:
+        """Makes several side by side, each of collectives and what comes between them: while some of these are under
+        way, others are encoded and decoded. Who goes on next depends on nothing but how often each waits: gloo needs
+        the same order on all leaders.
+        """
+        began, self._turns, under = time.perf_counter(), 0.0, deque[tuple[Steps, Condition]]()
+        try:
+            for part in chain(parts, [None]):
+                if part is not None:
+                    _go_on(part, under)
+                while len(under) >= FLIGHT or (part is None and under):
+                    one, until = under.popleft()
+                    yield until
+                    _go_on(one, under)
+            self.flow.note(self._turns, time.perf_counter() - began)
+        finally:
+            self._turns = None
 
     def _keep(self, work: dist.Work, size: int) -> None:
         self._recent.append((work, size))
@@ -122,7 +147,7 @@ class Gloo:
         taken = [torch.empty(self.size, len(part), dtype=torch.uint8) for part in parts]
         starts = [partial(self.group._allgather_base, t.view(-1), p) for t, p in zip(taken, parts, strict=True)]
         yield from self.stream(starts, self.size * flat.nbytes, (self.size - 1) * flat.nbytes)
-        return torch.cat(taken, 1).view(flat.dtype)
+        return _joined(taken).view(flat.dtype)
 
     def all_reduce(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Steps:
         options = c10d.AllreduceOptions()
@@ -144,7 +169,7 @@ class Gloo:
             for t, p in zip(taken, parts, strict=True)
         ]
         yield from self.stream(starts, 2 * rows.nbytes, rows[1:].nbytes)
-        return torch.cat(taken, 1).view(rows.dtype)
+        return _joined(taken).view(rows.dtype)
 
     def exchange(self, given: torch.Tensor, gives: Sequence[int], takes: Sequence[int], times: int = 1) -> Any:
         """Flat bytes, of which each worker gets and gives so many: those that came. For a measurement `times`."""
@@ -152,6 +177,21 @@ class Gloo:
         start = partial(self.group.alltoall_base, taken, given, [*takes], [*gives], options)
         yield from self.stream([start] * times, len(given) + len(taken))
         return taken
+
+
+def _go_on(part: Steps, under: deque[tuple[Steps, Condition]]) -> None:
+    """To where it waits next, in a queue of such."""
+    with suppress(StopIteration):
+        under.append((part, next(part)))
+
+
+def _from(first: Condition, rest: Steps) -> Steps:
+    yield first
+    yield from rest
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts), 1) if len(parts) > 1 else parts[0]
 
 
 Between = Callable[[Gloo, torch.Tensor], Steps]  # sums a tensor over the first workers of hosts, in place
@@ -192,6 +232,7 @@ class Hosts:
         self.here, _ = self._places[rank]
         self.gloo: Gloo | None = None
         self.leaders: Gloo | None = None
+        self._ahead: Gloo | None = None
         self._store, self._arenas = store, 0
         if len(self.hosts) > 1:
             self._connect(store)
@@ -203,6 +244,8 @@ class Hosts:
             self.gloo = self.leaders = Gloo(dist.PrefixStore("all", store), self.rank, self.size, devices)
             if len(self.hosts) < self.size and self.leads:
                 self.leaders = Gloo(dist.PrefixStore("leaders", store), self.here, len(self.hosts), devices)
+            if self.leads:
+                self._ahead = Gloo(dist.PrefixStore("ahead", store), self.here, len(self.hosts), devices)
         except RuntimeError as error:
             over = f"the interface {gloo_interface()}" if gloo_interface() else f"its address {self.address or '?'}"
             raise PeerLostError(
@@ -236,6 +279,16 @@ class Hosts:
         whole = torch.frombuffer(memory, dtype=torch.uint8).view(len(ranks), step)
         return [row[:size] for row in whole.unbind(0)]
 
+    def ask(self, fp: int) -> Steps | None:
+        """Asks the other leaders now whether they come to a sum with this fingerprint, which others may be before: on a
+        long link the answer takes as long as a bucket. What hears the answer; None: there is nobody to ask. All ask for
+        the same sums, in the order in which they are made.
+        """
+        if self._ahead is None:
+            return None
+        answer = self._ahead.same(fp)
+        return _from(next(answer), answer)
+
     # -- collectives --------------------------------------------------------------------------------------------
 
     def barrier(self, fp: int) -> Steps:
@@ -254,9 +307,10 @@ class Hosts:
         fp: int,
         arena: Arena | None = None,
         between: Between | None = None,
+        answer: Steps | None = None,
     ) -> Steps:
         """`arena`: this host's workers' tensors in shared memory, of which `flat` is this worker's. `between` hosts it
-        may be made in another way.
+        may be made in another way. `answer`: where leaders were asked ahead.
         """
         shared, asked = self.shared, fp
         fp ^= arena is not None  # within a host all go the same way; another host may have no memory to share
@@ -272,10 +326,10 @@ class Hosts:
             else:
                 yield from collectives.reduce(shared, flat, 0, reduction.of, fp)
         if self.leads and self.leaders is not None:
-            yield from self.leaders.same(asked)
+            yield from answer or self.leaders.same(asked)
             if between is not None:
                 yield from between(self.leaders, flat)
-            elif reduction.gloo is not None:
+            elif reduction.gloo is not None and flat.nbytes > FEW:
                 yield from self.leaders.all_reduce(flat, reduction.gloo)
             else:
                 rows = yield from self.leaders.all_gather(flat)
