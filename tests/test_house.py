@@ -32,9 +32,10 @@ PACKAGE = ROOT / "src" / "paceline"
 # 37,800 until each worker had a flight recorder, it could be asked where all stand, drawn on one clock, and be judged,
 # servers dealt tickets to workers that are not in step, and Ray could be asked for hosts; 39,900 until servers
 # had copies, rows of gradients travelled alone, what is not finite was explained, runs were told side by side, replicas
-# that differ were healed, hosts were looked at before a run, and Kubernetes could be asked for pods.
+# that differ were healed, hosts were looked at before a run, and Kubernetes could be asked for pods; 42,800 until Spark
+# could be asked for tasks, functions went to Ray and Spark, and tables were read from Parquet files.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 42_800, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 43_100, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [
