@@ -57,9 +57,9 @@ def paceline(
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def piped(command: Sequence[str | Path], folder: Path, devices: str = "") -> subprocess.Popen[str]:
+def piped(command: Sequence[str | Path], folder: Path, devices: str = "", **more: str) -> subprocess.Popen[str]:
     """A command that goes on, in a folder, without input; what it says is to be read."""
-    env = environment(CUDA_VISIBLE_DEVICES=devices)
+    env = environment(CUDA_VISIBLE_DEVICES=devices, **more)
     return subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE, text=True)
 
 

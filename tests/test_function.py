@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,28 @@ def test_what_cannot_be_sent() -> None:
         "<lambda> cannot be sent to workers (cannot pickle '_thread.lock' object); "
         "make inside of the function what cannot travel: files, locks, a Trainer, a loader"
     )
+
+
+NOWHERE = [
+    ({"where": "mars"}, 'where=\'mars\' is no place for workers; say "local", "ray" or "spark"'),
+    ({"where": "ray"}, "there is no Ray here; call ray.init(address=...) before"),
+    (
+        {"where": "spark"},
+        "there is no session of Spark here; make one before, by SparkSession.builder.getOrCreate()",
+    ),
+    (
+        {"where": "ray", "workers": 3, "hosts": 2},
+        "3 workers cannot be on 2 hosts; give each as many, on this machine all",
+    ),
+    ({"workers": 2, "hosts": 2}, "2 workers cannot be on 2 hosts; give each as many, on this machine all"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), NOWHERE, ids=[told.split(";")[0] for _, told in NOWHERE])
+def test_where_no_function_can_be(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        paceline.launch(fails, **given)
+    assert str(raised.value) == told
 
 
 def test_what_is_large_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

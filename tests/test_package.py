@@ -239,7 +239,7 @@ def test_what_others_become_runs(tmp_path: Path) -> None:
 
 def test_tokens_are_trained_as_documented(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [np.arange(128 * 1025, dtype=np.uint16) % 500], vocabulary=500)
-    (block,) = blocks("docs/data.md")
+    block, _ = blocks("docs/data.md")
     (tmp_path / "train.py").write_text(block + "print('trained', trainer.steps_done)\n")
     done = paceline("run", "--workers", "2", "--run-dir", "run", "train.py", cwd=tmp_path)
     assert "trained 2\n" in done.stdout

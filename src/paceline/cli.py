@@ -73,7 +73,7 @@ def _run(take_over: Path | None, **options: Any) -> int | str:
 
 
 FAR = (
-    *("hosts", "hostfile", "sync", "nodes", "detach", "address", "wait"),  # of one engine
+    *("hosts", "hostfile", "sync", "nodes", "detach", "address", "master", "wait"),  # of one engine
     *("image", "namespace", "gpus", "cpus", "memory", "claim"),  # of pods
     *("workers_per_host", "listen", "python", "cwd", "setup", "env", "engine", "dry_run"),
 )
@@ -306,6 +306,20 @@ def _launching(add: Callable[..., Any]) -> None:
     option("--wait", least=0, default=300, metavar="SECONDS", help="for Ray to place all hosts (default 300)")
     _by_name(option, "Ray")
     option = add(
+        "launch spark",
+        partial(_launch, "spark"),
+        "train on executors of a Spark",
+        "examples:\n"
+        "  paceline launch spark -N 4 --master spark://a:7077 train.py\n"
+        "  paceline launch spark -N 4 --master yarn --workers-per-host 4 --engine='--executor-memory 32g' train.py",
+        f"{does} Spark is asked for a barrier task a host, each on an executor of its own.",
+    )
+    option("-N", "--nodes", least=1, metavar="N", help="how many executors")
+    option("--master", metavar="URL", help="Spark's, as spark://HOST:7077 or yarn (default: that of its configuration)")
+    option("--wait", least=0, default=300, metavar="SECONDS", help="for Spark to place all hosts (default 300)")
+    option("--sync", action="store_true", help="copy the files that git has here, at most 200 MB")
+    _far(option, "spark-submit")
+    option = add(
         "launch kubernetes",
         partial(_launch, "kubernetes"),
         "train in pods of a Kubernetes",
@@ -457,9 +471,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return hosted()
         if words[:1] == ["launch"]:
-            if words[1:2] not in (["ssh"], ["mpi"], ["slurm"], ["ray"], ["kubernetes"]):
+            if words[1:2] not in (["ssh"], ["mpi"], ["slurm"], ["ray"], ["spark"], ["kubernetes"]):
                 raise UsageError(
-                    "where to launch is not said", "write paceline launch ssh, mpi, slurm, ray or kubernetes"
+                    "where to launch is not said", "write paceline launch ssh, mpi, slurm, ray, spark or kubernetes"
                 )
             words[:2] = [" ".join(words[:2])]
         if words and words[0].endswith(".py"):

@@ -1,18 +1,23 @@
-"""Which samples, in which order, by whom: sample order, grid, loader; and token files as a dataset."""
+"""Which samples, in which order, by whom: sample order, grid, loader; and files as datasets."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.data.parquet import ParquetRows as ParquetRows
     from paceline.data.tokens import Tokens as Tokens
 
-__all__ = ["Tokens"]
+__all__ = ["ParquetRows", "Tokens"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Tokens":
+    if name not in __all__:
         raise AttributeError(f"module 'paceline.data' has no attribute {name!r}")
+    if name == "ParquetRows":
+        from paceline.data.parquet import ParquetRows
+
+        return ParquetRows
     from paceline.data.tokens import Tokens  # when first used: numpy takes its time
 
     return Tokens

@@ -1,68 +1,107 @@
-"""`paceline.launch(function, workers=4)`: a function on several workers here, from a program or a notebook.
+"""`paceline.launch(function, workers=4)`: a function on several workers, from a program or a notebook.
 
-The function travels by cloudpickle, through memory of ours that only processes of the same user can open; so does what
-it returns. This is the one place where anything is unpickled, and it is nobody's but the caller's own. No torch.
+The function travels by cloudpickle to an agent's standard input, here or over an engine, and what it returns comes back
+from its standard output. This is the one place where anything is unpickled, and it is nobody's but the caller's own. No
+torch.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import pickle
-import secrets
-import selectors
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from paceline.errors import LaunchError, UsageError, first_line
-from paceline.launch.engines.hosted import MARK
-from paceline.world import read_world, worker_environment
+from paceline.launch.engines.engine import Engine, Host
+from paceline.launch.engines.launcher import HostJob, Launcher
+from paceline.observe.figures import plural
+from paceline.world import read_world
 
 T = TypeVar("T")
 LARGE = 100_000_000  # bytes that a function may carry without a word
-BEAT = 0.5  # seconds between two bytes that say that we are there
-CHUNK = 1 << 16
+WAIT = 300  # seconds for an engine to place all hosts
 
 
 def launch(
-    function: Callable[..., T], *arguments: Any, workers: int = 1, plan: str | None = None, run_dir: str | None = None
+    function: Callable[..., T],
+    *arguments: Any,
+    workers: int = 1,
+    plan: str | None = None,
+    run_dir: str | None = None,
+    where: str = "local",
+    hosts: int | None = None,
 ) -> T:
     """Calls ``function(*arguments)`` on workers of this machine, as `paceline run` starts them, and returns what that
     of worker 0 returns. `run_dir`: the same one again resumes (default: a new one under ``runs/``).
 
+    `where`: ``"local"``, or ``"ray"`` or ``"spark"``: nodes of the cluster of Ray that this process has come to, or
+    executors of its session of Spark; `hosts`: on how many of them (default: one for each worker).
+
     Output goes to our standard streams. Ctrl-C stops the workers after a step and with a checkpoint, twice at once, and
-    is raised then. LaunchError: they failed, and said why. UsageError: the function cannot be sent.
+    is raised then. LaunchError: they failed, and said why, or have no place. UsageError: the function cannot be sent.
     """
     name = getattr(function, "__name__", type(function).__name__)
+    if where not in ("local", "ray", "spark"):
+        raise UsageError(f"where={where!r} is no place for workers", 'say "local", "ray" or "spark"')
+    hosts = hosts or (workers if where != "local" else 1)
+    if workers % hosts or (where == "local" and hosts > 1):
+        cure = "give each as many, on this machine all"
+        raise UsageError(f"{plural(workers, 'worker')} cannot be on {plural(hosts, 'host')}", cure)
     run_dir = run_dir or f"runs/{name.strip('<>')}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with _memory(_packed(function, arguments, name)) as call, _memory(b"") as result:
-        places = [f"/proc/{os.getpid()}/fd/{memory.fileno()}" for memory in (call, result)]
-        options = {"script": __file__, "module": __name__, "arguments": places, "plan": plan, "run_dir": run_dir}
-        options["again"] = f"paceline.launch({name}, ..., run_dir={run_dir!r})"
-        code = _follow({"options": options, "workers": workers, "token": secrets.token_hex(32), "files": 0})
-        if code == 130:
-            raise KeyboardInterrupt
-        result.seek(0)
-        value = result.read()
-        if code or not value:
-            how = f"ended with exit code {code}" if code else "did not return on worker 0"
-            raise LaunchError(f"{name} {how}", f"see above, or {run_dir}/logs")
-        return pickle.loads(value)  # type: ignore[no-any-return]
+    call = _packed(function, arguments, name)
+    elsewhere = f", where={where!r}" if where != "local" else ""
+    again = f"paceline.launch({name}, ...{elsewhere}, run_dir={run_dir!r})"
+    options = {"script": "", "plan": plan, "run_dir": run_dir, "again": again, "environment": {"PYTHONPATH": _path()}}
+    each = workers // hosts
+    asked = {"nodes": hosts, "workers": each, "hosts": [], "resources": {}, "wait": WAIT}
+    engine = _Here([Host("here")]) if where == "local" else _ray(asked) if where == "ray" else _spark(asked)
+    try:
+        launcher = Launcher(engine, HostJob(options, sys.executable, os.getcwd(), workers=each, call=call))
+        code = launcher.run()
+    finally:
+        engine.close()
+    if code == 130:
+        raise KeyboardInterrupt
+    if code or not launcher.value:
+        how = f"ended with exit code {code}" if code else "did not return on worker 0"
+        raise LaunchError(f"{name} {how}", f"see above, or {run_dir}/logs")
+    return pickle.loads(launcher.value)  # type: ignore[no-any-return]
 
 
-def _memory(data: bytes) -> Any:
-    memory = os.fdopen(os.memfd_create("paceline"), "w+b", buffering=0)
-    view = memoryview(data)
-    while view:
-        view = view[memory.write(view) :]
-    return memory
+class _Here(Engine):
+    """This machine."""
+
+    name, listen = "here", "127.0.0.1"
+
+    def command(self, place: Host) -> list[str]:
+        return ["env", f"PYTHONPATH={_path()}", "sh"]
+
+
+def _ray(asked: dict[str, Any]) -> Engine:
+    from paceline.launch.engines.ray import Ray
+
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        raise UsageError("there is no Ray here", "call ray.init(address=...) before")
+    return Ray({**asked, "address": ray.get_runtime_context().gcs_address})
+
+
+def _spark(asked: dict[str, Any]) -> Engine:
+    from paceline.launch.engines.spark import Spark
+
+    sql = sys.modules.get("pyspark.sql")
+    session = sql and sql.SparkSession.getActiveSession()
+    if not session:
+        raise UsageError("there is no session of Spark here", "make one before, by SparkSession.builder.getOrCreate()")
+    return Spark(asked, session.sparkContext)
+
+
+def _path() -> str:
+    return os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
 
 
 def _packed(function: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> bytes:
@@ -84,62 +123,6 @@ def _packed(function: Callable[..., Any], arguments: tuple[Any, ...], name: str)
         which = f", of which {largest} has {sizes[largest] / 1e6:,.0f}" if largest else ""
         print(f"note: {what}{which}; load it inside of the function", file=sys.stderr)
     return packed
-
-
-@contextmanager
-def _interrupts() -> Iterator[int]:
-    """What becomes readable with each Ctrl-C, none of which breaks in anywhere."""
-    comes, tell = os.pipe()
-    here = threading.current_thread() is threading.main_thread()  # elsewhere none comes
-    here &= signal.getsignal(signal.SIGINT) != signal.SIG_IGN
-    before = signal.signal(signal.SIGINT, lambda *_: os.write(tell, b"!")) if here else None
-    try:
-        yield comes
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
-        os.close(comes)
-        os.close(tell)
-
-
-def _follow(job: dict[str, Any]) -> int:
-    """Runs an agent, in a process of its own, with all that it prints; its exit code."""
-    path = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
-    agent = subprocess.Popen(
-        [sys.executable, "-m", "paceline", "agent"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=worker_environment(None, PYTHONPATH=path),
-        start_new_session=True,  # a terminal's Ctrl-C is ours to hand on
-    )
-    assert agent.stdin is not None
-    order = {"name": "", "listen": "127.0.0.1", "towards": None, "join": None, "detach": False}
-    said = "".join(json.dumps(line) + "\n" for line in (job, order)).encode()
-    unread = {agent.stdout: b"", agent.stderr: b""}
-    with agent, _interrupts() as interrupts, selectors.DefaultSelector() as selector:
-        for pipe in (interrupts, *unread):
-            selector.register(pipe, selectors.EVENT_READ)  # type: ignore[arg-type]
-        while len(selector.get_map()) > 1:
-            with suppress(BrokenPipeError):  # it has ended; what it printed is still to be read
-                agent.stdin.write(said)
-                agent.stdin.flush()
-            said = b"\0"
-            for key, _ in selector.select(BEAT):
-                if key.fileobj == interrupts:
-                    said = bytes([signal.SIGINT] * len(os.read(interrupts, CHUNK)))
-                    continue
-                data = os.read(key.fd, CHUNK)
-                *lines, unread[key.fileobj] = (unread[key.fileobj] + data).split(b"\n")  # type: ignore[index]
-                if not data:
-                    selector.unregister(key.fileobj)
-                out = sys.stdout if key.fileobj is agent.stdout else sys.stderr
-                shown = [line for line in lines if not line.startswith(MARK)]
-                out.write("".join(f"{line.decode(errors='replace')}\n" for line in shown))
-                out.flush()
-        with suppress(BrokenPipeError):
-            agent.stdin.close()
-        return agent.wait()
 
 
 def _called(call: str, result: str) -> None:

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -246,7 +247,7 @@ def _new_folder(stem: str) -> Path:
 @contextmanager
 def signals() -> Iterator[socket.socket]:
     """SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP (unless ignored, as under nohup) and SIGCHLD, which tells of workers
-    that are stopped, are only written, as numbers, to this socket.
+    that are stopped, are only written, as numbers, to this socket. In another thread than the main one none comes.
     """
     wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD]
     wanted = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
@@ -254,6 +255,9 @@ def signals() -> Iterator[socket.socket]:
     with read, write:
         read.setblocking(False)
         write.setblocking(False)
+        if threading.current_thread() is not threading.main_thread():
+            yield read
+            return
         former = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
         handlers = {number: signal.signal(number, lambda *_: None) for number in wanted}
         try:

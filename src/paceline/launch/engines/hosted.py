@@ -1,13 +1,14 @@
 """What `paceline launch` starts on a host: hears on standard input what to do, and then is the agent there. No torch.
 
-It says three things on standard output, each a line that begins with `MARK`: ``ready``, ``like`` (what all hosts must
-have in common) and ``listens``. It hears a job, then an order (which host is the first), each a line of JSON; and then
-bytes: zeros, so that a cable that is cut can be told from a launcher that has nothing to say, numbers of signals, and
-`GO_ON`: the launcher leaves, and the run goes on by itself.
+It says four things on standard output, each a line that begins with `MARK`: ``ready``, ``like`` (what all hosts must
+have in common), ``listens`` and the ``value`` of a function, in pieces. It hears a job, then an order (which host is
+the first), each a line of JSON; and then bytes: zeros, so that a cable that is cut can be told from a launcher that has
+nothing to say, numbers of signals, and `GO_ON`: the launcher leaves, and the run goes on by itself.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -26,12 +27,14 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.launch.joining import address_towards, likeness
 from paceline.launch.local import launch
+from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
 from paceline.world import gpus, reached_at
 
 MARK = b"\x1epaceline "
 SILENCE = 15.0  # seconds without a byte, after which the connection counts as broken
 PATIENCE = 60.0  # seconds in which the first host's coordinator is to be there
+VALUE = 1 << 19  # bytes of a value in one line
 PIECE = 4096  # bytes that a pipe takes at once if it takes any
 STOPPED = 75
 GO_ON = 255
@@ -48,6 +51,7 @@ def hosted() -> int:
             return STOPPED
         if job["files"]:
             unpack(heard, job["files"])
+        call, value = _called(heard, job)
         options = LaunchOptions(**job["options"], workers=job["workers"] or gpus() or 1, token=job["token"].encode())
         _say("like", **_like(options), workers=options.workers)
         order = json.loads(heard.readline() or "null")
@@ -71,7 +75,32 @@ def hosted() -> int:
                 os.write(apart, b"!")
 
         threading.Thread(target=_heed, args=(broken, go_on), name="paceline-heed", daemon=True).start()
-        return launch(options)
+        code = launch(options)
+        call.close()
+        value.seek(0)
+        while piece := value.read(VALUE):
+            _say("value", data=base64.b64encode(piece).decode())
+        return code
+
+
+def _called(heard: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO]:
+    """Where the function is that follows, if one does, and where worker 0 leaves its value: memory that only processes
+    of the same user can open.
+    """
+    both = [io.FileIO(os.memfd_create("paceline"), "r+") for _ in range(2)]
+    if job["call"]:
+        for piece in _pieces(heard, job["call"]):
+            both[0].write(piece)
+        places = [f"/proc/{os.getpid()}/fd/{memory.fileno()}" for memory in both]
+        module = "paceline.launch.function"
+        job["options"] |= {"script": find_module(module), "module": module, "arguments": places}
+    return both
+
+
+def _pieces(heard: io.RawIOBase | io.BytesIO, size: int) -> Iterator[bytes]:
+    while size and (piece := heard.read(min(1 << 20, size))):
+        size -= len(piece)
+        yield piece
 
 
 def _apart() -> int:
@@ -91,7 +120,8 @@ def _apart() -> int:
 
 
 def _say(what: str, **fields: Any) -> None:
-    os.write(1, MARK + json.dumps({"says": what, **fields}).encode() + b"\n")
+    sys.stdout.buffer.write(MARK + json.dumps({"says": what, **fields}).encode() + b"\n")
+    sys.stdout.flush()
 
 
 def _like(options: LaunchOptions) -> dict[str, Any]:
@@ -104,9 +134,7 @@ def unpack(heard: io.RawIOBase | io.BytesIO, size: int) -> None:
     """Files of the launcher's, into the working directory; those that an earlier launch brought and this one does not
     are removed.
     """
-    data = bytearray()
-    while len(data) < size and (piece := heard.read(min(1 << 20, size - len(data)))):
-        data += piece
+    data = b"".join(_pieces(heard, size))
     kept = Path(".paceline-files")
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         names = archive.getnames()

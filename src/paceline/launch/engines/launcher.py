@@ -6,6 +6,7 @@ not answer, or whose connection breaks, is started again until it comes.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -39,7 +40,8 @@ COLUMNS = ("python", "torch", "paceline", "script")
 @dataclass(frozen=True)
 class HostJob:
     """What runs on each host: `python` in the folder `cwd`, after the lines of shell in `setup`. `options` are those of
-    `paceline run` (`LaunchOptions`); `files` an archive that is unpacked there; `listen` where the first host listens.
+    `paceline run` (`LaunchOptions`); `files` an archive that is unpacked there; `call` a function that
+    is called instead of a script; `listen` where the first host listens.
     `detach`: once all hosts are of the run it goes on without us.
     """
 
@@ -51,6 +53,7 @@ class HostJob:
     listen: str | None = None
     files: bytes = b""
     detach: bool = False
+    call: bytes = b""
 
     @property
     def script(self) -> str:
@@ -84,7 +87,9 @@ class _Host:
 
 
 class Launcher:
-    """`run` returns the exit code. `told`: the signal that asked for a stop, if any did."""
+    """`run` returns the exit code. `told`: the signal that asked for a stop, if any did; `value`: what a function has
+    returned on worker 0, as it is pickled.
+    """
 
     def __init__(self, engine: Engine, job: HostJob) -> None:
         self._engine, self._job = engine, job
@@ -97,6 +102,7 @@ class Launcher:
         self._late = math.inf  # when the others are not waited for any more
         self._beaten = 0.0
         self.told: int | None = None
+        self.value = bytearray()
 
     def run(self) -> int:
         """From the hosts' start to their end; nothing of ours is left. LaunchError: they cannot begin."""
@@ -177,10 +183,13 @@ class Launcher:
             if name == "stderr":
                 host.last = line.decode(errors="replace").strip() or host.last
             if host.ordered:
-                out = getattr(sys, name)
                 before = b"" if host.first or name == "stdout" else f"{host.place.name} | ".encode()
+                out = getattr(sys, name)
                 out.flush()
-                out.buffer.write(before + line + b"\n")
+                if hasattr(out, "buffer"):
+                    out.buffer.write(before + line + b"\n")
+                else:  # a notebook's
+                    out.write((before + line + b"\n").decode(errors="replace"))
                 out.flush()
         if not data and not any(key.events & selectors.EVENT_READ for key in self._keys(host)):
             self._ended(host)
@@ -190,12 +199,15 @@ class Launcher:
         if what == "ready":
             workers = host.place.workers or self._job.workers
             job = {"options": self._job.options, "workers": workers, "token": self._token}
-            self._send(host, json.dumps({**job, "files": len(self._job.files)}).encode() + b"\n" + self._job.files)
+            job |= {"files": len(self._job.files), "call": len(self._job.call)}
+            self._send(host, json.dumps(job).encode() + b"\n" + self._job.files + self._job.call)
         elif what == "like":
             host.like = said
         elif what == "listens":
             address, port = said["address"]
             self._listens, host.begun = f"{address}:{port}", True
+        elif what == "value":
+            self.value += base64.b64decode(said["data"])
 
     def _order(self, host: _Host) -> None:
         """Its agent begins: the first listens, the others join it."""

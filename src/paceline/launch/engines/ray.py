@@ -1,82 +1,32 @@
 """`paceline launch ray`: one agent on each of several nodes of a Ray cluster. No torch.
 
 Ray itself is in a process of its own, `ray_driver`, which keeps a placement group and in each of its bundles an actor
-that runs `sh`. The command that becomes that `sh` is this module: it hands its standard streams over, and waits.
+that runs `sh`.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
 from typing import Any
 
-from paceline.errors import LaunchError, UsageError, shown
-from paceline.launch.engines.engine import End, Engine, Host
+from paceline.errors import UsageError, shown
+from paceline.launch.engines.driven import Driven, driver
+from paceline.launch.engines.engine import Host
 from paceline.observe.figures import plural
 from paceline.world import variable
 
-LOST = 255
-SAID = "ray: "  # begins the driver's own last word on a host
 SEVERAL = 8  # nodes that are named, where not all of them have room
-REACH = 5.0  # seconds for a cluster to take a connection
 Resources = dict[str, float]
 
 
-class Ray(Engine):
-    """A placement group of `asked` (see `ask`), one bundle a host; waits until Ray has placed it. LaunchError: it
-    cannot, or not in time.
-    """
+class Ray(Driven):
+    """A placement group of `asked` (see `ask`), one bundle a host."""
 
-    name = "ray"
+    name, title, place = "ray", "Ray", "bundle"
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
-        driver = [sys.executable, "-m", "paceline.launch.engines.ray_driver", json.dumps(asked)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._driver = subprocess.Popen(driver, **pipes, start_new_session=True)  # type: ignore[call-overload]
-        with ExitStack() as stack:
-            stack.callback(self.close)
-            placed = self._placed()
-            stack.pop_all()
-        names = [name for name, _ in asked["hosts"]] or [f"bundle-{number}" for number in range(len(placed))]
-        counts = [count for _, count in asked["hosts"]] or [None] * len(placed)
-        super().__init__([Host(name, count) for name, count in zip(names, counts, strict=True)])
-        where = ", ".join(f"{name} on {at}" for name, at in zip(names, placed, strict=True) if name != at)
-        if where:
-            print(f"Ray has placed {where}", file=sys.stderr, flush=True)
-        self.listen = placed[0]  # where the others reach the first one
-
-    def _placed(self) -> list[str]:
-        assert self._driver.stdout is not None
-        for line in self._driver.stdout:
-            said = json.loads(line)
-            if "waits" in said:
-                print(f"waiting for Ray: {said['waits']}", file=sys.stderr, flush=True)
-            elif "what" in said:
-                raise LaunchError(said["what"], said["cure"])
-            else:
-                self._door = said["door"]
-                return list(said["placed"])
-        raise LaunchError(f"Ray's driver ended with exit code {self._driver.wait()}", "see what it says above")
-
-    def command(self, place: Host) -> list[str]:
-        number = [other.name for other in self.places].index(place.name)
-        return [sys.executable, "-m", "paceline.launch.engines.ray", self._door, str(number)]
-
-    def end(self, place: Host, code: int, said: str) -> End | None:
-        if code != LOST or not said.startswith(SAID):
-            return None
-        text = said.removeprefix(SAID)
-        return End("preempted" if "preempted" in text else "lost", text)
-
-    def close(self) -> None:
-        """The driver hears that nobody is here any more, and with it go actors and the placement group."""
-        with self._driver:
-            self._driver.stdin.close()
+        super().__init__([Host(name, count) for name, count in asked["hosts"]], *driver("ray_driver", asked))
 
 
 def ask(given: Mapping[str, Any], hosts: Sequence[Host]) -> dict[str, Any]:
@@ -147,24 +97,3 @@ def pending(wanted: Sequence[Resources], nodes: Mapping[str, tuple[Resources, Re
     text = f"{plural(len(wanted), 'node')} with {what} each {'is' if len(wanted) == 1 else 'are'} wanted"
     named = [f"{node} has {lack}" for node, lack in lacks.items() if lack][:SEVERAL]
     return ": ".join([f"{text}, and of {len(nodes)} alive {ready} can give that", *filter(None, ["; ".join(named)])])
-
-
-def reach(address: str) -> None:
-    """OSError: nothing listens there. Ray itself would wait for more than a minute."""
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), REACH).close()
-
-
-def _hand_over(door: str, number: str) -> int:
-    """Gives our standard streams to the driver; the exit code of what had them."""
-    with socket.socket(socket.AF_UNIX) as driver, suppress(OSError):
-        driver.connect(f"\0{door}")
-        socket.send_fds(driver, [number.encode()], [0, 1, 2])
-        if code := driver.recv(16):
-            return int(code)
-    print(f"{SAID}its driver has ended", file=sys.stderr, flush=True)
-    return LOST
-
-
-if __name__ == "__main__":
-    sys.exit(_hand_over(*sys.argv[1:]))

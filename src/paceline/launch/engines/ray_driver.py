@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import select
-import selectors
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -23,9 +20,9 @@ from contextlib import suppress
 from typing import Any
 
 from paceline.errors import first_line
-from paceline.launch.engines.ray import LOST, SAID, Resources, bundles, pending, reach
+from paceline.launch.engines.driven import CHUNK, LOST, finish, keep, reach
+from paceline.launch.engines.ray import Resources, bundles, pending
 
-CHUNK = 1 << 16
 LOOK = 2.0  # seconds between two looks at why there is no place yet
 
 
@@ -70,7 +67,7 @@ class Shell:
         return out, error, None if self._open else self._sh.wait()
 
 
-class Bridge:
+class ActorBridge:
     """A host: an actor in its bundle, between the standard streams of somebody who waits at `asker` for its end."""
 
     def __init__(self, actor: Any, asker: socket.socket, streams: list[int]) -> None:
@@ -92,7 +89,7 @@ class Bridge:
     def _say(self) -> None:
         import ray
 
-        code: int | None = None
+        code, why = None, ""
         try:
             while code is None:
                 *said, code = ray.get(self._actor.read.remote())
@@ -100,16 +97,10 @@ class Bridge:
                     while data:
                         data = data[os.write(stream, data) :]
         except ray.exceptions.RayError as error:
-            code = LOST
-            with suppress(OSError):
-                os.write(self._streams[2], f"{SAID}{_why(error)}\n".encode())
+            code, why = LOST, _why(error)
         except OSError:  # nobody listens any more
             code = LOST
-        for stream in self._streams[1:]:
-            os.close(stream)
-        with suppress(OSError):
-            self._asker.send(str(code).encode())
-            self._asker.shutdown(socket.SHUT_RDWR)
+        finish(self._asker, self._streams, code, why)
 
     def close(self) -> None:
         import ray
@@ -164,12 +155,8 @@ def main(asked: Mapping[str, Any]) -> int:
             _tell(waits=why)
     at = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     found = placement_group_table(group)["bundles_to_node_id"]
-    door = f"paceline-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{door}")
-        listener.listen(len(wanted))
-        _tell(door=door, placed=[at[found[number]] for number in range(len(wanted))])
-        _serve(listener, group, wanted)
+    placed = [at[found[number]] for number in range(len(wanted))]
+    keep(0, _tell, placed, lambda number, *given: ActorBridge(_actor(group, wanted[number], number), *given))
     ray.shutdown()
     return 0
 
@@ -188,32 +175,6 @@ def _nodes() -> dict[str, tuple[Resources, Resources]]:
         )
         for name, node in zip(names, alive, strict=True)
     }
-
-
-def _serve(listener: socket.socket, group: Any, wanted: list[Resources]) -> None:
-    """Until our standard input ends."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(0, selectors.EVENT_READ)
-        selector.register(listener, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj == 0:
-                    for other in selector.get_map().values():
-                        if other.data is not None:
-                            other.data.close()
-                    return
-                if key.fileobj is listener:
-                    asker, _ = listener.accept()
-                    uid = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-                    if uid != os.getuid():
-                        asker.close()
-                        continue
-                    number, streams, _, _ = socket.recv_fds(asker, 16, 3)
-                    actor = _actor(group, wanted[int(number)], int(number))
-                    selector.register(asker, selectors.EVENT_READ, Bridge(actor, asker, streams))
-                else:  # whoever waited there has gone, or we have told it of the end
-                    selector.unregister(key.fileobj)
-                    key.data.close()
 
 
 def _actor(group: Any, has: Resources, number: int) -> Any:

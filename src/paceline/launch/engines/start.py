@@ -23,8 +23,11 @@ from paceline.launch.engines.launcher import HostJob, Launcher
 from paceline.launch.engines.mpi import Mpi, queued
 from paceline.launch.engines.ray import Ray, ask, bundles
 from paceline.launch.engines.slurm import allocation, submit
+from paceline.launch.engines.spark import Spark
+from paceline.launch.engines.spark import ask as ask_spark
 from paceline.launch.engines.ssh import Ssh
 from paceline.launch.modules import find_module
+from paceline.observe.figures import plural
 from paceline.world import variable
 
 MOST = 200_000_000  # bytes that are copied with --sync
@@ -70,6 +73,13 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
             print(f'placement_group({group}, strategy="STRICT_SPREAD"): sh <<< {shlex.quote(job.script)}')
             return 0
         engine = Ray(asked)
+    elif where == "spark":
+        asked = ask_spark(given, job.python)
+        if given["dry_run"]:
+            tasks = plural(asked["nodes"], "barrier task")
+            print(f"spark-submit {shlex.join(asked['submit'])}: {tasks}: sh <<< {shlex.quote(job.script)}")
+            return 0
+        engine = Spark(asked)
     elif where != "slurm":
         kind = Mpi if where == "mpi" else Ssh
         engine = kind(_places(where, given["hosts"], given["hostfile"]), shlex.split(given["engine"]))

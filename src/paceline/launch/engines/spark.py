@@ -1,0 +1,84 @@
+"""`paceline launch spark`: one agent on each of several executors of a Spark application. No torch.
+
+Spark itself is in a process of its own, `spark_driver`, which keeps a barrier task for each host that runs `sh`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.errors import UsageError, shown
+from paceline.launch.engines.driven import Driven, driver
+from paceline.world import variable, worker_environment
+
+# Each host is a stage of its own: in one of all hosts Spark would end all tasks when one of them is lost. That stage is
+# not begun again by Spark, whose executors stay as many as there are hosts: we do it, and see what became of it.
+OURS = {
+    "spark.dynamicAllocation.enabled": "false",
+    "spark.stage.maxConsecutiveAttempts": "1",
+    "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
+    "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "1000000",
+}
+
+
+class Spark(Driven):
+    """Barrier tasks of `asked` (see `ask`), one a host; of a `context` that there is, where one is given."""
+
+    name, title, place = "spark", "Spark", "task"
+
+    def __init__(self, asked: Mapping[str, Any], context: Any = None) -> None:
+        if context is not None:
+            super().__init__([], *_beside(asked, context))
+            return
+        submit = shlex.join([*asked["submit"], "pyspark-shell"])
+        python = variable("PYSPARK_PYTHON") or asked["python"]
+        env = worker_environment(PYSPARK_SUBMIT_ARGS=submit, PYSPARK_PYTHON=python)
+        super().__init__([], *driver("spark_driver", {**asked, "submit": None}, env))
+
+
+def _beside(asked: Mapping[str, Any], context: Any) -> tuple[Any, Any, Any]:
+    """The driver as a thread of this process."""
+    from paceline.launch.engines.spark_driver import hold
+
+    hears, heard = os.pipe()
+    says, said = os.pipe()
+
+    def work() -> None:
+        with open(said, "w") as out, open(hears):
+            hold(context, asked, hears, lambda **what: print(json.dumps(what), file=out, flush=True))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return open(heard, "wb"), open(says, "rb"), thread.join
+
+
+def ask(given: Mapping[str, Any], python: str) -> dict[str, Any]:
+    """What the driver is to bring about; ``submit``: spark-submit's options. UsageError: it cannot be asked for."""
+    nodes, master = given["nodes"], given["master"]
+    if nodes is None:
+        raise UsageError("how many nodes is not said", "give -N NODES")
+    if master is not None and not re.match(r"spark://.|k8s://.|yarn$|local\b", master):
+        cure = "give one as spark://HOST:7077, yarn, k8s://https://HOST:6443 or local-cluster[2,1,1024]"
+        raise UsageError(f"--master {shown(master)} is no master of Spark's", cure)
+    cores = str(given["workers_per_host"] or 1)
+    conf = {
+        "spark.app.name": "paceline",
+        "spark.executor.instances": str(nodes),
+        "spark.executor.cores": cores,
+        "spark.task.cpus": cores,
+        "spark.cores.max": str(nodes * int(cores)),
+        **OURS,
+    }
+    words = [] if master is None else ["--master", master]
+    words += [word for name, value in conf.items() for word in ("--conf", f"{name}={value}")]
+    try:
+        words += shlex.split(given["engine"])  # of two with one name the later one holds
+    except ValueError as error:
+        raise UsageError(f"--engine cannot be read ({error})", "close its quotes") from error
+    return {"nodes": nodes, "master": master, "submit": words, "wait": given["wait"], "python": python}

@@ -1,0 +1,276 @@
+"""What speaks with Spark: keeps a barrier task for each host, which runs `sh` there. No torch.
+
+Each task comes to us with two connections, which then are the standard streams of its `sh`; both ends prove that they
+know a secret of this driver's, which travels with the task's code alone. It is a process of its own, or a thread of one
+that has a session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+from paceline.launch.engines.driven import CHUNK, LOST, finish, keep, reach
+from paceline.observe.figures import plural
+
+LOOK = 2.0  # seconds between two looks at why there is no place yet
+ANSWER = 10  # seconds for a task to prove itself
+DRAIN = 10.0  # seconds for what a task has said before its end to arrive
+FAREWELL = 60.0  # seconds for agents to save and end, once nobody is here any more
+
+
+def _task(address: tuple[str, int], key: bytes, name: str) -> Callable[[Any], Any]:
+    """What Spark runs. It travels by value, and needs no Paceline there."""
+
+    def run(_: Any) -> Any:
+        import subprocess
+        from multiprocessing.connection import Client
+
+        from pyspark import BarrierTaskContext
+
+        added = (b"SPARK_", b"PYSPARK_", b"_PYSPARK_", b"PYTHON", b"OMP_NUM_THREADS=")
+        with open("/proc/self/environ", "rb") as file:
+            words = [word for word in file.read().split(b"\0") if b"=" in word and not word.startswith(added)]
+        own = dict(word.split(b"=", 1) for word in words)
+        if gpus := BarrierTaskContext.get().resources().get("gpu"):
+            own[b"CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses).encode()
+        with Client(address, authkey=key) as both, Client(address, authkey=key) as error:
+            both.send_bytes(f"{name} 0".encode())
+            error.send_bytes(f"{name} 1".encode())
+            if both.recv_bytes():  # else Spark has started this task a second time
+                out, err = both.fileno(), error.fileno()
+                yield subprocess.call(["sh"], stdin=out, stdout=out, stderr=err, env=own, start_new_session=True)
+
+    return run
+
+
+class Gate:
+    """Where the tasks of a `context` come to. What comes is met in a thread each, until the listener is closed."""
+
+    def __init__(self, context: Any) -> None:
+        self.context, self.key, self.hosts = context, secrets.token_bytes(32), dict[str, TaskBridge]()
+        conf = context.getConf()
+        host = conf.get("spark.driver.host")
+        self._listener = socket.create_server((conf.get("spark.driver.bindAddress", host), 0))
+        self.address = (host, self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it was closed
+            while True:
+                wire, (where, *_) = self._listener.accept()
+                threading.Thread(target=self._meet, args=(wire, where), daemon=True).start()
+
+    def _meet(self, wire: socket.socket, where: str) -> None:
+        limit = socket.SOL_SOCKET, socket.SO_RCVTIMEO
+        wire.setsockopt(*limit, struct.pack("ll", ANSWER, 0))
+        with Connection(os.dup(wire.fileno())) as pipe, suppress(OSError, EOFError, AuthenticationError, ValueError):
+            deliver_challenge(pipe, self.key)
+            answer_challenge(pipe, self.key)
+            name, stream = pipe.recv_bytes(100).decode().split()
+            wire.setsockopt(*limit, struct.pack("ll", 0, 0))
+            self.hosts[name].meet(int(stream), wire, where)
+
+    def close(self) -> None:
+        """Agents that are left hear that nobody is here any more. They have a while to end."""
+        self._listener.close()
+        for host in self.hosts.values():
+            host.leave()
+        end = time.monotonic() + FAREWELL
+        for host in self.hosts.values():
+            host.job.join(max(0.0, end - time.monotonic()))
+            host.cancel()
+
+
+class TaskBridge:
+    """A host: a task, and once it is `attached` between the standard streams of somebody who waits for its end."""
+
+    def __init__(self, gate: Gate, number: int) -> None:
+        from pyspark import InheritableThread
+
+        self._gate, self._name = gate, f"{number}.{secrets.token_hex(8)}"
+        self._wires: dict[int, socket.socket] = {}
+        self._lock, self._left = threading.Lock(), False
+        self.there, self.where = threading.Event(), ""  # whether it has come or will not, and from where
+        self._code, self.why = LOST, ""
+        gate.hosts[self._name] = self
+        self.job = InheritableThread(target=self._run, args=(number,), daemon=True)
+        self.job.start()
+
+    def _run(self, number: int) -> None:
+        from py4j.protocol import Py4JError
+        from pyspark.errors import PySparkException
+
+        context = self._gate.context
+        context.addJobTag(self._name)
+        context.setJobDescription(f"paceline, host {number}")
+        run = _task(self._gate.address, self._gate.key, self._name)
+        try:
+            codes = context.parallelize([0], 1).barrier().mapPartitions(run).collect()
+            self._code, self.why = (codes[0], "") if codes else (LOST, "Spark has begun its task anew")
+        except (Py4JError, PySparkException) as error:
+            self.why = _why(error)
+        self.there.set()
+
+    def meet(self, stream: int, wire: socket.socket, where: str) -> None:
+        """A connection of its task. One that comes when all are there is that of a second task: the first is lost."""
+        with self._lock, Connection(os.dup(wire.fileno())) as pipe:
+            if self._left or self.there.is_set():
+                self.hang_up()
+                wire.close()
+                if not stream:
+                    pipe.send_bytes(b"")
+                return
+            self._wires[stream], self.where = wire, where
+            if len(self._wires) == 2:
+                with Connection(os.dup(self._wires[0].fileno())) as first:
+                    first.send_bytes(b"begin")
+                self.there.set()
+
+    def attached(self, asker: socket.socket, streams: list[int]) -> TaskBridge:
+        self._asker, self._streams = asker, streams
+        for work in (self._hear, self._follow):
+            threading.Thread(target=work, daemon=True).start()
+        return self
+
+    def _hear(self) -> None:
+        self.there.wait()
+        with open(self._streams[0], "rb", buffering=0) as heard, suppress(OSError, KeyError):  # `_follow` tells
+            while data := heard.read(CHUNK):
+                self._wires[0].sendall(data)
+            self._wires[0].shutdown(socket.SHUT_WR)
+
+    def _say(self, stream: int) -> None:
+        with suppress(OSError):  # nobody listens any more
+            while data := self._wires[stream].recv(CHUNK):
+                while data:
+                    data = data[os.write(self._streams[1 + stream], data) :]
+
+    def _follow(self) -> None:
+        self.there.wait()
+        says = [threading.Thread(target=self._say, args=(stream,), daemon=True) for stream in self._wires]
+        for thread in says:
+            thread.start()
+        self.job.join()
+        for wait in (0.0 if self.why else DRAIN, None):
+            for thread in says:
+                thread.join(wait)
+            self.hang_up()
+        finish(self._asker, self._streams, self._code, self.why)
+
+    def hang_up(self) -> None:
+        """The agent hears that nobody is here any more, or that its task is lost."""
+        self._left = True
+        for wire in self._wires.values():
+            with suppress(OSError):
+                wire.shutdown(socket.SHUT_RDWR)
+
+    def cancel(self) -> None:
+        if self.job.is_alive():
+            self._gate.context.cancelJobsWithTag(self._name)
+
+    def leave(self) -> None:
+        self.hang_up()
+        if not self.there.is_set():
+            self.cancel()
+
+    def close(self) -> None:
+        self.leave()
+        self._asker.close()
+
+
+def _why(error: Exception) -> str:
+    """The last line before Java's stack, which tells of the cause."""
+    lines = str(error).partition("\n\tat ")[0].strip().splitlines()
+    text = lines[-1].strip() if lines else type(error).__name__
+    return f"preempted: {text}" if re.search("preempt|decommission", text, re.IGNORECASE) else text
+
+
+def hold(context: Any, asked: Mapping[str, Any], heard: int, tell: Callable[..., None]) -> None:
+    """Brings about what was asked for, and keeps it until what we have `heard` ends."""
+    gate = Gate(context)
+    try:
+        hosts = {number: TaskBridge(gate, number) for number in range(asked["nodes"])}
+        told, end = "", time.monotonic() + asked["wait"]
+        while not all(host.there.wait(LOOK / len(hosts)) for host in hosts.values()):
+            if select.select([heard], [], [], 0)[0]:  # nobody is there any more
+                return
+            there = len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # and the driver itself
+            ready = sum(host.there.is_set() for host in hosts.values())
+            why = f"{ready} of {plural(len(hosts), 'task')} run, and Spark has {plural(there, 'executor')}"
+            if time.monotonic() > end:
+                cure = "wait for longer with --wait, ask for less, or see Spark's own page"
+                tell(what=f"Spark has not placed the hosts within {asked['wait']} s: {why}", cure=cure)
+                return
+            if why != told:
+                told = why
+                tell(waits=why)
+        if failed := next((host for host in hosts.values() if host.why), None):
+            tell(what=f"Spark could not begin a task ({failed.why})", cure="see the logs of its executors")
+            return
+
+        def begin(number: int, *given: Any) -> TaskBridge:
+            return (hosts.pop(number, None) or TaskBridge(gate, number)).attached(*given)
+
+        keep(heard, tell, [host.where for host in hosts.values()], begin)
+    finally:
+        gate.close()
+
+
+def main(asked: Mapping[str, Any]) -> int:
+    said, error = os.fdopen(os.dup(1), "w"), os.dup(2)
+
+    def tell(**what: Any) -> None:
+        print(json.dumps(what), file=said, flush=True)
+
+    try:
+        from py4j.protocol import Py4JError
+        from pyspark.errors import PySparkException
+        from pyspark.sql import SparkSession
+    except ModuleNotFoundError:
+        tell(what=f"pyspark is not installed for {sys.executable}", cure="pip install 'paceline[spark]'")
+        return 1
+    master = asked["master"] or ""
+    with os.fdopen(os.memfd_create("log"), "w+b") as log:
+        for stream in (1, 2):  # Spark's own, for as long as it runs
+            os.dup2(log.fileno(), stream)
+        try:
+            if master.startswith("spark://"):
+                reach(master.removeprefix("spark://").partition(",")[0])
+            session = SparkSession.builder.getOrCreate()
+            session.sparkContext.setLogLevel("ERROR")
+        except (OSError, Py4JError, PySparkException) as failure:
+            log.seek(0)
+            last = log.read().decode(errors="replace").strip().splitlines()[-1:]
+            why = "; ".join([_why(failure), *last])
+            cure = "give --master as spark://HOST:7077, yarn or local-cluster[2,1,1024]; Spark needs a Java, too"
+            tell(what=f"there is no Spark{master and f' at {master}'} ({why})", cure=cure)
+            return 1
+        finally:
+            for stream in (1, 2):
+                os.dup2(error, stream)
+    try:
+        hold(session.sparkContext, asked, 0, tell)
+    finally:
+        java = session.sparkContext._gateway.proc
+        session.stop()
+        java.stdin.close()  # which ends it
+        java.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

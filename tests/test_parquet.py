@@ -1,0 +1,120 @@
+"""Rows of Parquet files are those that were written, each once in every order; and what cannot be read is told."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+from torch.utils.data import DataLoader, default_collate
+
+from paceline.data import ParquetRows
+from paceline.errors import DatasetError, UsageError
+
+COUNT = 103
+
+
+def table(first: int, count: int) -> pa.Table:
+    numbers = range(first, first + count)
+    return pa.table(
+        {
+            "number": pa.array(numbers, pa.int32()),
+            "x": pa.array([[n / 2, n / 4, -n] for n in numbers], pa.list_(pa.float32())),
+            "ragged": pa.array([list(range(n % 3)) for n in numbers], pa.list_(pa.int64())),
+            "ok": pa.array([n % 2 == 0 for n in numbers]),
+            "text": [f"row {n}" for n in numbers],
+            "maybe": pa.array([n if n % 5 else None for n in numbers], pa.int64()),
+        }
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As Spark leaves it: several files, row groups of unequal size, one without rows, a mark that all is written."""
+    made = tmp_path / "rows"
+    made.mkdir()
+    for number, (first, count) in enumerate([(0, 40), (40, 0), (40, 63)]):
+        parquet.write_table(table(first, count), made / f"part-{number:05d}.parquet", row_group_size=17)
+    (made / "_SUCCESS").touch()
+    (made / ".part-00000.parquet.crc").write_bytes(b"crc")
+    return made
+
+
+def test_rows_are_those_that_were_written(folder: Path) -> None:
+    rows = ParquetRows(folder)
+    assert len(rows) == COUNT
+    for n in (0, 39, 40, COUNT - 1, 16, 17):
+        row = rows[n]
+        assert (row["number"], row["ok"], row["text"]) == (n, n % 2 == 0, f"row {n}")
+        assert row["maybe"] == (n if n % 5 else None)
+        np.testing.assert_array_equal(row["x"], np.float32([n / 2, n / 4, -n]))
+        np.testing.assert_array_equal(row["ragged"], np.arange(n % 3))
+    assert rows[-1]["number"] == COUNT - 1
+    with pytest.raises(IndexError, match="row 103 of 103"):
+        rows[COUNT]
+
+
+def test_collated_rows_are_tensors(folder: Path) -> None:
+    rows = ParquetRows(folder, columns=["x", "number", "ok"])
+    batch = default_collate([rows[n] for n in (5, 90)])
+    assert batch["x"].equal(torch.tensor([[2.5, 1.25, -5], [45, 22.5, -90]]))
+    assert batch["number"].equal(torch.tensor([5, 90], dtype=torch.int32))
+    assert batch["ok"].equal(torch.tensor([False, True]))
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_order_takes_each_row_once_and_group_after_group(folder: Path, seed: int) -> None:
+    rows = ParquetRows(folder)
+    taken = [rows.order(position, COUNT, seed, 2) for position in range(COUNT)]
+    assert sorted(taken) == list(range(COUNT))
+    assert taken != [rows.order(position, COUNT, seed, 3) for position in range(COUNT)]
+    assert taken != [rows.order(position, COUNT, seed + 1, 2) for position in range(COUNT)]
+    ends = (17, 34, 40, 57, 74, 91)
+    groups = [sum(row >= end for end in ends) for row in taken]
+    changes = sum(a != b for a, b in pairwise(groups))
+    assert changes == len(ends)
+    assert sorted(taken[:17]) != taken[:17]
+
+
+def test_what_is_kept_in_memory_is_bounded(folder: Path) -> None:
+    rows = ParquetRows(folder, cache=1)
+    assert [int(rows[n]["number"]) for n in (0, 50, 1, 51)] == [0, 50, 1, 51]
+    assert len(rows._read) == 1
+    rows = ParquetRows(folder)
+    for n in range(COUNT):
+        assert rows[n]["number"] == n
+    assert len(rows._read) == 7
+
+
+def test_rows_are_pickled_and_forked(folder: Path) -> None:
+    rows = ParquetRows(folder, columns=["number"])
+    assert rows[3]["number"] == 3  # its file is open, and stays this process's
+    again = pickle.loads(pickle.dumps(rows))
+    assert [int(again[n]["number"]) for n in (3, 100)] == [3, 100]
+    found = torch.cat([batch["number"] for batch in DataLoader(rows, batch_size=50, num_workers=2)])
+    assert found.tolist() == list(range(COUNT))
+
+
+def test_what_cannot_be_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DatasetError) as raised:
+        ParquetRows(folder, columns=["y"])
+    assert str(raised.value) == f"{folder} has no column y; it has maybe, number, ok, ragged, text, x"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DatasetError) as raised:
+        ParquetRows(tmp_path / "empty")
+    assert str(raised.value) == (
+        f"{tmp_path / 'empty'} holds no rows of Parquet; give the folder that the table was written to"
+    )
+    (folder / "other").write_text("no table")
+    with pytest.raises(DatasetError, match=r"/rows cannot be read \(.*[Pp]arquet.*; see its path and rights$"):
+        ParquetRows(folder)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UsageError) as refused:
+        ParquetRows(folder)
+    assert str(refused.value) == "Parquet files need pyarrow; pip install 'paceline[parquet]'"
