@@ -106,6 +106,13 @@ def test_workers_that_share_a_gpu(workers, plan, alone, tmp_path):
         np.testing.assert_allclose(value, on_cpu[name], rtol=0, atol=1e-9, err_msg=name)
 
 
+def test_codes_to_servers(tmp_path):
+    shared = weights(tmp_path / "gpu", SCRIPT, "micro=4 server=2 codec=bf16", 2)
+    on_cpu = weights(tmp_path / "cpu", SCRIPT, "micro=4", CUDA_VISIBLE_DEVICES="")
+    for name, value in shared.items():
+        np.testing.assert_allclose(value, on_cpu[name], rtol=0, atol=1e-2, err_msg=name)
+
+
 @pytest.mark.parametrize("moment", ["backward", "reduced"])
 def test_one_of_them_is_killed(moment, tmp_path):
     shared = weights(tmp_path / "gpu", SCRIPT, "micro=4", 3, chaos=f"kill:1@7.{moment}")
