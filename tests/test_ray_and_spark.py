@@ -211,6 +211,8 @@ def test_two_nodes_train_what_one_worker_trains(on: Launched, tmp_path: Path) ->
     assert any(
         {"ray": "Ray runtime started", "spark": "SparkListenerEnvironmentUpdate"}[on.engine] in log for log in logs
     )
+    if on.engine == "spark":
+        assert len(list(on.logs.glob("home/work/*/*/stderr"))) == 2
     for word in (secret, "hidden-from-it"):
         assert not [text for text in (told, error, *logs) if word in text]
 
