@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -18,9 +19,15 @@ class Application:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
-        self.environment = {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_WORKER_DIR": str(folder / "work")}
-        self.environment |= {"SPARK_LOCAL_DIRS": str(folder / "local")}
+        home = folder / "home"  # where executors leave what they have said
+        self.environment = {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_LOCAL_DIRS": str(folder / "local")}
+        self.environment["SPARK_HOME"] = str(home)
         (folder / "log").mkdir()
+        home.mkdir()
+        found = find_spec("pyspark")
+        assert found is not None
+        for name in ("bin", "jars", "python"):
+            (home / name).symlink_to(Path(found.origin or "").parent / name)
         java = f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Djava.io.tmpdir={folder}"
         conf = {
             "spark.executor.extraJavaOptions": java,

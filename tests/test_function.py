@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
@@ -67,6 +68,23 @@ def test_a_function_of_a_module_gives_what_one_process_gives(monkeypatch: pytest
     found = paceline.launch(trained, 1, workers=2)
     alone = paceline.launch(trained, 1, workers=1)
     assert all(torch.equal(found[name], value) for name, value in alone.items())
+
+
+def answers() -> bytes:
+    paceline.join()
+    print("from a worker", flush=True)
+    return bytes(3_000_000)
+
+
+def test_a_value_of_any_size_comes_to_a_thread_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose standard output takes text alone; a thread hears of no signals."""
+    out, found = io.StringIO(), list[bytes]()
+    monkeypatch.setattr(sys, "stdout", out)
+    thread = threading.Thread(target=lambda: found.append(paceline.launch(answers, run_dir="run")))
+    thread.start()
+    thread.join()
+    assert found == [bytes(3_000_000)]
+    assert out.getvalue() == "from a worker\n"
 
 
 def fails() -> None:

@@ -80,6 +80,9 @@ def test_the_order_takes_each_row_once_and_group_after_group(folder: Path, seed:
     changes = sum(a != b for a, b in pairwise(groups))
     assert changes == len(ends)
     assert sorted(taken[:17]) != taken[:17]
+    with pytest.raises(UsageError) as refused:
+        rows.order(0, 50)
+    assert str(refused.value) == "an order of 103 rows is asked for 50; give the rows themselves to steps()"
 
 
 def test_what_is_kept_in_memory_is_bounded(folder: Path) -> None:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from importlib.util import find_spec
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +32,9 @@ from test_ssh import DIGITS, SLOWLY
 
 from paceline.cli import main
 from paceline.launch.engines.ray import bundles, pending
+from paceline.launch.engines.spark_driver import Gate
 
-slow, real = pytest.mark.slow, pytest.mark.timeout(300)
+slow, real = pytest.mark.slow, pytest.mark.timeout(600)
 NO_SPARK = "there is no Spark: pip install 'paceline[spark]', and a Java of 17 or newer"
 
 
@@ -208,6 +211,8 @@ def test_two_nodes_train_what_one_worker_trains(on: Launched, tmp_path: Path) ->
     assert any(
         {"ray": "Ray runtime started", "spark": "SparkListenerEnvironmentUpdate"}[on.engine] in log for log in logs
     )
+    if on.engine == "spark":
+        assert len(list(on.logs.glob("home/work/*/*/stderr"))) == 2
     for word in (secret, "hidden-from-it"):
         assert not [text for text in (told, error, *logs) if word in text]
 
@@ -396,6 +401,17 @@ def test_a_dry_run_says_what_spark_would_be_asked(
         f"spark-submit --master yarn {words} --executor-memory 8g: 3 barrier tasks: "
         "sh <<< 'cd /c && exec /py -m paceline agent\n'\n"
     )
+
+
+def test_tasks_come_with_the_secret_alone() -> None:
+    """Neither who does not know it, nor a task that nobody waits for, gets anything out of Spark's driver."""
+    with closing(Gate("127.0.0.1", "127.0.0.1")) as gate:
+        with pytest.raises(AuthenticationError):
+            Client(gate.address, authkey=b"another")
+        with Client(gate.address, authkey=gate.key) as pipe:
+            pipe.send_bytes(b"0.unknown 0")
+            with pytest.raises(EOFError):
+                pipe.recv_bytes()
 
 
 def test_where_there_is_no_pyspark(tmp_path: Path) -> None:

@@ -76,7 +76,10 @@ class ParquetRows:
     def order(self, position: int, size: int, seed: int = 0, epoch: int = 0) -> int:
         """For ``steps(order=rows.order)``: row groups in an order of chance, and the rows inside of each. So each group
         is read once in an epoch by whoever needs some of it, while any order of all rows would read it again and again.
+        UsageError: `size` is not their number.
         """
+        if size != len(self):
+            raise UsageError(f"an order of {len(self)} rows is asked for {size}", "give the rows themselves to steps()")
         if self._shuffled[0] != (seed, epoch):
             groups = [int(sample_index(turn, len(self._groups), seed, epoch)) for turn in range(len(self._groups))]
             sizes = (self._starts[group + 1] - self._starts[group] for group in groups)

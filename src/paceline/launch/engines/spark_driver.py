@@ -58,13 +58,11 @@ def _task(address: tuple[str, int], key: bytes, name: str) -> Callable[[Any], An
 
 
 class Gate:
-    """Where the tasks of a `context` come to. What comes is met in a thread each, until the listener is closed."""
+    """Where tasks come to, who know us as `host`. What comes is met in a thread each, until the listener is closed."""
 
-    def __init__(self, context: Any) -> None:
-        self.context, self.key, self.hosts = context, secrets.token_bytes(32), dict[str, TaskBridge]()
-        conf = context.getConf()
-        host = conf.get("spark.driver.host")
-        self._listener = socket.create_server((conf.get("spark.driver.bindAddress", host), 0))
+    def __init__(self, host: str, bind: str) -> None:
+        self.key, self.hosts = secrets.token_bytes(32), dict[str, TaskBridge]()
+        self._listener = socket.create_server((bind, 0))
         self.address = (host, self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -77,15 +75,19 @@ class Gate:
     def _meet(self, wire: socket.socket, where: str) -> None:
         limit = socket.SOL_SOCKET, socket.SO_RCVTIMEO
         wire.setsockopt(*limit, struct.pack("ll", ANSWER, 0))
-        with Connection(os.dup(wire.fileno())) as pipe, suppress(OSError, EOFError, AuthenticationError, ValueError):
+        refused = OSError, EOFError, AuthenticationError, ValueError, KeyError
+        with Connection(os.dup(wire.fileno())) as pipe, suppress(*refused):
             deliver_challenge(pipe, self.key)
             answer_challenge(pipe, self.key)
             name, stream = pipe.recv_bytes(100).decode().split()
             wire.setsockopt(*limit, struct.pack("ll", 0, 0))
             self.hosts[name].meet(int(stream), wire, where)
+            return
+        wire.close()
 
     def close(self) -> None:
         """Agents that are left hear that nobody is here any more. They have a while to end."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # or the thread that accepts would keep it
         self._listener.close()
         for host in self.hosts.values():
             host.leave()
@@ -98,10 +100,10 @@ class Gate:
 class TaskBridge:
     """A host: a task, and once it is `attached` between the standard streams of somebody who waits for its end."""
 
-    def __init__(self, gate: Gate, number: int) -> None:
+    def __init__(self, gate: Gate, context: Any, number: int) -> None:
         from pyspark import InheritableThread
 
-        self._gate, self._name = gate, f"{number}.{secrets.token_hex(8)}"
+        self._gate, self._context, self._name = gate, context, f"{number}.{secrets.token_hex(8)}"
         self._wires: dict[int, socket.socket] = {}
         self._lock, self._left = threading.Lock(), False
         self.there, self.where = threading.Event(), ""  # whether it has come or will not, and from where
@@ -114,7 +116,7 @@ class TaskBridge:
         from py4j.protocol import Py4JError
         from pyspark.errors import PySparkException
 
-        context = self._gate.context
+        context = self._context
         context.addJobTag(self._name)
         context.setJobDescription(f"paceline, host {number}")
         run = _task(self._gate.address, self._gate.key, self._name)
@@ -180,7 +182,7 @@ class TaskBridge:
 
     def cancel(self) -> None:
         if self.job.is_alive():
-            self._gate.context.cancelJobsWithTag(self._name)
+            self._context.cancelJobsWithTag(self._name)
 
     def leave(self) -> None:
         self.hang_up()
@@ -201,9 +203,11 @@ def _why(error: Exception) -> str:
 
 def hold(context: Any, asked: Mapping[str, Any], heard: int, tell: Callable[..., None]) -> None:
     """Brings about what was asked for, and keeps it until what we have `heard` ends."""
-    gate = Gate(context)
+    conf = context.getConf()
+    host = conf.get("spark.driver.host")
+    gate = Gate(host, conf.get("spark.driver.bindAddress", host))
     try:
-        hosts = {number: TaskBridge(gate, number) for number in range(asked["nodes"])}
+        hosts = {number: TaskBridge(gate, context, number) for number in range(asked["nodes"])}
         told, end = "", time.monotonic() + asked["wait"]
         while not all(host.there.wait(LOOK / len(hosts)) for host in hosts.values()):
             if select.select([heard], [], [], 0)[0]:  # nobody is there any more
@@ -223,7 +227,7 @@ def hold(context: Any, asked: Mapping[str, Any], heard: int, tell: Callable[...,
             return
 
         def begin(number: int, *given: Any) -> TaskBridge:
-            return (hosts.pop(number, None) or TaskBridge(gate, number)).attached(*given)
+            return (hosts.pop(number, None) or TaskBridge(gate, context, number)).attached(*given)
 
         keep(heard, tell, [host.where for host in hosts.values()], begin)
     finally:
