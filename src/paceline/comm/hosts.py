@@ -147,7 +147,8 @@ class Gloo:
         taken = [torch.empty(self.size, len(part), dtype=torch.uint8) for part in parts]
         starts = [partial(self.group._allgather_base, t.view(-1), p) for t, p in zip(taken, parts, strict=True)]
         yield from self.stream(starts, self.size * flat.nbytes, (self.size - 1) * flat.nbytes)
-        return _joined(taken).view(flat.dtype)
+        # What is empty has strides that no view of another dtype takes.
+        return _joined(taken).view(flat.dtype) if flat.nbytes else flat.new_empty(self.size, 0)
 
     def all_reduce(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Steps:
         options = c10d.AllreduceOptions()
@@ -329,7 +330,7 @@ class Hosts:
             yield from answer or self.leaders.same(asked)
             if between is not None:
                 yield from between(self.leaders, flat)
-            elif reduction.gloo is not None and flat.nbytes > FEW:
+            elif reduction.gloo is not None and not 0 < flat.nbytes <= FEW:
                 yield from self.leaders.all_reduce(flat, reduction.gloo)
             else:
                 rows = yield from self.leaders.all_gather(flat)
