@@ -213,4 +213,4 @@ def test_a_dead_worker_leaves_its_last_collectives(tmp_path: Path) -> None:
     assert about["worker"] == 1
     assert all(record["ended"] for record in flight), "it was in the user's code"
     assert other[-1]["number"] > flight[-1]["number"]
-    assert other[-1]["failed"] is True
+    assert other[-1]["ended"] is None or other[-1]["failed"] is True, "it waited when it was ended, or had heard why"
