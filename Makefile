@@ -10,13 +10,16 @@ PINS := pyproject.toml constraints.txt
 RUN := runs/demo
 ONE := runs/demo-one
 
+# What other programs start, on the real ones as far as this machine has them: sshd, Slurm, Open MPI, Ray, Spark, Kubernetes.
+ENGINES := $(addprefix tests/test_,engines.py ssh.py slurm.py ray_and_spark.py kubernetes.py nodes.py function.py \
+  launchers_of_others.py parquet.py)
 COLD := tests/test_launch.py tests/test_launch_ends.py tests/test_errors.py tests/test_exits.py
 
 # Else each of the thousands of processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types bench gpu clean
+.PHONY: help demo test test-all engines lint types bench gpu clean
 
 # $(call install,WHAT): one command line for all, or pip would fetch another torch first, which is several gigabytes.
 define install
@@ -61,6 +64,9 @@ test: lint ## lint, types, and all tests but the slow ones
 test-all: lint types ## lint, types, and all tests
 	@$(BIN)/pytest -n 3 --dist worksteal
 	@PACELINE_COLD_START=1 $(BIN)/pytest -n 3 --dist worksteal $(COLD)
+
+engines: $(TOOLS) ## the tests of ssh, Slurm, MPI, Ray, Spark and Kubernetes, on real ones where they are installed
+	@$(BIN)/pytest -n 2 --dist loadfile $(ENGINES)
 
 lint: $(TOOLS) ## ruff: rules and format
 	@$(BIN)/ruff check
