@@ -37,6 +37,13 @@ def processes() -> list[psutil.Process]:
     return list(psutil.process_iter(["pid", "cwd", "cmdline", "environ"]))
 
 
+def in_no_process(secret: str) -> None:
+    """It is in no process's arguments, and no variable has it."""
+    for one in processes():
+        assert not any(secret in word for word in one.info["cmdline"] or ())
+        assert secret not in (one.info["environ"] or {}).values()
+
+
 @dataclass
 class Agent:
     """A `paceline run` on a host, with the run folder `folder`."""

@@ -162,3 +162,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     os.close(run._lock)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's own folder is the working directory, and has a train.py."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import json
 import random
-import signal
-import sys
 from collections import Counter
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 import torch
-from agents import until
 from by_hand import grid
-from launching import SCRIPTS, paceline, train_basics
+from launching import paceline, train_basics
 from oracle import apart
 from safetensors.torch import load_file
 from test_servers import TOLERANCE, by_hand, trained
-from test_windows import BATCH, ROWS, counted, windows_of
+from test_windows import BATCH, ROWS, counted, stopped, windows_of
 from torch.utils.data import TensorDataset
-from warm import Process, environment
 
 from paceline.observe.summary import Summary, facts
 from paceline.team.chaos import read_log
-from paceline.team.coordinator import STOPPED
 from paceline.tickets import Shares
 
 SLOW = {"SLOW": "1:4"}
@@ -106,13 +100,7 @@ def test_who_is_lost_is_late(tmp_path: Path, plan: str, env: dict[str, str]) -> 
 
 @pytest.mark.slow
 def test_a_stop_ends_the_window_and_the_rest_is_made_later(tmp_path: Path) -> None:
-    said = ("--workers", "3", "--run-dir", "run", "--plan", "micro=2 server=2 backup=1")
-    command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "counted.py"), ".", "60"]
-    with Process(command, environment(REACHED="0:8", PACE="0.05"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
-        until((tmp_path / "reached").exists)
-        process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=60)
-    assert process.returncode == STOPPED, told
+    stopped(tmp_path, "micro=2 server=2 backup=1", 60)
     counted(tmp_path, 2, "server=1 backup=1", 60, micro=2)
     what_came_counts(tmp_path, 60)
     assert 0 < windows_of(tmp_path)[0]["updates"] < 60

@@ -297,11 +297,10 @@ WRONG: list[tuple[list[str], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("with_a_script")
 def test_a_job_of_pbs_has_its_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
     (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
     words = ["launch", "mpi", "--engine=--mca plm tm", "--python", "/py", "--cwd", "/c", "--dry-run", "train.py"]
@@ -312,20 +311,14 @@ def test_a_job_of_pbs_has_its_hosts(
 
 
 @pytest.mark.parametrize(("words", "told"), WRONG, ids=[told.split(";")[0] for _, told in WRONG])
-def test_what_cannot_be_launched(
-    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
+@pytest.mark.usefixtures("with_a_script")
+def test_what_cannot_be_launched(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", *("train.py" if word == "SCRIPT" else word for word in words)]) == 2
     assert capsys.readouterr().err == f"paceline: {told}\n"
 
 
-def test_dry_runs_show_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
+@pytest.mark.usefixtures("with_a_script")
+def test_dry_runs_show_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--dry-run", "--python", "/py", "--cwd", "/c d", "--run-dir", "runs/a", "--env", "KEY=secret"]
     assert main(["launch", "ssh", "--hosts", "a,b", *given, "train.py"]) == 0
     one = "ssh -T -a -x -o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=5 -- {} sh <<< "

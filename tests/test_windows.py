@@ -39,6 +39,17 @@ def counted(folder: Path, workers: int, plan: str, steps: int, *options: str, mi
     return done.stdout + done.stderr
 
 
+def stopped(folder: Path, plan: str, steps: int) -> None:
+    """Three workers, to which SIGTERM comes when the first one has made eight steps."""
+    said = ("--workers", "3", "--run-dir", "run", "--plan", plan)
+    command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "counted.py"), ".", str(steps)]
+    with Process(command, environment(REACHED="0:8", PACE="0.05"), cwd=folder, stdout=PIPE, stderr=PIPE) as process:
+        until((folder / "reached").exists)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, told
+
+
 def windows_of(folder: Path) -> list[dict[str, Any]]:
     return [event for event in read_journal(folder / "run") if event["event"] == "window"]
 
@@ -309,13 +320,7 @@ def test_nobody_reads_too_far_ahead_in_a_thousand_tickets(tmp_path: Path, bound:
 
 def test_a_stop_ends_the_window_and_the_rest_is_made_later(tmp_path: Path) -> None:
     """Also without staleness, and on another team."""
-    said = ("--workers", "3", "--run-dir", "run", "--plan", "micro=3 server=2 staleness=4")
-    command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "counted.py"), ".", "100"]
-    with Process(command, environment(REACHED="0:8", PACE="0.05"), cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
-        until((tmp_path / "reached").exists)
-        process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=60)
-    assert process.returncode == STOPPED, told
+    stopped(tmp_path, "micro=3 server=2 staleness=4", 100)
     [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
     done = int(saved.name.removeprefix("step-"))
     assert 0 < done < 50

@@ -370,8 +370,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     # -- messages -----------------------------------------------------------------------------------------------
 
+    def _over_nccl(self, tensor: torch.Tensor, rank: int) -> bool:
+        return tensor.is_cuda and not self.channel.nccl.shares(tensor.device, rank)
+
     def send(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
-        if tensors[0].is_cuda and not self.channel.nccl.shares(tensors[0].device, rank):
+        if self._over_nccl(tensors[0], rank):
             return self.channel.nccl.group.send(tensors, rank, tag)  # type: ignore[no-any-return]
         asked("send", tensors)
         with outside_inference():
@@ -381,7 +384,7 @@ class ProcessGroup(dist.ProcessGroup):
         return operation
 
     def recv(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
-        if tensors[0].is_cuda and not self.channel.nccl.shares(tensors[0].device, rank):
+        if self._over_nccl(tensors[0], rank):
             return self.channel.nccl.group.recv(tensors, rank, tag)  # type: ignore[no-any-return]
         return self._receive(tensors, rank, tag)
 
