@@ -57,13 +57,9 @@ def oracle(name: str) -> Result:
     return train((CASES | CUT)[name])
 
 
-# Of the teams in shards and cut inside layers these differ most from the others.
-QUICK = {"3 unequal, shard=3 zero=3", "4 unequal, shard=2 zero=3 exact", "4 unequal, tensor=2"}
-SLOW = {"2 workers", "3 workers", "5 workers", "2 unequal"} | {
-    team for team in TEAMS if "shard" in team or "tensor" in team
-} - QUICK
+QUICK = {"1 worker", "3 unequal, one idle", "3 unequal, shard=3 zero=3", "4 unequal, tensor=2"}
 PARAMS = [
-    pytest.param((team, name), id=f"{team}-{name}", marks=[pytest.mark.slow] if team in SLOW else [])
+    pytest.param((team, name), id=f"{team}-{name}", marks=[] if team in QUICK else [pytest.mark.slow])
     for team in TEAMS
     for name in cases(team)
 ]

@@ -56,11 +56,11 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
         (2, "local=4 every=2", "mlp"),
         (2, "shard=2 zero=1", "mlp"),
         (4, "data=2 shard=2 zero=3", "mlp"),
-        (4, "pipeline=2 tensor=2", "mlp"),
-        (2, "context=2", "gpt"),
         *[
             pytest.param(workers, plan, model, marks=pytest.mark.slow)
             for workers, plan, model in (
+                (4, "pipeline=2 tensor=2", "mlp"),
+                (2, "context=2", "gpt"),
                 (4, "local=2 every=1", "mlp"),
                 (2, "local=4 every=2 fragments=2 delay=0", "mlp"),
                 (2, "local=2 every=2 fragments=2 outer_codec=int8", "mlp"),

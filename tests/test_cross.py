@@ -214,13 +214,10 @@ def pids_of(agent: Agent) -> list[int]:
     return [int(event["pid"]) for event in agent.events("worker") if event["what"] == "started"]
 
 
-QUICK = {("one host", "another", "both")}
-ROWS = [
-    pytest.param(*row, marks=[] if row in QUICK else [pytest.mark.slow], id="-".join(row).replace(" ", "_"))
-    for row in itertools.product(TEAMS, VICTIMS, FAULTS)
-]
+ROWS = [pytest.param(*row, id="-".join(row).replace(" ", "_")) for row in itertools.product(TEAMS, VICTIMS, FAULTS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("team", "victim", "fault"), ROWS)
 def test_it_goes_on_or_ends_with_a_word(
     cluster: Callable[[int], Cluster], undisturbed: Callable[[str], bytes], team: str, victim: str, fault: str

@@ -91,6 +91,7 @@ def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]
     process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("running", [(2, 400)], indirect=True)
 def test_an_agent_that_stands_still_while_the_coordinator_is_started_again(running: Running) -> None:
     """Its workers train on meanwhile: nobody has failed."""
@@ -105,6 +106,7 @@ def test_an_agent_that_stands_still_while_the_coordinator_is_started_again(runni
     running.end(losses=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("running", [(5, 100)], indirect=True)
 def test_strangers_do_not_keep_the_agent_from_its_coordinator(running: Running) -> None:
     """130 connections that never come to a request, of the agent's own address and before it, while the coordinator and

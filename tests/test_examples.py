@@ -61,7 +61,8 @@ def test_the_llama_learns_in_shards(tmp_path):
     assert losses[-1] < 6
 
 
-@pytest.mark.parametrize("kind", ["clip", pytest.param("simclr", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["clip", "simclr"])
 def test_rows_find_their_other_side(kind, tmp_path):
     said = paceline("run", "--workers", "2", EXAMPLES / "contrastive.py", kind, cwd=tmp_path).stdout
     (right,) = re.findall(r"the nearest of 256 is the right one for ([\d.]+)%", said)

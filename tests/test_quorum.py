@@ -392,7 +392,7 @@ exec(compile(open({script!r}).read(), {script!r}, "exec"))
 @pytest.mark.parametrize(
     ("plan", "late", "leaves"),
     [
-        ("local=3 every=2 quorum=2", "2:0:0:34", False),
+        pytest.param("local=3 every=2 quorum=2", "2:0:0:34", False, marks=pytest.mark.slow),
         pytest.param("local=3 every=2", "", False, marks=pytest.mark.slow),
         pytest.param("local=3 every=2 quorum=2", "2:0:0:34", True, marks=pytest.mark.slow),
         pytest.param("local=3 every=3 quorum=1", "0:2:0:34", False, marks=pytest.mark.slow),

@@ -51,7 +51,8 @@ def test_a_lost_worker_takes_its_replica_and_nothing_else(moment, worker, zero, 
     assert f"\n{said}\n" in ended.text
 
 
-@pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
 def test_lost_between_the_sums_of_the_two_places(zero, undisturbed, tmp_path, monkeypatch):  # noqa: F811
     """Worker 0 has the sums of its rows over all replicas; those of the other rows wait for worker 3.
 

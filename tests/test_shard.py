@@ -284,7 +284,8 @@ def test_the_blocks_are_told(tmp_path: Path) -> None:
     assert said in [entry.get("what") for entry in journal(tmp_path / "out", "decision")]
 
 
-@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
 def test_blocks_alike_whose_workers_are_never_at_the_same_place(zero: int, tmp_path: Path) -> None:
     """Their gradients travel in memory that all use in turn: one worker is late here, another one there."""
     body = (

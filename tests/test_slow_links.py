@@ -225,9 +225,8 @@ def test_links_are_measured_and_followed(hosts: Callable[[int], Network], tmp_pa
     assert re.fullmatch(advice, said), said
 
 
-@pytest.mark.parametrize(
-    "codec", ["sign", *(pytest.param(one, marks=pytest.mark.slow) for one in LOSSY if one != "sign")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", LOSSY)
 def test_a_run_that_is_resumed(hosts: Callable[[int], Network], tmp_path: Path, straight: Path, codec: str) -> None:
     """On as many hosts each goes on with what it had not sent; on one it goes into the next gradient."""
     here, script = hosts(3), (SCRIPTS / "linear.py", "out", str(STEPS))

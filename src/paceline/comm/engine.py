@@ -29,7 +29,10 @@ from paceline.pulse import PULSE
 Steps = Generator[Condition, None, None]
 SPIN = 2e-4  # seconds of looking without a pause, while there is a core for each worker
 YIELD = 2e-3  # then seconds of letting others run in between; after that pauses
-PAUSE = 3e-4  # seconds at most
+PAUSE = 3e-4  # seconds, in a wait that is short
+LONG = (
+    3e-3  # seconds of a pause at most, in a wait that is long: over a slow link it is, and a look costs a core's time
+)
 CALM, LEAST = 1e-3, 5e-5  # seconds between two looks, at most and at least, where nobody is in a hurry
 LOOK = 0.1  # seconds between two looks for the reason of a long wait
 SWITCH = 2e-4  # seconds that another Python thread may keep the interpreter from the one that moves collectives on
@@ -285,7 +288,7 @@ class ProgressEngine:
         if waited < YIELD:
             os.sched_yield()
         else:
-            time.sleep(min(PAUSE, waited / 50))
+            time.sleep(max(min(PAUSE, waited / 50), min(LONG, waited / 100)))
 
     # -- the background -----------------------------------------------------------------------------------------
 
@@ -323,7 +326,7 @@ class ProgressEngine:
                 if self._hurried:
                     self._pause(waited, True)
                 else:
-                    time.sleep(min(CALM, LEAST + waited / 2))
+                    time.sleep(max(min(CALM, LEAST + waited / 2), min(LONG, waited / 16)))
             self._hurried &= bool(self._queues)
 
     def stop(self) -> None:

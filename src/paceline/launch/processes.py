@@ -123,7 +123,11 @@ def ended(pid: int) -> bool:
 
 def _stat(pid: int) -> tuple[str, list[str]]:
     """A process's name; and its state, parent, group and session. OSError: there is none."""
-    head, _, rest = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")
+    file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+    try:
+        head, _, rest = os.read(file, 4096).decode(errors="replace").rpartition(")")
+    finally:
+        os.close(file)
     return head.partition("(")[2], rest.split()[:4]
 
 
