@@ -33,6 +33,79 @@ def test_every_collective_gives_what_plain_arithmetic_gives(hosts: Hosts, counts
         assert worker.stdout == f"hosts {TEAMS[counts]}\n"
 
 
+@pytest.mark.slow
+def test_every_collective_of_a_team_that_is_too_large_to_connect_all_with_all(hosts: Hosts) -> None:
+    """Which is all that more than 64 workers do in another way."""
+    for worker in hosts(2).run((2, 2), SCRIPTS / "everything.py", "many"):
+        assert worker.stdout == f"hosts {TEAMS[2, 2]}\n"
+
+
+# What each worker is connected with beside the store, whose port is not gloo's.
+CONNECTED = """
+import os, socket, sys
+import torch
+from paceline.comm import hosts
+hosts.MESH = int(sys.argv[1])
+import paceline
+
+def connections():
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                here, there = one.getsockname(), one.getpeername()
+        except OSError:
+            continue
+        if isinstance(here, tuple) and 29500 not in (here[1], there[1]):
+            found.append(there)
+    return len(found)
+
+team = paceline.join()
+said = [connections()]
+if team.rank in (1, 4):
+    message = torch.ones(3)
+    (team.group.receive if team.rank == 1 else team.group.send)(message, 5 - team.rank)
+said.append(connections())
+team.group.enter("exchange")
+team.group.exchange([torch.ones(1)] * 6, [torch.empty(1) for _ in range(6)])
+print(*said, connections())
+"""
+
+
+@pytest.mark.parametrize(("mesh", "leader", "other"), [(64, (7, 7, 7), (5, 5, 5)), (0, (2, 2, 7), (0, 0, 5))])
+def test_who_is_connected_with_whom(
+    hosts: Hosts, tmp_path: Path, mesh: int, leader: tuple[int, ...], other: tuple[int, ...]
+) -> None:
+    """Of many the leaders, by two connections, and who sends each other something, until all do."""
+    (tmp_path / "train.py").write_text(CONNECTED)
+    for worker in hosts(2).run((3, 3), "train.py", str(mesh)):
+        expected = [*(leader if worker.rank in (0, 3) else other)]
+        if not mesh and worker.rank in (1, 4):
+            expected = [0, 1, 6]
+        assert [*map(int, worker.stdout.split())] == expected, worker.rank
+
+
+WAITING = (
+    JOIN
+    + """
+import time, torch
+if team.rank == 0:
+    time.sleep(3.0)
+    team.group.send(torch.ones(3), 1)
+elif team.rank == 1:
+    team.group.receive(came := torch.zeros(3), 0)
+    print(came.tolist())
+"""
+)
+
+
+@pytest.mark.parametrize("mesh", [64, 0])
+def test_a_message_may_come_much_later_than_connections_may_take(hosts: Hosts, tmp_path: Path, mesh: int) -> None:
+    (tmp_path / "train.py").write_text(f"from paceline.comm import hosts\nhosts.MESH = {mesh}\n{WAITING}")
+    workers = hosts(2).run((1, 2), "train.py", everywhere={"PACELINE_JOIN_TIMEOUT": "5"})
+    assert [worker.stdout for worker in workers] == ["", "[1.0, 1.0, 1.0]\n", ""]
+
+
 @pytest.mark.parametrize("counts", [(2, 2), pytest.param((2, 1, 3), marks=pytest.mark.slow)], ids=str)
 def test_weights_and_reports_are_those_of_one_process(hosts: Hosts, counts: tuple[int, ...], tmp_path: Path) -> None:
     hosts(len(counts)).run(counts, SCRIPTS / "contract.py", tmp_path / "out", *CASES)
@@ -62,24 +135,27 @@ import sys, torch, torch.distributed as dist
 from paceline.comm.autoload import register
 register()
 dist.init_process_group("paceline")
-data = torch.ones(8 << 20)
-for _ in range(int(sys.argv[1])):
-    dist.all_reduce(data)
+data, mine = torch.ones(8 << 20), torch.empty(2 << 20)
+for _ in range(int(sys.argv[2])):
+    dist.all_reduce(data) if sys.argv[1] == "all" else dist.reduce_scatter_tensor(mine, data)
 dist.destroy_process_group()
 """
 
 
-def test_a_sum_crosses_the_wire_once_per_host(hosts: Hosts, tmp_path: Path) -> None:
-    """32 MB among two hosts: each sends half of it twice, however many workers it has."""
+@pytest.mark.parametrize(("which", "bytes_"), [("all", 32 << 20), ("scattered", 16 << 20)])
+def test_a_sum_crosses_the_wire_once_per_host(hosts: Hosts, tmp_path: Path, which: str, bytes_: int) -> None:
+    """32 MB among two hosts: each sends half of it twice, or once where each worker keeps a part, however many workers
+    it has.
+    """
     (tmp_path / "sums.py").write_text(SUMS)
     here = hosts(2)
     sent = []
     for count in ("1", "5"):
         before = [host.sent() for host in here.hosts]
-        here.run((2, 2), "sums.py", count)
+        here.run((2, 2), "sums.py", which, count)
         sent.append([host.sent() - was for host, was in zip(here.hosts, before, strict=True)])
     for few, many in zip(*sent, strict=True):
-        assert (many - few) / 4 == pytest.approx(32 << 20, rel=0.1)
+        assert (many - few) / 4 == pytest.approx(bytes_, rel=0.1)
 
 
 # -- which way ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from paceline.comm import hosts as comm
+from paceline.comm import shared
 from paceline.comm import status as sides
+from paceline.comm.rendezvous import _wait_for_all
 from paceline.comm.status import Side, asker
 from paceline.errors import PeerLostError
 from paceline.saving import some
+from paceline.world import World
 
 
 class Asked:
@@ -84,6 +89,85 @@ def test_who_waits_long_asks_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -
         if one._survey is not None:
             one._survey.exception()  # waits until it is answered, which the next look hears
     assert 40 < asked.requests["multi_get"] < 70
+
+
+class Shared(dist.Store):
+    """The store of a team that counts what is asked: who asks for what nobody has set yet waits, and does not ask
+    again. Requests and keys by kind, and bytes that were answered.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store, self._set, self._lock = store, defaultdict[str, threading.Event](threading.Event), threading.Lock()
+        self.requests, self.keys, self.bytes = Counter[str](), Counter[str](), 0
+
+    def _count(self, kind: str, keys: int, size: int = 0) -> None:
+        with self._lock:
+            self.requests[kind] += 1
+            self.keys[kind] += keys
+            self.bytes += size
+
+    def set(self, key: str, value: str) -> None:
+        self._count("set", 1)
+        self._store.set(key, value)
+        with self._lock:
+            there = self._set[key]
+        there.set()
+
+    def check(self, keys: list[str]) -> bool:
+        self._count("check", len(keys))
+        for key in keys:
+            with self._lock:
+                there = self._set[key]
+            assert there.wait(60)
+        return bool(self._store.check(keys))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = self._store.multi_get(keys)
+        self._count("multi_get", len(keys), sum(map(len, found)))
+        return list(found)
+
+
+@pytest.mark.parametrize(("hosts", "each"), [(8, 4), pytest.param(125, 8, marks=pytest.mark.slow)])
+def test_what_a_generation_asks_grows_with_its_workers(hosts: int, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers are threads on hosts that are names: they meet, share real memory and tell gloo whom to connect."""
+    size, groups, lock = hosts * each, list[tuple[int, int]](), threading.Lock()
+    place, devices = threading.local(), {"create_device": dict, "create_default_device": dict}
+
+    def connect(_: dist.Store, rank: int, size: int, *__: Any, **___: Any) -> None:
+        with lock:
+            groups.append((rank, size))
+
+    monkeypatch.setattr(comm, "host_key", lambda: f"host {place.rank // each}")
+    monkeypatch.setattr(comm, "Gloo", connect)
+    monkeypatch.setattr(comm, "MESH", 0)
+    monkeypatch.setattr(shared, "BLOCK", 4096)
+    monkeypatch.setattr(comm, "dist", SimpleNamespace(**{**vars(dist), "ProcessGroupGloo": SimpleNamespace(**devices)}))
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    asked, made = Shared(server), list[comm.Hosts]()
+
+    def work(rank: int) -> None:
+        place.rank = rank
+        _wait_for_all(asked, World(rank=rank, size=size), lambda: False)
+        Side(asked, rank, size)
+        made.append(comm.Hosts(asked, rank, size, "", lambda: False))
+
+    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [[*host] for host in made[0].hosts] == [[*range(at, at + each)] for at in range(0, size, each)]
+    for one in made:
+        one.close()
+    # The leaders, twice: sums, and what goes ahead of them.
+    assert Counter(groups) == {(rank, hosts): 2 for rank in range(hosts)}
+    assert asked.requests == {"set": 5 * size + 3 * hosts + 4, "check": 6 * size, "multi_get": 6 * size}
+    # Three times somebody asks all workers, once a leader all of its host, once one all leaders; and each its own host.
+    once = 3 * (2 * size - 1) + size + (hosts * each + size - hosts) + (hosts + size - 1)
+    assert asked.keys["check"] == once
+    assert asked.keys["multi_get"] == once - (2 * size - 1) + size * each
+    assert asked.bytes < size * (8 * size + 128 * each + 2 * hosts)  # each hears who is on which host
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,9 @@ def test_what_ssh_says_is_told(shore: Callable[[int], Shore], tmp_path: Path) ->
     _, error = here.start("--hosts", "nowhere,a", "train.py").communicate(timeout=100)
     assert error.startswith("paceline: the hosts differ:\nhost ")
     assert "\nnowhere  ssh: Could not resolve hostname nowhere: " in error
+    (tmp_path / "client.pub").write_text("")
+    _, error = here.start("--hosts", "a", "train.py").communicate(timeout=100)
+    assert f"\na     root@{here.hosts[0].address}: Permission denied (publickey).; " in error
     (tmp_path / "known").write_text("")
     _, error = here.start("--hosts", "a", "train.py").communicate(timeout=100)
     assert "\na     Host key verification failed.; " in error

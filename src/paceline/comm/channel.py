@@ -76,7 +76,7 @@ class Channel:
         self.hosts = Hosts(store, rank, size, _own_address(store), lost)
         self.mailbox = Mailbox(self.hosts)
         named = dist.PrefixStore("nccl", store)
-        self.nccl = Nccl(named, asker(named, lost), rank, size, self.hosts.address)
+        self.nccl = Nccl(named, asker(named, lost, size), rank, size, self.hosts.address)
         shared = self.hosts.shared
         self.crowded = shared is None or shared.crowded
         _channels.append(self)

@@ -25,7 +25,7 @@ from paceline.comm.engine import ENGINE, Operation, Steps
 from paceline.comm.hosts import Between, Hosts, interface_of
 from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared import raw_bytes
-from paceline.comm.status import call_site, unless
+from paceline.comm.status import MANY, call_site, unless
 from paceline.comm.tensors import Asked, Op, outside_inference, plain, reduction
 from paceline.comm.through_host import Carrier, carrier
 from paceline.errors import LaunchError, PeerLostError, UsageError
@@ -316,7 +316,7 @@ class Group:
     def _beside(self, tensor: torch.Tensor, collective: _Begin, coded: bool = False) -> dist.Work:
         """The same of one that goes on while this worker computes, if it takes others long, on other hosts."""
         work = self._start(tensor, collective, coded=coded)
-        if self.channel.hosts.leaders is not None:
+        if self.channel.hosts.several:
             ENGINE.in_background(hurried=False)
         return work
 
@@ -538,16 +538,23 @@ class Group:
         A worker that still waits for us in a collective sees that we ended, and fails with the reason; then we, too,
         raise PeerLostError.
         """
-        if self._store is None:
+        if (store := self._store) is None:
             return
         self._side.say("ended", self._declared[:2])
         places: list[dict[str, Any] | None] = [None]
+        # The first looks where all are, and says when they have met; of many others each looks the more seldom.
+        pace, looks = max(1.0, self.size / MANY), 0
         try:
             self._side.publish()
             while not all(place is not None and place["state"] in ("ended", "met") for place in places):
-                time.sleep(0.02)
+                time.sleep(0.02 * pace)
                 if self.channel.broken is not None:
                     raise self.channel.broken
+                looks += 1
+                if self.rank and looks % int(pace):
+                    if unless(lambda: self.channel.broken, partial(store.check, ["met"])):
+                        break
+                    continue
                 places = unless(lambda: self.channel.broken, self._side.others)
                 for rank, place in enumerate(places):
                     if place is not None and place["state"] == "failed":
@@ -555,6 +562,8 @@ class Group:
                             f"worker {self.names[self.rank]} had ended, but worker {self.names[rank]} failed",
                             f"see the log of worker {self.names[rank]}",
                         )
+            if self.rank == 0:
+                store.set("met", "1")
             self._side.say("met", self._declared[:2])  # what follows, such as a last checkpoint, all do together
             self._side.publish()
         except RuntimeError:  # the store went with the first worker

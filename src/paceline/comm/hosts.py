@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import operator
 import os
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
 from itertools import chain
+from threading import Lock
 from typing import Any
 
 import torch
@@ -29,13 +32,14 @@ from paceline.comm import collectives
 from paceline.comm.engine import Steps
 from paceline.comm.links import Flow, Pair, measure
 from paceline.comm.shared import Arena, Condition, MismatchError, Shared, host_key, map_together, raw_bytes
-from paceline.comm.status import Ask, asker
+from paceline.comm.status import Ask, agree, asker, beside
 from paceline.comm.tensors import Reduction
 from paceline.errors import PeerLostError, UsageError, first_line
 from paceline.world import gloo_interface
 
 FOREVER = timedelta(days=7)  # waiting is our own: gloo's deadline only has to be longer than any honest pause
 KEPT_BYTES = 64 << 20
+MESH = 64  # workers of several hosts that all connect with all from the start
 CHUNK, FLIGHT = 1 << 17, 8  # bytes that go to another worker at a time or more, and how many such are under way
 FEW = 1 << 12  # bytes that each leader sends to all, and all add up: a sum takes twice as many messages in a row
 AT_A_TIME = 0.01  # seconds that such a piece may take
@@ -54,12 +58,12 @@ class Gloo:
     interpreter's end (which aborts). So the last references are kept here for a while.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, devices: Sequence[Any]) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, devices: Sequence[Any], threads: int = FLIGHT) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # To connect: all have come. gloo waits five times as long for a peer that does not connect.
         options._timeout = store.timeout / 5  # type: ignore[attr-defined]
         options._devices = list(devices)
-        options._threads = FLIGHT  # each is in one collective: with two of them a link of 20 ms was two thirds full
+        options._threads = threads  # each is in one collective: with two of them a link of 20 ms was two thirds full
         self.group: Any = dist.ProcessGroupGloo(store, rank, size, options)
         self.group._set_default_timeout(FOREVER)
         self.rank, self.size = rank, size
@@ -201,52 +205,61 @@ Between = Callable[[Gloo, torch.Tensor], Steps]  # sums a tensor over the first 
 class Hosts:
     """The hosts of one group: who is where, what connects them, and the collectives over both.
 
-    `ranks` of one host share memory (`shared`, None for a lone worker); its first rank is the leader. `gloo` connects
-    all workers and `leaders` one per host; both are None where there is one host.
+    `ranks` of one host share memory (`shared`, None for a lone worker); its first rank is the leader, and `leaders`
+    connects it with the others, where there are `several` hosts. `gloo` connects all workers then, if these are few:
+    of many, two are connected when they send each other something, and all when they exchange something with all.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, given_up: Callable[[], bool]) -> None:
         self.rank, self.size = rank, size
-        self._ask = asker(store, given_up)
-        key = host_key() if size > 1 else ""
-        about = f"{os.getpid()} {_cores():x} {address or '-'} {key}"
-        pids, cores, addresses, keys = _exchange(self._ask, store, rank, size, about)
-        self.address = _seen_from_others(address, addresses)
-        hosts = [[r for r in range(size) if keys[r] == k] for k in dict.fromkeys(k for k in keys if k)]
+        self._ask = asker(store, given_up, size)
+        about = f"{os.getpid()} {_cores():x} {address or '-'} {host_key() if size > 1 else ''}"
+        hosts, elsewhere = json.loads(agree(self._ask, store, "host", rank, range(size), about, _places_of))
+        self.address = _seen_from_others(address, elsewhere)
         self.shared: Shared | None = None
-        mine = next((host for host in hosts if rank in host and len(host) > 1), None)
+        mine = next((host for host in hosts if rank in host), None)
         if mine is not None:
+            said = (word.decode().split(" ")[:2] for word in store.multi_get([f"host/{r}" for r in mine]))
+            pids, cores = zip(*((int(pid), int(cores, 16)) for pid, cores in said), strict=True)
             size_here, otherwise = Shared.size(len(mine)), "what they exchange goes over gloo"
             name, reserved = f"memory/{mine[0]}", Shared.reserved(len(mine))
             mapped = map_together(self._ask, store, name, mine, rank, size_here, otherwise, reserved)
             if mapped is not None:
-                together = functools.reduce(operator.or_, (int(cores[r], 16) for r in mine))
-                self.shared = Shared(*mapped, mine, rank, [int(pids[r]) for r in mine], together.bit_count())
-        # Whether it worked is said by everybody: all must see the same hosts.
-        store.set(f"shares/{rank}", "1" if self.shared is not None else "0")
-        several = [r for host in hosts if len(host) > 1 for r in host]
-        said = self._ask(*(f"shares/{r}" for r in several)) if several else []
-        sharing = {r for r, shares in zip(several, said, strict=True) if shares == "1"}
-        joint = [host for host in hosts if host[0] in sharing]
-        self.hosts = sorted(joint + [[r] for r in range(size) if r not in sharing])
+                together = functools.reduce(operator.or_, cores)
+                self.shared = Shared(*mapped, mine, rank, pids, together.bit_count())
+        # Whether it worked is said to everybody: all must see the same hosts.
+        firsts = [host[0] for host in hosts]
+        sharing = "1" if self.shared is not None else "0"
+        if firsts and mine != [*range(size)]:
+            sharing = agree(self._ask, store, "shares", rank, firsts, sharing, "".join)
+        joint = [host for host, shares in zip(hosts, sharing, strict=bool(hosts)) if shares == "1"]
+        alone = {*range(size)}.difference(*joint)
+        self.hosts = sorted(joint + [[r] for r in alone])
         self._places = {r: (number, at) for number, host in enumerate(self.hosts) for at, r in enumerate(host)}
         self.here, _ = self._places[rank]
+        self.several = len(self.hosts) > 1
         self.gloo: Gloo | None = None
         self.leaders: Gloo | None = None
         self._ahead: Gloo | None = None
-        self._store, self._arenas = store, 0
-        if len(self.hosts) > 1:
+        self._mesh: Gloo | None = None
+        self._store, self._arenas, self._devices = store, 0, list[Any]()
+        self._pairs: dict[int, Future[Gloo]] = {}
+        self._meet, self._moving = asker(store, given_up, size, for_ever=True), Lock()
+        if self.several:
             self._connect(store)
 
     def _connect(self, store: dist.Store) -> None:
         """Raises UsageError where an interface is not there, PeerLostError where a peer cannot be reached over it."""
-        devices = _devices(self._ask, store, self.rank, self.size, self.address)
+        self._devices = _devices(self._ask, store, self.rank, self.size, self.address)
         try:
-            self.gloo = self.leaders = Gloo(dist.PrefixStore("all", store), self.rank, self.size, devices)
-            if len(self.hosts) < self.size and self.leads:
-                self.leaders = Gloo(dist.PrefixStore("leaders", store), self.here, len(self.hosts), devices)
+            if len(self.hosts) < self.size <= MESH:
+                self.gloo = self._all()
             if self.leads:
-                self._ahead = Gloo(dist.PrefixStore("ahead", store), self.here, len(self.hosts), devices)
+                self.leaders = Gloo(dist.PrefixStore("leaders", store), self.here, len(self.hosts), self._devices)
+                self._ahead = Gloo(dist.PrefixStore("ahead", store), self.here, len(self.hosts), self._devices)
+            if len(self.hosts) == self.size:
+                self.gloo = self.leaders
+            self._mesh = self.gloo
         except RuntimeError as error:
             over = f"the interface {gloo_interface()}" if gloo_interface() else f"its address {self.address or '?'}"
             raise PeerLostError(
@@ -255,9 +268,30 @@ class Hosts:
                 f"interface that the others can reach; here are {', '.join(name for _, name in socket.if_nameindex())}",
             ) from error
 
+    def _all(self) -> Gloo:
+        return Gloo(dist.PrefixStore("all", self._store), self.rank, self.size, self._devices)
+
+    def reach(self, rank: int) -> tuple[Any, int]:
+        """gloo's group of this worker and another one, and that one's rank there. Blocks until both have asked."""
+        with self._moving:
+            known = rank in self._pairs
+            pair = self._pairs.setdefault(rank, Future())
+        if not known:
+            try:
+                pair.set_result(self._pair(rank))
+            except (RuntimeError, PeerLostError) as error:
+                pair.set_exception(error)
+        return pair.result().group, int(self.rank < rank)
+
+    def _pair(self, rank: int) -> Gloo:
+        name = f"pair/{min(self.rank, rank)}/{max(self.rank, rank)}"
+        self._store.set(f"{name}/{self.rank}", "1")
+        self._meet(f"{name}/{rank}")  # in gloo whoever waits keeps this process from the store
+        return Gloo(dist.PrefixStore(f"{name}/gloo", self._store), int(self.rank > rank), 2, self._devices, threads=1)
+
     @property
     def leads(self) -> bool:
-        return self.hosts[self.here][0] == self.rank
+        return bool(self.hosts[self.here][0] == self.rank)
 
     def place(self, rank: int) -> tuple[int, int]:
         """The host of a rank, and its place among that host's workers."""
@@ -295,8 +329,8 @@ class Hosts:
     def barrier(self, fp: int) -> Steps:
         if self.shared is not None:
             yield from collectives.barrier(self.shared, fp)
-        if self.leaders is not None:
-            if self.leads:
+        if self.several:
+            if self.leaders is not None:
                 yield from self.leaders.same(fp)
             if self.shared is not None:
                 yield from collectives.barrier(self.shared, fp)
@@ -315,7 +349,7 @@ class Hosts:
         """
         shared, asked = self.shared, fp
         fp ^= arena is not None  # within a host all go the same way; another host may have no memory to share
-        if self.leaders is None and shared is not None:
+        if not self.several and shared is not None:
             if arena is not None:
                 yield from collectives.all_reduce_in_place(shared, arena, reduction.of, fp)
             else:
@@ -326,7 +360,7 @@ class Hosts:
                 yield from collectives.all_reduce_in_place(shared, arena, reduction.of, fp, into=[0])
             else:
                 yield from collectives.reduce(shared, flat, 0, reduction.of, fp)
-        if self.leads and self.leaders is not None:
+        if self.leaders is not None:
             yield from answer or self.leaders.same(asked)
             if between is not None:
                 yield from between(self.leaders, flat)
@@ -342,7 +376,7 @@ class Hosts:
         host, place = self.place(root)
         if self.shared is not None and host == self.here:
             yield from collectives.broadcast(self.shared, flat, place, fp)
-        if self.leads and self.leaders is not None:
+        if self.leaders is not None:
             yield from self.leaders.same(fp)
             yield from self.leaders.broadcast(flat, host)
         if self.shared is not None and host != self.here:
@@ -350,7 +384,7 @@ class Hosts:
 
     def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor, fp: int) -> Steps:
         """`outs` has a tensor like `flat` per rank; with none, this worker only gives."""
-        if self.leaders is None and self.shared is not None:
+        if not self.several and self.shared is not None:
             yield from collectives.all_gather(self.shared, outs, flat, fp)
             return
         widest = max(map(len, self.hosts))
@@ -360,9 +394,9 @@ class Hosts:
             yield from collectives.all_gather(self.shared, block[: self.shared.count].unbind(0), flat, fp)
         else:
             block[0].copy_(flat)
-        if self.leaders is None:  # a lone worker
+        if not self.several:  # a lone worker
             whole = block[None]
-        elif self.leads:
+        elif self.leaders is not None:
             yield from self.leaders.same(fp)
             rows = yield from self.leaders.all_gather(block.view(-1))
             whole.copy_(rows.view_as(whole))
@@ -381,26 +415,45 @@ class Hosts:
         arena: Arena | None = None,
     ) -> Steps:
         """`arena`: this host's workers' tensors in shared memory, of which `parts` are stretches and `out` the own."""
-        if self.leaders is None and self.shared is not None:
+        if not self.several and self.shared is not None:
             if arena is not None:
                 yield from collectives.reduce_scatter_in_place(self.shared, arena, reduction.of, fp ^ 1)
             else:
                 yield from collectives.reduce_scatter(self.shared, out, parts, reduction.of, fp)
             return
-        whole = torch.cat(list(parts))
-        yield from self.all_reduce(whole, reduction, fp)
-        out.copy_(whole[self.rank * len(out) : (self.rank + 1) * len(out)])
+        shared, whole = self.shared, torch.cat(list(parts))
+        each, widest = len(out), max(map(len, self.hosts))
+        if not self.several or not each or len(self.hosts) * widest >= 2 * self.size:  # one host has nearly all
+            yield from self.all_reduce(whole, reduction, fp)
+            out.copy_(whole[self.rank * each : (self.rank + 1) * each])
+            return
+        row = torch.empty(widest * each, dtype=out.dtype)  # a host's stretches, one after another
+        if shared is not None:
+            yield from collectives.reduce(shared, whole, 0, reduction.of, fp)
+        if self.leaders is not None:
+            yield from self.leaders.same(fp)
+            rows = torch.zeros(len(self.hosts), widest, each, dtype=out.dtype)
+            for rank, part in enumerate(whole.split(each)):
+                rows[self.place(rank)].copy_(part)
+            taken = yield from self.leaders.all_to_all(rows.view(len(self.hosts), -1))
+            row = functools.reduce(reduction.of, taken.unbind(0))
+        if shared is not None:
+            yield from collectives.broadcast(shared, row, 0, fp)
+        out.copy_(row.view(widest, each)[self.place(self.rank)[1]])
 
     def all_to_all(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], fp: int) -> Steps:
         """Flat bytes; lengths may differ. Between hosts every pair exchanges its own."""
-        if self.gloo is None:
+        if not self.several:
             if self.shared is not None:
                 yield from collectives.all_to_all(self.shared, outs, ins, fp)
             else:  # a lone worker
                 collectives.meet(collectives.lengths(outs, ins)[None])
                 outs[0].copy_(ins[0])
             return
-        net = self.gloo
+        if self._mesh is None:
+            yield from self.barrier(fp)  # as in `_pair`
+            self._mesh = yield from in_thread(self._all)
+        net = self._mesh
         yield from net.same(fp)
         collectives.meet((yield from net.all_gather(collectives.lengths(outs, ins))))
         takes = [len(out) for out in outs]
@@ -410,7 +463,7 @@ class Hosts:
 
     def measure(self, meetings: Sequence[Sequence[Pair]], found: dict[Pair, tuple[float, float]], fp: int) -> Steps:
         """As `links.measure`; those who lead no host take no part."""
-        if self.leads and self.leaders is not None:
+        if self.leaders is not None:
             yield from self.leaders.same(fp)
             yield from measure(self.leaders, meetings, found)
 
@@ -424,11 +477,26 @@ def _cores() -> int:
     return sum(1 << core for core in os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def _exchange(ask: Ask, store: dist.Store, rank: int, size: int, mine: str) -> list[list[str]]:
-    """The first three words and the rest of what everybody says, in columns."""
-    store.set(f"host/{rank}", mine)
-    said = ask(*(f"host/{other}" for other in range(size)))
-    return [list(column) for column in zip(*(one.split(" ", 3) for one in said), strict=True)]
+def _places_of(said: Sequence[str]) -> str:
+    """Of what everybody says of itself as JSON: the ranks of each host that has several, and the first address that is
+    not a loopback's.
+    """
+    _, _, addresses, keys = zip(*(one.split(" ", 3) for one in said), strict=True)
+    hosts: dict[str, list[int]] = {}
+    for rank, key in enumerate(keys):
+        hosts.setdefault(key, []).append(rank)
+    several = [host for key, host in hosts.items() if key and len(host) > 1]
+    return json.dumps([several, next((a for a in addresses if a != "-" and not _is_loopback(a)), "")])
+
+
+def in_thread(call: Callable[[], Any]) -> Generator[Condition, None, Any]:
+    """What blocks in gloo: a thread does it, which may be left behind."""
+    ended = beside(call)
+    yield ended.done
+    try:
+        return ended.result()
+    except RuntimeError as error:
+        raise LinkError(str(error)) from error
 
 
 def _devices(ask: Ask, store: dist.Store, rank: int, size: int, address: str) -> list[Any]:
@@ -442,29 +510,33 @@ def _devices(ask: Ask, store: dist.Store, rank: int, size: int, address: str) ->
     except RuntimeError as reason:
         error = f"GLOO_SOCKET_IFNAME={gloo_interface()}" if gloo_interface() else first_line(reason)
         error += f"\n{', '.join(name for _, name in socket.if_nameindex())}"
-    store.set(f"device/{rank}", error)
-    for other, error in enumerate(ask(*(f"device/{other}" for other in range(size)))):
-        if error:
-            what, _, there = error.partition("\n")
-            store.set(f"heard/{rank}", "1")
-            if rank == 0:
-                with suppress(PeerLostError):  # the store goes with it
-                    ask(*(f"heard/{reader}" for reader in range(size)))
-            raise UsageError(
-                f"worker {other} finds no network interface to reach other hosts by ({what})",
-                f"set GLOO_SOCKET_IFNAME on its host to the one that the others can reach; there are {there}",
-            )
+    said = agree(ask, store, "device", rank, range(size), error, _first_error)
+    if said:
+        other, what, there = said.split("\n")
+        store.set(f"heard/{rank}", "1")
+        if rank == 0:
+            with suppress(PeerLostError):  # the store goes with it
+                ask(*(f"heard/{reader}" for reader in range(size)))
+        raise UsageError(
+            f"worker {other} finds no network interface to reach other hosts by ({what})",
+            f"set GLOO_SOCKET_IFNAME on its host to the one that the others can reach; there are {there}",
+        )
     return made
 
 
-def _seen_from_others(address: str, everybody: Sequence[str]) -> str:
+def _first_error(said: Sequence[str]) -> str:
+    return next((f"{rank}\n{error}" for rank, error in enumerate(said) if error), "")
+
+
+def _seen_from_others(address: str, elsewhere: str) -> str:
     """A host's file often gives its own name an address of the loopback, which leads nobody here: then the address on
-    the way to a worker elsewhere counts.
+    the way to a worker `elsewhere` counts.
     """
-    if address and ip_address(address.partition("%")[0]).is_loopback:
-        elsewhere = [a for a in everybody if a != "-" and not ip_address(a.partition("%")[0]).is_loopback]
-        return address_towards(elsewhere[0], 1) if elsewhere else address
-    return address
+    return address_towards(elsewhere, 1) if elsewhere and address and _is_loopback(address) else address
+
+
+def _is_loopback(address: str) -> bool:
+    return bool(ip_address(address.partition("%")[0]).is_loopback)
 
 
 def address_towards(host: str, port: int) -> str:

@@ -6,7 +6,7 @@ Tags are matched as they come: a message that nobody has asked for yet is put as
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from paceline.comm.engine import Steps
-from paceline.comm.hosts import Hosts, LinkError
+from paceline.comm.hosts import FOREVER, MESH, Hosts, in_thread
 from paceline.comm.shared import LANE, Condition, Lane
-from paceline.comm.status import beside
+from paceline.errors import UnsupportedError
 
 
 @dataclass
@@ -95,21 +95,27 @@ class Mailbox:
         own = Lane([0] * 4, 0, list(torch.empty(2, LANE, dtype=torch.uint8)), bool)  # a batch may send to itself
         self._outboxes = {hosts.rank: own}
         self._inboxes = {hosts.rank: _Inbox(own, hosts.rank)}
-        if hosts.gloo is None and hosts.shared is not None:
+        if not hosts.several and hosts.shared is not None:
             shared = hosts.shared
             others = [(place, shared.ranks[place]) for place in shared.others]
             self._outboxes |= {rank: shared.lane(shared.me, place) for place, rank in others}
             self._inboxes |= {rank: _Inbox(shared.lane(place, shared.me), rank) for place, rank in others}
 
     def send(self, data: torch.Tensor, rank: int, tag: int) -> Steps:
-        if self._hosts.gloo is not None and rank != self._hosts.rank:
-            net = self._hosts.gloo.group
+        if self._hosts.several and rank != self._hosts.rank:
+            net, there = yield from self._reach(rank)
             head = torch.tensor([len(data)]).view(torch.uint8)  # gloo ends the receiver's process over another size
             for part in (head, data):
-                yield from _in_thread(partial(net.send, [part], rank, tag))
+                yield from in_thread(lambda part=part: _wait(net.send([part], there, tag)))  # type: ignore[misc]
             return
         for until in self._outboxes[rank].send(data, tag):
             yield lambda until=until: self._pumped() and until()  # type: ignore[misc]
+
+    def _reach(self, rank: int) -> Generator[Condition, None, tuple[Any, int]]:
+        """What connects this worker with another one, and that one's rank there."""
+        if self._hosts.gloo is not None:
+            return self._hosts.gloo.group, rank
+        return (yield from in_thread(partial(self._hosts.reach, rank)))  # type: ignore[no-any-return]
 
     def _pumped(self) -> bool:
         """Whoever waits takes in meanwhile what comes from anybody: those that send first do not wait for ever."""
@@ -119,15 +125,19 @@ class Mailbox:
 
     def receive(self, data: torch.Tensor, sources: list[int], tag: int) -> Generator[Condition, None, int]:
         """Fills `data` with the next message of this tag; returns the rank that it came from."""
-        if self._hosts.gloo is not None and sources != [self._hosts.rank]:
-            net = self._hosts.gloo.group
+        if self._hosts.several and sources != [self._hosts.rank]:
+            if len(sources) > 1 and self._hosts.gloo is None:
+                what = f"a message from any of more than {MESH} workers on several hosts is not built"
+                raise UnsupportedError(what, "say from which worker")
             head = torch.empty(8, dtype=torch.uint8)
-            work = yield from _in_thread(
-                lambda: net.recv([head], sources[0], tag) if len(sources) == 1 else net.recv_anysource([head], tag)
-            )
-            source, size = int(work._source_rank()), int(head.view(torch.int64))
+            net, there = yield from self._reach(sources[0])
+            start = partial(net.recv, [head], there) if len(sources) == 1 else partial(net.recv_anysource, [head])
+            work = yield from in_thread(lambda: _wait(start(tag)))
+            if len(sources) > 1:
+                there = int(work._source_rank())
+            source, size = sources[0] if len(sources) == 1 else there, int(head.view(torch.int64))
             came = data if size == len(data) else torch.empty(size, dtype=torch.uint8)
-            yield from _in_thread(lambda: net.recv([came], source, tag))
+            yield from in_thread(lambda: _wait(net.recv([came], there, tag)))
             if came is not data:
                 raise RuntimeError(_misfit(size, len(data)))
             return source
@@ -156,19 +166,9 @@ def _misfit(came: int, asked: int) -> str:
     return f"a message of {came} bytes came for {asked}"
 
 
-def _in_thread(start: Callable[[], Any]) -> Generator[Condition, None, Any]:
-    """gloo's messages are only complete for somebody who waits for them: a thread, which may be left behind. Returns
-    the work. To start one fails too, once its peer is lost.
+def _wait(work: Any) -> Any:
+    """gloo's messages are only complete for somebody who waits for them; without FOREVER as long as connections may
+    take. To start one fails too, once its peer is lost.
     """
-
-    def run() -> Any:
-        work = start()
-        work.wait()
-        return work
-
-    ended = beside(run)
-    yield ended.done
-    try:
-        return ended.result()
-    except RuntimeError as error:
-        raise LinkError(str(error)) from error
+    work.wait(FOREVER)
+    return work

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.status import LATE, PAUSE, beside, workers
+from paceline.comm.status import LATE, MANY, PAUSE, beside, there, workers
 from paceline.errors import LaunchError, PeerLostError, first_line
 from paceline.world import World
 
@@ -81,22 +81,28 @@ def _reach(world: World, given_up: Callable[[], bool]) -> None:
 def _wait_for_all(store: dist.Store, world: World, given_up: Callable[[], bool]) -> None:
     store.set(f"joined/{world.rank}", "1")
     names = [f"joined/{rank}" for rank in range(world.size)]
+    asked = ["joined/all"] if world.rank else names  # of a thousand not each for a thousand
     began, pause, said = time.monotonic(), 0.001, False
     try:
-        while not store.check(names):
+        while not store.check(asked):
             time.sleep(pause)
-            pause = min(2 * pause, PAUSE)
+            pause = min(2 * pause, PAUSE * max(1.0, world.size / MANY))
             waited = time.monotonic() - began
             over = waited > world.join_timeout or given_up()
             if over or (waited > LATE and not said):
                 said = True
-                missing = workers([rank for rank, name in enumerate(names) if not store.check([name])])
+                here = {*there(store, names)}
+                missing = workers([rank for rank, name in enumerate(names) if name not in here])
+                if len(here) == world.size:
+                    break
                 if over:
                     raise PeerLostError(
                         f"worker {world.rank} waited {waited:.0f} s for {missing}, which did not come",
                         "see their logs: every worker must be started, with the same number of workers",
                     )
                 print(f"paceline: worker {world.rank} has waited {waited:.0f} s for {missing}", file=sys.stderr)
+        if world.rank == 0:
+            store.set("joined/all", "1")
     except RuntimeError as error:  # the store went
         raise PeerLostError(
             f"worker {world.rank} lost worker 0 before all had come", "see the log of worker 0"

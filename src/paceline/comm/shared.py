@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.status import Ask, workers
+from paceline.comm.status import Ask, agree, workers
 from paceline.errors import UsageError
 
 Condition = Callable[[], bool]
@@ -89,9 +89,8 @@ def map_together(
                 mapped = mmap.mmap(fd, size)
             except OSError as error:
                 said = f"!{error.strerror}"
-        store.set(f"{name}/{rank}", said)
-        everybody = ask(*(f"{name}/{other}" for other in ranks))  # also: all have opened it
-        if reason := next((answer[1:] for answer in everybody if answer.startswith("!")), None):
+        # Also: all have opened it.
+        if reason := agree(ask, store, name, rank, ranks, said, lambda all_: next(filter(_failed, all_), "")[1:]):
             if leader:
                 megabytes = f"{reserved / (1 << 20):.0f} MB"
                 warnings.warn(
@@ -102,6 +101,10 @@ def map_together(
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def _failed(said: str) -> bool:
+    return said.startswith("!")
 
 
 def give_back() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import sys
 import threading
 import time
@@ -203,12 +204,15 @@ def there(store: dist.Store, keys: Sequence[str]) -> Sequence[str]:
     return [] if len(keys) == 1 else [*there(store, keys[:half]), *there(store, keys[half:])]
 
 
-def asker(store: dist.Store, given_up: Callable[[], bool]) -> Ask:
-    """Waits for what others set in `store`, without blocking in compiled code, which could not be `given_up`."""
+def asker(store: dist.Store, given_up: Callable[[], bool], size: int = 1, for_ever: bool = False) -> Ask:
+    """Waits for what others set in `store`, without blocking in compiled code, which could not be `given_up`, for as
+    long as the store does or `for_ever`. `size` may ask at a time.
+    """
 
     def ask(*keys: str) -> list[str]:
-        pause, longest = 5e-5, 0.005 * max(1.0, len(keys) / MANY)
-        deadline = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
+        pause, longest = 5e-5, 0.005 * max(1.0, size / MANY)
+        patience = math.inf if for_ever else store.timeout.total_seconds()  # type: ignore[attr-defined]
+        deadline = time.monotonic() + patience
         while not store.check([*keys]):
             if given_up() or time.monotonic() > deadline:
                 missing = {*keys} - {*there(store, keys)}
@@ -220,6 +224,21 @@ def asker(store: dist.Store, given_up: Callable[[], bool]) -> Ask:
         return [said.decode() for said in store.multi_get([*keys])]
 
     return ask
+
+
+def agree(
+    ask: Ask, store: dist.Store, name: str, rank: int, who: Sequence[int], mine: str, join: Callable[[list[str]], str]
+) -> str:
+    """What `join` makes of what each of `who` says, also for others. The first of them reads what all say, everybody
+    else what it made of that: a thousand who read a thousand answers would be a million. `name` is fresh in `store`.
+    """
+    if rank in who:
+        store.set(f"{name}/{rank}", mine)
+    if rank != who[0]:
+        return ask(f"{name}/all")[0]
+    made = join(ask(*(f"{name}/{other}" for other in who)))
+    store.set(f"{name}/all", made)
+    return made
 
 
 def beside(call: Callable[[], T]) -> Future[T]:

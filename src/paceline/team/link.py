@@ -18,6 +18,7 @@ from paceline.team.token import authorization
 
 ANSWER = 1.0  # seconds to wait for an answer that needs no time
 AGAIN = 0.05  # seconds between two attempts
+MANY, RAREST = 32, 1.0  # with more agents they report more seldom, all together as often; seconds between two at most
 AWAY = 3.0  # seconds without an answer, after which people are told
 
 
@@ -41,7 +42,7 @@ class _Session:
 class Link:
     """`newest` are the orders heard last; `fileno` becomes readable with each. `introduction` is what a join says.
 
-    What is reported is a state: only the newest is sent, at once and then at intervals.
+    What is reported is a state: only the newest is sent, at once and then, at intervals, that it is the same.
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, introduction: Mapping[str, Any]) -> None:
@@ -166,17 +167,19 @@ class Link:
             try:
                 with Wire(self.address) as wire:
                     session = self._session or self._join(wire)
+                    answered: Mapping[str, Any] = {}
                     while not self._closed and self._session is session and wire.address == session.address:
                         with self._fresh:
                             if self._report is sent:
-                                self._fresh.wait(BEAT)
+                                self._fresh.wait(min(BEAT * max(1.0, self.newest.get("agents", 1) / MANY), RAREST))
                             sent = self._report
                         if sent:
                             asked = time.time()
-                            told = {"epoch": self.epoch, "clock": self.clock, "loaded": self.loaded, **sent}
+                            told = {"same": True} if sent is answered else sent
+                            told = {"epoch": self.epoch, "clock": self.clock, "loaded": self.loaded, **told}
                             said = self._ask(wire, session, "POST", "/report", told)
                             self._set_clock(asked, said.get("clock"), time.time())
-                            self._heard = (sent, said)
+                            self._heard, answered = (sent, said), sent
                             self._tell()
             except RefusedError as refused:
                 with self._moving:

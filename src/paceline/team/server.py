@@ -3,7 +3,7 @@
     GET  /status      as JSON, for this host: curl http://127.0.0.1:PORT/status; for others with the reading key
     GET  /challenge   what a join must be signed with
     POST /join        an agent comes, with its workers, and gets a session
-    POST /report      the state of its workers; several times a second, so that its silence is noticed
+    POST /report      the state of its workers, or that it is the same; again and again, so that silence is noticed
     POST /fence       a coordinator of a higher epoch has taken over
     POST /stop        somebody with the token wants the run to stop, with a checkpoint
     POST /stacks      somebody with the token wants to know where all workers stand, or what was answered to that
@@ -46,7 +46,7 @@ from paceline.observe.reading import KEY, reading_key
 from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.link import RefusedError, fence
 from paceline.team.roster import Roster
-from paceline.team.seats import read_said
+from paceline.team.seats import Said, read_said
 from paceline.team.stands import Stands
 from paceline.team.token import make_token, read_authorization, sign
 
@@ -85,6 +85,7 @@ class Session:
     lost: bool = False
     clock: tuple[float, float] | None = None  # its offset and error, as the journal has them
     told: float = -math.inf  # when the journal was told of its loading
+    said: tuple[dict[str, Any], dict[int, Said]] | None = None  # its last report, and what that says of workers
 
     @property
     def deadline(self) -> float:
@@ -196,7 +197,11 @@ class Service:
         came, said = time.time(), json.loads(body)
         if said["epoch"] != self._coordinator.epoch:
             raise RefusalError(409, f"a report of epoch {said['epoch']}, this is {self._coordinator.epoch}")
-        workers = {int(number): read_said(worker) for number, worker in said["workers"].items()}
+        if not said.get("same"):
+            session.said = said, {int(number): read_said(worker) for number, worker in said["workers"].items()}
+        if session.said is None:
+            raise RefusalError(409, "a report that is the same as none")
+        said, workers = {**session.said[0], **said}, session.said[1]
         now = time.monotonic()
         session.gaps.append(now - session.seen)
         session.seen, session.lost = now, False
