@@ -38,7 +38,7 @@ from networks import Network, network
 
 WORKERS, TIMES, MBIT, PORT = 4, 1.5, 100, 29400
 LONG, LOOKS, SETTLED = 92.0, 5.0, 30.0  # seconds of a clean run, between two looks, and until somebody joins it
-STEPS = 240
+STEPS = 160
 # What doctor's first line must say, {} being the worker that is hit.
 CAUSES = {
     "slow CPU": r"worker {} is slow\b",

@@ -172,7 +172,7 @@ def test_loading_and_links_in_what_ifs(tmp_path: Path) -> None:
     assert (steps.pace, steps.loading) == (pytest.approx({0: 0.3, 1: 1.0}), pytest.approx({0: 0.0, 1: 0.7}))
     assert steps.parts == pytest.approx({0: 0.9, 1: 0.1})
     expected = {"loader fixed": 0.1 + 0.15, "without worker 1": 0.4, "rows dealt by speed": 0.1 + 0.3 / 1.3}
-    expected["two more workers"] = 0.1 + 1 / (1 / 0.3 + 1 / 1.0 + 2 / 0.65)
+    expected["two more workers"] = 0.1 + 1 / (3 / 0.3 + 1 / 1.0)  # as fast as worker 0
     assert steps.what_if() == pytest.approx(expected)
     found = verdict(summary, steps)
     assert (found.kind, found.worker, found.what) == ("loader", 1, "loading holds training up: worker 1 on b")
@@ -196,6 +196,9 @@ def test_who_hangs_now_and_what_a_run_costs(tmp_path: Path) -> None:
     assert verdict(summary, usual_step(summary)).kind == "", "it goes on"
     costs = [step(number, own, 0.3, account={"steps": 1.0, "saving": 2.0}) for number in range(1, 41)]
     found = verdict(summary := told(tmp_path / "c", *costs), usual_step(summary))
+    assert found.kind == "", "one that took long is no habit"
+    saved = [{"event": "checkpoint", "step": 10 * number, "seconds": 20.0} for number in range(1, 4)]
+    found = verdict(summary := told(tmp_path / "e", *costs, *saved), usual_step(summary))
     assert (found.kind, found.what) == ("saving", "checkpoints took 67% of 2 min")
     assert usual_step(told(tmp_path / "d")) is None
     assert paceline("doctor", tmp_path / "d", cwd=tmp_path).stdout.startswith("nothing is wrong: not ended, ")
@@ -209,6 +212,18 @@ def test_a_loader_of_one_worker_that_is_half_as_slow_again(tmp_path: Path) -> No
         summary = told(tmp_path / name, *(step(number, seconds, 0.4, lanes=lanes) for number in range(1, 21)))
         found = verdict(summary, usual_step(summary))
         assert (found.kind, found.worker, found.what) == ("loader", 2, "loading holds training up: worker 2"), found
+
+
+def test_what_if_is_replayed(tmp_path: Path) -> None:
+    """All wait for the slowest of several that vary, and an update takes as long for fewer rows."""
+    own = [{worker: 0.31 if number % 4 == worker else 0.21 for worker in range(4)} for number in range(31)]
+    lanes = {f"{worker} update": 0.01 for worker in range(4)}
+    steps = usual_step(told(tmp_path, *(step(number, own[number], 0.4, lanes=lanes) for number in range(1, 31))))
+    assert steps is not None
+    assert steps.rest == pytest.approx(0.09)
+    assert steps.fixed == pytest.approx(dict.fromkeys(range(4), 0.01))
+    (without,) = (seconds for name, seconds in steps.what_if().items() if name.startswith("without"))
+    assert without == pytest.approx(0.09 + 0.01 + 0.3 * 4 / 3)
 
 
 def test_a_pause_is_not_usual_nor_are_few_steps(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """`paceline doctor`: the first verdict on why a run is slow or failed, with its figures, by replay of the journal.
 
-The model of a step, for what-ifs. Worker w would need T seconds of its own for a whole global batch, its pace: D of it
-for waiting for rows, the rest for forward, backward and update. All wait for the slowest, and C seconds come on top.
-What would be is that with other T, and rows dealt so that all end together: 1 / sum(1 / T) + C, of all workers, or
-without one. With the loader fixed D is none. Twice the link halves the seconds that sums between hosts take: those that
-worker 0 spends on sums without waiting for the slowest. All are medians over the records of steps of the present team,
-without the first tenth; D is the same part of T as in all that its process did. No torch.
+The model of a step, for what-ifs. Worker w needs F seconds for its update, and would need T seconds of its own for all
+rows of a global batch, its pace: D of it for waiting for rows, the rest for forward and backward. All wait for the
+slowest, and C seconds come on top. What would be is replayed: in each record, with its own T of each worker and its
+C, rows are dealt so that by the usual T all end together, and the slowest takes max(F + T * part) + C; the usual of
+these is told. With the loader fixed D is none. Who comes is as the usual worker was in other records. Twice the link
+halves the seconds that sums between hosts take: those that worker 0 spends on sums without waiting for the slowest. Of
+the records of steps of the present team, without the first tenth, the medians count. No torch.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ LOADER, LINK = 0.4, 1 / 3  # of a worker's own seconds, of a step: from here on 
 LEAST = 0.002  # seconds of a step that are looked at
 FEW = 0.02  # of a step: a part that is smaller tells nothing
 LESS = 0.9  # of a step: what changes less is told of the verdict alone
+SEVERAL = 3  # checkpoints: one that took long is no habit
 COSTLY, LONG = 0.1, 60.0  # part of the wall clock from which on a cost is told of, in runs of so many seconds
 COSTS = {
     "saving": ("checkpoints", "save more seldom (--save-every), or to a faster disk"),
@@ -49,6 +51,7 @@ KINDS = (
 
 
 _WHERE = r"\bworkers? (\d+(?:, \d+)*) (?:is in|are in|(ended after)) "
+NOBODY: Mapping[int, int] = {}
 _Change = tuple[int, Mapping[int, float]]
 
 
@@ -66,8 +69,8 @@ class Verdict:
 @dataclass(frozen=True)
 class UsualStep:
     """What a usual step is made of: seconds in all, C, those of the link, by worker T `pace` and D `loading`; `slowest`
-    is the part of the records in which each was that, and `parts` what each has of the rows now. It is `known` from
-    enough of them.
+    is the part of the records in which each was that, and `parts` what each has of the rows now. `fixed` is F, and
+    `records` have C and T of each. It is `known` from enough of them.
     """
 
     whole: float
@@ -77,10 +80,21 @@ class UsualStep:
     loading: Mapping[int, float]
     slowest: Mapping[int, float]
     parts: Mapping[int, float]
+    fixed: Mapping[int, float]
+    records: Sequence[tuple[float, Mapping[int, float]]]
     known: bool = True
 
-    def dealt(self, pace: Mapping[int, float]) -> float:
-        return 1 / sum(1 / max(seconds, 1e-6) for seconds in pace.values()) + self.rest
+    def dealt(self, pace: Mapping[int, float], as_of: Mapping[int, int] = NOBODY) -> float:
+        """With workers of this pace, which otherwise vary as they did, or `as_of` others did elsewhere."""
+        speed, found = sum(1 / max(seconds, 1e-6) for seconds in pace.values()), list[float]()
+        for place, (rest, _) in enumerate(self.records):
+            own = []
+            for w in pace:
+                who = as_of.get(w, w)
+                took = self.records[(place + min(w, 0)) % len(self.records)][1].get(who, self.pace[who])
+                own.append(self.fixed.get(who, 0.0) + took / max(self.pace[who], 1e-6) / speed)
+            found.append(max(own) + rest)
+        return median(found)
 
     def computing(self, worker: int) -> float:
         """Of the pace what is not loading."""
@@ -94,7 +108,9 @@ class UsualStep:
             found["rows dealt by speed"] = self.dealt(self.pace)
             without = {worker: seconds for worker, seconds in self.pace.items() if worker != worst}
             found[f"without worker {worst}"] = self.dealt(without)
-            found["two more workers"] = self.dealt({**self.pace, -1: (usual := median(self.pace.values())), -2: usual})
+            usual = sorted(self.pace, key=lambda worker: self.pace[worker])[(len(self.pace) - 1) // 2]
+            pace = {**self.pace, -1: self.pace[usual], -2: self.pace[usual]}
+            found["two more workers"] = self.dealt(pace, {-1: usual, -2: usual})
         if self.link > 0:
             found["twice the link"] = self.whole - self.link / 2
         return found
@@ -126,11 +142,16 @@ def usual_step(summary: Summary) -> UsualStep | None:
     workers = [int(worker) for worker in team[-1]["computed"]]
     changes = _changes(summary, team[-1].get("trainer"))
     dealt = [_dealt(workers, changes, record) for record in team]
+    fixed = {w: median((r.get("lanes") or {}).get(f"{w} update", 0.0) / r["steps"] for r in team) for w in workers}
 
     def paces(least: float) -> list[dict[int, float]]:
         """In each record, of the workers that had so large a part of the rows."""
         return [
-            {w: record["computed"][str(w)] / parts[w] for w in workers if parts[w] > least * record["steps"]}
+            {
+                w: max(0.0, record["computed"][str(w)] - fixed[w] * record["steps"]) / parts[w]
+                for w in workers
+                if parts[w] > least * record["steps"]
+            }
             for record, parts in zip(team, dealt, strict=True)
         ]
 
@@ -154,6 +175,8 @@ def usual_step(summary: Summary) -> UsualStep | None:
         {worker: seconds * _loading(summary, worker, team, records) for worker, seconds in pace.items()},
         {worker: slowest.count(worker) / len(found[worker]) for worker in pace},
         {worker: dealt[-1][worker] / team[-1]["steps"] for worker in workers},
+        fixed,
+        [*zip(rest, most, strict=True)],
         len(team) >= ENOUGH[0] and sum(record["steps"] for record in team) >= ENOUGH[1],
     )
 
@@ -215,7 +238,8 @@ def verdict(summary: Summary, steps: UsualStep | None) -> Verdict:
     found = _slow(summary, steps) if steps is not None and steps.known else None
     if found is None and sum(summary.account.values()) > LONG:
         whole = sum(summary.account.values())
-        costs = {name: summary.account.get(name, 0.0) for name in COSTS}
+        few = ["saving"] * (len(summary.checkpoints) < SEVERAL)
+        costs = {name: summary.account.get(name, 0.0) for name in COSTS if name not in few}
         name = max(costs, key=lambda name: costs[name])
         if costs[name] > COSTLY * whole:
             what, cure = COSTS[name]
