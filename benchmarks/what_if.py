@@ -128,8 +128,8 @@ def make(made: Made, row: float, steps: int) -> UsualStep:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="*", choices=CASES, default=[*CASES])
-    parser.add_argument("--row", type=float, default=0.02, metavar="S", help="seconds of a row")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--row", type=float, default=0.03, metavar="S", help="seconds of a row")
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--record", type=Path, metavar="FILE")
     parser.add_argument("--script", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
