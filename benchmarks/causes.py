@@ -38,7 +38,7 @@ from networks import Network, network
 
 WORKERS, TIMES, MBIT, PORT = 4, 1.5, 100, 29400
 LONG, LOOKS, SETTLED = 92.0, 5.0, 30.0  # seconds of a clean run, between two looks, and until somebody joins it
-STEPS = 160
+STEPS = 80
 # What doctor's first line must say, {} being the worker that is hit.
 CAUSES = {
     "slow CPU": r"worker {} is slow\b",
@@ -71,8 +71,8 @@ class Drawn:
     @staticmethod
     def of(cause: str, seed: int) -> Drawn:
         chance = random.Random(f"{cause}/{seed}")
-        hit, at, rows, width = chance.randrange(WORKERS), chance.randrange(20, 60), chance.choice([6, 8, 12]), 64
-        step = 0.4 if cause == "clean" else 0.06
+        hit, at, rows, width = chance.randrange(WORKERS), chance.randrange(8, 24), chance.choice([6, 8, 12]), 64
+        step = 0.4 if cause == "clean" else 0.2
         if cause == "slow link":
             width = chance.choice([640, 800, 1024])
         return Drawn(hit, at, rows, step * chance.uniform(0.8, 1.2) / rows, width, seed)
@@ -105,7 +105,7 @@ def train(cause: str, seed: int) -> None:
 
         def __getitem__(self, row: int) -> Any:
             if kind == "slow loader":
-                time.sleep(drawn.row * (TIMES if hit and time.monotonic() - began > drawn.at / 20 else 1))
+                time.sleep(drawn.row * (TIMES if hit and time.monotonic() - began > drawn.at / 5 else 1))
             elif kind == "loader" and hit and once(SETTLED):
                 time.sleep(20)
             x = torch.randn(drawn.width, generator=torch.Generator().manual_seed(row))

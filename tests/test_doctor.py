@@ -98,6 +98,10 @@ def test_a_slow_link(cluster: Callable[[int], Cluster]) -> None:
     assert "twice the link" in said[-2]
     assert steps.what_if()["twice the link"] < 0.7 * steps.whole
     assert steps.link > 0.25, "4 MB at 100 Mbit/s, each way"
+    (one, there), (other, back) = Summary(folder).sent.items()
+    assert {one, other} == {"nowhere-1 to nowhere-2", "nowhere-2 to nowhere-1"}
+    counted = sum(host.sent() for host in made.network.hosts)  # with headers, and the words of agents
+    assert 0.8 * counted < there + back < counted
 
 
 # ---- of a journal alone
