@@ -30,6 +30,7 @@ SLOW = 1.35  # times the median pace of the others: from here on a worker is slo
 OFTEN = 0.7  # of the records in which it was the slowest
 ENOUGH = 3, 8  # records, and steps in these, from which on a step is usual
 LOADER, LINK = 0.4, 1 / 3  # of a worker's own seconds, of a step: from here on it is what they wait for
+APART = 0.1  # of a worker's own seconds: who waits for rows so much longer than the others is named alone
 LEAST = 0.002  # seconds of a step that are looked at
 FEW = 0.02  # of a step: a part that is smaller tells nothing
 LESS = 0.9  # of a step: what changes less is told of the verdict alone
@@ -310,7 +311,7 @@ def _slow(summary: Summary, steps: UsualStep) -> Verdict | None:
     """What most of a step is waited for: of rows, a slow worker and the link what costs most."""
     found, count, hosts = list[tuple[float, Verdict]](), len(steps.pace), summary.host_of
     loaders = [w for w, seconds in steps.loading.items() if seconds > LEAST * count and _waits_for_rows(steps, w)]
-    apart = [w for w in loaders if steps.loading[w] > SLOW * _of_others(steps.loading, w)]
+    apart = [w for w in loaders if steps.loading[w] - _of_others(steps.loading, w) > APART * steps.pace[w]]
     if loaders := apart or loaders:
         told = tuple(
             f"worker {w} takes {a_step(steps.pace[w] / count)} for an equal part of the rows, and waits for these"
