@@ -19,7 +19,7 @@ COLD := tests/test_launch.py tests/test_launch_ends.py tests/test_errors.py test
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all engines lint types bench gpu clean
+.PHONY: help demo test test-all engines lint types bench gallery gpu clean
 
 # $(call install,WHAT): one command line for all, or pip would fetch another torch first, which is several gigabytes.
 define install
@@ -88,6 +88,9 @@ bench: $(TOOLS) ## step time, sharded, cut and contrastive steps, a tiny one, me
 	@$(BIN)/python benchmarks/all_reduce.py
 	@$(BIN)/python benchmarks/saving.py
 	@$(BIN)/python benchmarks/start_up.py
+
+gallery: $(TOOLS) ## the reports of docs/gallery.md anew, from small runs; needs a chromium
+	@$(BIN)/python benchmarks/gallery.py
 
 # Offline with PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER, where a folder has the wheels.
 gpu: $(TOOLS) ## with CUDA, in ten minutes: the GPU tests, GPT-2 beside plain torch and DDP, and a record of both

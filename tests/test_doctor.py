@@ -98,6 +98,10 @@ def test_a_slow_link(cluster: Callable[[int], Cluster]) -> None:
     assert "twice the link" in said[-2]
     assert steps.what_if()["twice the link"] < 0.7 * steps.whole
     assert steps.link > 0.25, "4 MB at 100 Mbit/s, each way"
+    (one, there), (other, back) = Summary(folder).sent.items()
+    assert {one, other} == {"nowhere-1 to nowhere-2", "nowhere-2 to nowhere-1"}
+    counted = sum(host.sent() for host in made.network.hosts)  # with headers, and the words of agents
+    assert 0.8 * counted < there + back < counted
 
 
 # ---- of a journal alone
@@ -125,6 +129,7 @@ def test_the_model_of_a_step(tmp_path: Path) -> None:
     assert steps is not None
     assert steps.rest == pytest.approx(0.1)
     dealt = {"without worker 3": 0.1 + 0.8 / 3, "rows dealt by speed": 0.1 + 0.24, "loader fixed": 0.1 + 0.24}
+    dealt["two more workers"] = 0.1 + 1 / (5 / 0.8 + 1 / 2.4)
     assert steps.what_if() == pytest.approx(dealt)
     found = verdict(summary, steps)
     assert (found.kind, found.worker) == ("worker", 3)
@@ -171,6 +176,7 @@ def test_loading_and_links_in_what_ifs(tmp_path: Path) -> None:
     assert (steps.pace, steps.loading) == (pytest.approx({0: 0.3, 1: 1.0}), pytest.approx({0: 0.0, 1: 0.7}))
     assert steps.parts == pytest.approx({0: 0.9, 1: 0.1})
     expected = {"loader fixed": 0.1 + 0.15, "without worker 1": 0.4, "rows dealt by speed": 0.1 + 0.3 / 1.3}
+    expected["two more workers"] = 0.1 + 1 / (3 / 0.3 + 1 / 1.0)  # as fast as worker 0
     assert steps.what_if() == pytest.approx(expected)
     found = verdict(summary, steps)
     assert (found.kind, found.worker, found.what) == ("loader", 1, "loading holds training up: worker 1 on b")
@@ -194,6 +200,83 @@ def test_who_hangs_now_and_what_a_run_costs(tmp_path: Path) -> None:
     assert verdict(summary, usual_step(summary)).kind == "", "it goes on"
     costs = [step(number, own, 0.3, account={"steps": 1.0, "saving": 2.0}) for number in range(1, 41)]
     found = verdict(summary := told(tmp_path / "c", *costs), usual_step(summary))
+    assert found.kind == "", "one that took long is no habit"
+    saved = [{"event": "checkpoint", "step": 10 * number, "seconds": 20.0} for number in range(1, 4)]
+    found = verdict(summary := told(tmp_path / "e", *costs, *saved), usual_step(summary))
     assert (found.kind, found.what) == ("saving", "checkpoints took 67% of 2 min")
     assert usual_step(told(tmp_path / "d")) is None
     assert paceline("doctor", tmp_path / "d", cwd=tmp_path).stdout.startswith("nothing is wrong: not ended, ")
+
+
+def test_a_loader_of_one_worker_that_is_half_as_slow_again(tmp_path: Path) -> None:
+    """In a process of its own, so that a third of that worker's time is waiting for rows; and in the worker's."""
+    for name, data, own in (("beside", [0.0, 0.0, 0.1, 0.0], 0.2), ("in line", [0.1, 0.1, 0.15, 0.1], 0.2)):
+        seconds = {worker: own + waits - min(data) for worker, waits in enumerate(data)}
+        lanes = {f"{worker} data": waits for worker, waits in enumerate(data)}
+        summary = told(tmp_path / name, *(step(number, seconds, 0.4, lanes=lanes) for number in range(1, 21)))
+        found = verdict(summary, usual_step(summary))
+        assert (found.kind, found.worker, found.what) == ("loader", 2, "loading holds training up: worker 2"), found
+
+
+def test_what_if_is_replayed(tmp_path: Path) -> None:
+    """All wait for the slowest of several that vary, and an update takes as long for fewer rows."""
+    own = [{worker: 0.31 if number % 4 == worker else 0.21 for worker in range(4)} for number in range(31)]
+    lanes = {f"{worker} update": 0.01 for worker in range(4)}
+    steps = usual_step(told(tmp_path, *(step(number, own[number], 0.4, lanes=lanes) for number in range(1, 31))))
+    assert steps is not None
+    assert steps.rest == pytest.approx(0.09)
+    assert steps.fixed == pytest.approx(dict.fromkeys(range(4), 0.01))
+    (without,) = (seconds for name, seconds in steps.what_if().items() if name.startswith("without"))
+    assert without == pytest.approx(0.09 + 0.01 + 0.3 * 4 / 3)
+
+
+def test_a_pause_is_not_usual_nor_are_few_steps(tmp_path: Path) -> None:
+    """Rows that once came 20 s late, and a first step of 45 s on one worker."""
+    usual, late = dict.fromkeys(range(4), 0.2), {0: 0.2, 1: 20.2, 2: 0.2, 3: 0.2}
+    lanes = [{f"{worker} data": 20.0 if worker == 1 and paused else 0.01 for worker in range(4)} for paused in (0, 1)]
+    steps = [step(number, late if number == 9 else usual, 0.3, lanes=lanes[number == 9]) for number in range(1, 31)]
+    loaded = {"event": "loaded", "host": "b", "workers": {"1": [20.3, 30]}}
+    summary = told(tmp_path / "a", *steps, loaded)
+    assert verdict(summary, usual_step(summary)).kind == ""
+    first, then = {**usual, 2: 45.0}, {"steps": 9, "step": 10, "samples": 72}
+    nine = dict.fromkeys(range(4), 0.02)
+    summary = told(tmp_path / "b", step(1, first, 45.1), step(10, nine, 0.25) | then)
+    assert verdict(summary, usual_step(summary)).kind == ""
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind"),
+    [
+        (["step 8", "any 'b'"], "skipped"),  # of a, b, step
+        (["step 8", "all_reduce 'a'", "any 'b'", "step 9"], "skipped"),  # where all others save for the first time
+        (["step 8", "all_reduce 'c'"], "mismatch"),
+        (["step 8", "save()"], "mismatch"),
+    ],
+)
+def test_who_called_another_collective_and_who_left_one_out(odd: list[str], kind: str, tmp_path: Path) -> None:
+    before = ["step 6", "all_reduce 'a'", "any 'b'", "step 7", "all_reduce 'a'", "any 'b'"]
+    most = ["step 8", "all_reduce 'a'", *(["any 'b'", "save()"] if len(odd) > 2 else [])]
+    where = [f"worker 2 is in {odd[-1]} at train.py:7", f"workers 0, 1, 3 are in {most[-1]} at train.py:6"]
+    cause = f"CollectiveMismatchError: workers do not meet: {', '.join(where)}; every worker must call the same ones"
+    summary = told(tmp_path, {"event": "failed", "worker": 0, "cause": cause, "text": ""})
+    assert verdict(summary, None).kind == "mismatch", "without what the flight recorder has"
+    (tmp_path / "stacks").mkdir()
+    for worker in range(4):
+        names = [name for name in (*before, *(odd if worker == 2 else most)) for _ in range(2)]
+        lines = [{"worker": worker, "host": "a"}, *({"group": "team", "name": name} for name in names)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / "stacks" / f"worker-{worker}.jsonl").write_text(text)
+    found = verdict(summary, None)
+    assert (found.kind, found.worker) == (kind, 2)
+
+
+def test_who_of_two_left_a_collective_out_and_who_ended(tmp_path: Path) -> None:
+    start = "CollectiveMismatchError: workers do not meet: worker 0 is in step 4 at train.py:3, worker 1 "
+    cause = start + "ended after step 3 at train.py:3; every worker"
+    summary = told(tmp_path / "a", {"event": "failed", "worker": 0, "cause": cause, "text": ""})
+    found = verdict(summary, None)
+    assert (found.kind, found.worker, found.what) == ("skipped", 1, "a collective was left out (worker 1)")
+    summary = told(
+        tmp_path / "b", {"event": "failed", "worker": 0, "cause": start + "is in save() at b:2;", "text": ""}
+    )
+    assert (verdict(summary, None).kind, verdict(summary, None).worker) == ("mismatch", None)

@@ -276,6 +276,7 @@ def test_a_real_prometheus_finds_scrapes_and_warns(tmp_path: Path) -> None:
                     "paceline_memory_bytes",
                 ),
                 "paceline_checkpoint_step",
+                "paceline_link_bytes_total",  # one host
             }
             (rules,) = api(here, "/api/v1/rules")["groups"]  # type: ignore[index]
             assert {rule["name"]: rule["health"] for rule in rules["rules"]} == {name: "ok" for name, *_ in ALERTS}

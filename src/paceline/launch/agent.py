@@ -26,6 +26,7 @@ from paceline.launch.hangs import Hangs
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import Child, end_sessions
+from paceline.launch.traffic import Traffic
 from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import Journal
@@ -88,7 +89,7 @@ class Agent:
         self._script = _Script(Path(options.script))
         self._declined: dict[int, dict[str, Any]] = {}  # what is reported of workers that were not started again
         self._report: dict[str, Any] = {}
-        self._epoch = link.epoch
+        self._epoch, self._traffic = link.epoch, Traffic()
         self._own: tuple[str, int] = own
         self._ending = Ending(options, folder, journal, self._output, self.say)
 
@@ -233,7 +234,9 @@ class Agent:
         for worker in self._workers.all:
             worker.still = worker.alive and worker.stopped + STILL <= now
         current = [worker for worker in self._workers.now.values() if worker.pulse[DONE]]
-        self._link.loaded = {w.rank: (round(w.pulse[LOADED], 6), w.pulse[DONE]) for w in current}
+        loaded = {w.rank: (round(w.pulse[LOADED], 6), w.pulse[DONE]) for w in current}
+        sent, here = self._traffic.look((w.process.pid for w in self._workers.all if w.alive), now)
+        self._link.figures = {"loaded": loaded, "sent": sent, "here": here}
         workers = {number: worker.said() for number, worker in self._workers.now.items()}
         report = {
             "workers": {str(number): said for number, said in (workers | self._declined).items()},

@@ -109,9 +109,9 @@ class Hangs:
 
     def _limits(self, pulse: View, watch: _Watch) -> tuple[float, float]:
         """Seconds of standing still after which it is told of next, and after which it is ended."""
-        slow = SLOW * pulse[USUAL]
-        tell = max(self._patience, slow) * 2.0**watch.told
-        end = max(self._timeout, slow) * (1 if pulse[DONE] else 2) if self._timeout else math.inf
+        slow, first = SLOW * pulse[USUAL], 1 if pulse[DONE] else 2  # a first step compiles, reads, warms up
+        tell = max(self._patience, slow) * first * 2.0**watch.told
+        end = max(self._timeout, slow) * first if self._timeout else math.inf
         if watch.asked is not None:
             end = min(end, watch.asked + max(self._patience / 3, 2 * pulse[USUAL]))
         return tell, end

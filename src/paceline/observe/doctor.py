@@ -1,19 +1,21 @@
 """`paceline doctor`: the first verdict on why a run is slow or failed, with its figures, by replay of the journal.
 
-The model of a step, for what-ifs. Worker w would need T seconds of its own for a whole global batch, its pace: D of it
-for waiting for rows, the rest for forward, backward and update. All wait for the slowest, and C seconds come on top.
-What would be is that with other T, and rows dealt so that all end together: 1 / sum(1 / T) + C, of all workers, or
-without one. With the loader fixed D is none. Twice the link halves the seconds that sums between hosts take: those that
-worker 0 spends on sums without waiting for the slowest. All are medians over the records of steps of the present team,
-without the first tenth; D is the same part of T as in all that its process did. No torch.
+The model of a step, for what-ifs. Worker w needs F seconds for its update, and would need T seconds of its own for all
+rows of a global batch, its pace: D of it for waiting for rows, the rest for forward and backward. All wait for the
+slowest, and C seconds come on top. What would be is replayed: in each record, with its own T of each worker and its
+C, rows are dealt so that by the usual T all end together, and the slowest takes max(F + T * part) + C; the usual of
+these is told. With the loader fixed D is none. Who comes is as the usual worker was in other records. Twice the link
+halves the seconds that sums between hosts take: those that worker 0 spends on sums without waiting for the slowest. Of
+the records of steps of the present team, without the first tenth, the medians count. No torch.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,13 +24,17 @@ from paceline.observe.figures import duration, ranks
 from paceline.observe.journal import Event
 from paceline.observe.summary import Summary
 from paceline.observe.team import a_step
+from paceline.observe.timeline import flights
 
 SLOW = 1.35  # times the median pace of the others: from here on a worker is slow
 OFTEN = 0.7  # of the records in which it was the slowest
+ENOUGH = 3, 8  # records, and steps in these, from which on a step is usual
 LOADER, LINK = 0.4, 1 / 3  # of a worker's own seconds, of a step: from here on it is what they wait for
+APART = 0.1  # of a worker's own seconds: who waits for rows so much longer than the others is named alone
 LEAST = 0.002  # seconds of a step that are looked at
 FEW = 0.02  # of a step: a part that is smaller tells nothing
 LESS = 0.9  # of a step: what changes less is told of the verdict alone
+SEVERAL = 3  # checkpoints: one that took long is no habit
 COSTLY, LONG = 0.1, 60.0  # part of the wall clock from which on a cost is told of, in runs of so many seconds
 COSTS = {
     "saving": ("checkpoints", "save more seldom (--save-every), or to a faster disk"),
@@ -45,6 +51,8 @@ KINDS = (
 )
 
 
+_WHERE = r"\bworkers? (\d+(?:, \d+)*) (?:is in|are in|(ended after)) "
+NOBODY: Mapping[int, int] = {}
 _Change = tuple[int, Mapping[int, float]]
 
 
@@ -62,7 +70,8 @@ class Verdict:
 @dataclass(frozen=True)
 class UsualStep:
     """What a usual step is made of: seconds in all, C, those of the link, by worker T `pace` and D `loading`; `slowest`
-    is the part of the records in which each was that, and `parts` what each has of the rows now.
+    is the part of the records in which each was that, and `parts` what each has of the rows now. `fixed` is F, and
+    `records` have C and T of each. It is `known` from enough of them.
     """
 
     whole: float
@@ -72,9 +81,21 @@ class UsualStep:
     loading: Mapping[int, float]
     slowest: Mapping[int, float]
     parts: Mapping[int, float]
+    fixed: Mapping[int, float]
+    records: Sequence[tuple[float, Mapping[int, float]]]
+    known: bool = True
 
-    def dealt(self, pace: Mapping[int, float]) -> float:
-        return 1 / sum(1 / max(seconds, 1e-6) for seconds in pace.values()) + self.rest
+    def dealt(self, pace: Mapping[int, float], as_of: Mapping[int, int] = NOBODY) -> float:
+        """With workers of this pace, which otherwise vary as they did, or `as_of` others did elsewhere."""
+        speed, found = sum(1 / max(seconds, 1e-6) for seconds in pace.values()), list[float]()
+        for place, (rest, _) in enumerate(self.records):
+            own = []
+            for w in pace:
+                who = as_of.get(w, w)
+                took = self.records[(place + min(w, 0)) % len(self.records)][1].get(who, self.pace[who])
+                own.append(self.fixed.get(who, 0.0) + took / max(self.pace[who], 1e-6) / speed)
+            found.append(max(own) + rest)
+        return median(found)
 
     def computing(self, worker: int) -> float:
         """Of the pace what is not loading."""
@@ -88,6 +109,9 @@ class UsualStep:
             found["rows dealt by speed"] = self.dealt(self.pace)
             without = {worker: seconds for worker, seconds in self.pace.items() if worker != worst}
             found[f"without worker {worst}"] = self.dealt(without)
+            usual = sorted(self.pace, key=lambda worker: self.pace[worker])[(len(self.pace) - 1) // 2]
+            pace = {**self.pace, -1: self.pace[usual], -2: self.pace[usual]}
+            found["two more workers"] = self.dealt(pace, {-1: usual, -2: usual})
         if self.link > 0:
             found["twice the link"] = self.whole - self.link / 2
         return found
@@ -119,11 +143,16 @@ def usual_step(summary: Summary) -> UsualStep | None:
     workers = [int(worker) for worker in team[-1]["computed"]]
     changes = _changes(summary, team[-1].get("trainer"))
     dealt = [_dealt(workers, changes, record) for record in team]
+    fixed = {w: median((r.get("lanes") or {}).get(f"{w} update", 0.0) / r["steps"] for r in team) for w in workers}
 
     def paces(least: float) -> list[dict[int, float]]:
         """In each record, of the workers that had so large a part of the rows."""
         return [
-            {w: record["computed"][str(w)] / parts[w] for w in workers if parts[w] > least * record["steps"]}
+            {
+                w: max(0.0, record["computed"][str(w)] - fixed[w] * record["steps"]) / parts[w]
+                for w in workers
+                if parts[w] > least * record["steps"]
+            }
             for record, parts in zip(team, dealt, strict=True)
         ]
 
@@ -144,9 +173,12 @@ def usual_step(summary: Summary) -> UsualStep | None:
         median(rest),
         max(0.0, median(s - w for s, w in zip(sums, waits, strict=True))) if len(hosts) > 1 or summary.links else 0.0,
         pace,
-        {worker: seconds * _loading(summary, worker, records) for worker, seconds in pace.items()},
+        {worker: seconds * _loading(summary, worker, team, records) for worker, seconds in pace.items()},
         {worker: slowest.count(worker) / len(found[worker]) for worker in pace},
         {worker: dealt[-1][worker] / team[-1]["steps"] for worker in workers},
+        fixed,
+        [*zip(rest, most, strict=True)],
+        len(team) >= ENOUGH[0] and sum(record["steps"] for record in team) >= ENOUGH[1],
     )
 
 
@@ -181,28 +213,34 @@ def _changes(summary: Summary, trainer: Any) -> list[_Change]:
     return [(0, begin), *sorted(parts, key=lambda change: change[0])]
 
 
-def _loading(summary: Summary, worker: int, records: Sequence[Event]) -> float:
-    """The part of its own seconds that its present process waited for rows; where nobody tells, none."""
+def _loading(summary: Summary, worker: int, team: Sequence[Event], records: Sequence[Event]) -> float:
+    """The part of its own seconds that a worker waited for rows: the usual one of its lanes, or that of its present
+    process; where nobody tells, none.
+    """
+    data, own = f"{worker} data", str(worker)
+    if lanes := [r["lanes"][data] / max(r["computed"][own], 1e-9) for r in team if data in (r.get("lanes") or {})]:
+        return float(min(1.0, median(lanes)))
     told = [event["workers"][str(worker)] for event in summary.loaded if str(worker) in event["workers"]]
     waited, steps = told[-1] if told else (0.0, 0)
-    own = 0.0
+    took = 0.0
     for record in reversed(records):
         if steps > 0:
-            own += (record["computed"].get(str(worker)) or 0.0) * min(1.0, steps / record["steps"])
+            took += (record["computed"].get(str(worker)) or 0.0) * min(1.0, steps / record["steps"])
         steps -= record["steps"]
-    return float(min(1.0, waited / own)) if own > 0 else 0.0
+    return float(min(1.0, waited / took)) if took > 0 else 0.0
 
 
 def verdict(summary: Summary, steps: UsualStep | None) -> Verdict:
     """The first that is wrong: how it failed, who hangs, what most of a step is spent on, what else costs time."""
     if summary.outcome is not None and summary.outcome["event"] == "failed":
-        return _failed(summary.outcome)
+        return _failed(summary)
     if summary.hang is not None and summary.outcome is None:
         return _hangs(summary.hang)
-    found = _slow(summary, steps) if steps is not None else None
+    found = _slow(summary, steps) if steps is not None and steps.known else None
     if found is None and sum(summary.account.values()) > LONG:
         whole = sum(summary.account.values())
-        costs = {name: summary.account.get(name, 0.0) for name in COSTS}
+        few = ["saving"] * (len(summary.checkpoints) < SEVERAL)
+        costs = {name: summary.account.get(name, 0.0) for name in COSTS if name not in few}
         name = max(costs, key=lambda name: costs[name])
         if costs[name] > COSTLY * whole:
             what, cure = COSTS[name]
@@ -211,16 +249,43 @@ def verdict(summary: Summary, steps: UsualStep | None) -> Verdict:
     return found or Verdict("", f"nothing is wrong: {summary.ending}")
 
 
-def _failed(event: Event) -> Verdict:
+def _failed(summary: Summary) -> Verdict:
+    event: Event = summary.outcome or {}
     cause = str(event.get("cause"))
     kind, what = next(
         ((kind, what) for pattern, kind, what in KINDS if re.search(pattern, cause)), ("failed", "it failed")
     )
     named = re.search(r"\bworkers? (\d+)", cause)
     worker = int(named[1]) if named and kind in ("not finite", "diverged") else event.get("worker")
+    if kind == "mismatch":
+        worker, left_out = _odd(summary.folder, cause)
+        kind, what = ("skipped", "a collective was left out") if left_out else (kind, what)
     who = "" if worker is None else f" ({ranks([worker])})"
     cure = re.findall(r"^next: (.*)$", str(event.get("text")), re.M)
     return Verdict(kind, f"{what}{who}", worker, (cause,), cure[-1] if cure else "see its log")
+
+
+def _odd(folder: Path, cause: str) -> tuple[int | None, bool]:
+    """Who is elsewhere than most, and whether it left out what they are in: it has ended, or went on to what it did
+    after that, or after the collective before, at an earlier time. The flight recorder knows.
+    """
+    places = [([*map(int, who.split(", "))], ended) for who, ended in re.findall(_WHERE, cause)]
+    fewest = min((len(who) for who, _ in places), default=0)
+    did = {about["worker"]: list(_called(records)) for about, records in flights(folder)}
+    odd = [(who[0], ended) for who, ended in places if len(who) == 1 == fewest]
+    for worker, ended in odd:
+        theirs = next((did[o][-1:] for who, _ in places for o in who if o != worker and o in did), [])
+        *before, now = did.get(worker) or [""]
+        ways = {*pairwise(before)} & {(one, now) for one in (*theirs, *before[-1:])}
+        if ended or (ways and theirs != [now]):
+            return worker, True
+    return (odd[0][0], False) if len(odd) == 1 else (None, False)
+
+
+def _called(records: Sequence[Event]) -> Iterator[str]:
+    """What the team did together, as names without numbers of steps, each once for all its parts."""
+    names = (re.sub(r"^step \d+", "step", record["name"]) for record in records if record["group"] == "team")
+    return (name for name, _ in groupby(names))
 
 
 def _hangs(event: Event) -> Verdict:
@@ -230,11 +295,24 @@ def _hangs(event: Event) -> Verdict:
     return Verdict("hang", f"worker {worker} hangs", worker, (line,), f"see RUN/stacks/worker-{worker}.txt")
 
 
+def _of_others(seconds: Mapping[int, float], worker: int) -> float:
+    """The usual of the other workers."""
+    return median([found for other, found in seconds.items() if other != worker] or [0.0])
+
+
+def _waits_for_rows(steps: UsualStep, worker: int) -> bool:
+    """Whether much of its own time is that, or most of what it takes longer than the others."""
+    own, loading = steps.pace[worker], steps.loading[worker]
+    usual, more = _of_others(steps.pace, worker), loading - _of_others(steps.loading, worker)
+    return loading > LOADER * own or (own > SLOW * usual > 0 and more > (own - usual) / 2)
+
+
 def _slow(summary: Summary, steps: UsualStep) -> Verdict | None:
     """What most of a step is waited for: of rows, a slow worker and the link what costs most."""
     found, count, hosts = list[tuple[float, Verdict]](), len(steps.pace), summary.host_of
-    loaders = [w for w, seconds in steps.loading.items() if seconds > max(LEAST * count, LOADER * steps.pace[w])]
-    if loaders:
+    loaders = [w for w, seconds in steps.loading.items() if seconds > LEAST * count and _waits_for_rows(steps, w)]
+    apart = [w for w in loaders if steps.loading[w] - _of_others(steps.loading, w) > APART * steps.pace[w]]
+    if loaders := apart or loaders:
         told = tuple(
             f"worker {w} takes {a_step(steps.pace[w] / count)} for an equal part of the rows, and waits for these"
             f" {a_step(steps.loading[w] / count)} of that"
@@ -247,7 +325,7 @@ def _slow(summary: Summary, steps: UsualStep) -> Verdict | None:
         found.append((steps.whole - steps.what_if()["loader fixed"], Verdict("loader", what, worst, told, cure)))
     if count > 1:
         worst = max(steps.pace, key=steps.computing)
-        usual = median(steps.computing(worker) for worker in steps.pace if worker != worst)
+        usual = _of_others({worker: steps.computing(worker) for worker in steps.pace}, worst)
         ratio, often = steps.computing(worst) / usual, steps.slowest[worst]
         if ratio > SLOW and often >= OFTEN and steps.computing(worst) > LEAST * count:
             told = (

@@ -127,6 +127,12 @@ METRICS = (
         counter=True,
         of=lambda s: {"": s.made["bytes"]},
     ),
+    Metric(
+        *("paceline_link_bytes_total", "B", "bytes that a host's workers sent to another host, by link, as `a to b`"),
+        label="link",
+        counter=True,
+        of=lambda s: s.sent,
+    ),
     Metric("paceline_workers", "1", "workers of the team", of=lambda s: {"": sum(s.up.values())}),
     Metric(
         *("paceline_worker_up", "1", "whether a worker is of the team: 1, or 0"),

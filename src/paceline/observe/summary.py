@@ -32,6 +32,7 @@ from paceline.observe.journal import NAME, Event, Reader, effective_steps
 Rows = list[tuple[str, str]]
 Made = TypeVar("Made")
 SHORT = 60.0  # seconds
+LINKS = 12  # of those over which most was sent
 
 
 class Summary:
@@ -45,9 +46,9 @@ class Summary:
     `samples_per_second` is that of the last attempt without the first tenth of its steps. `time` are seconds on worker
     0, `bytes_moved` what it sent, `waited_for` the seconds a worker kept the others waiting. `made` and `made_by` are
     counts of all trainers, with what was done again; `up` says which workers are of the team, `hosts` where they
-    were. `loaded` says how long
-    workers waited for rows, `hang` who stands still since the last step. `collectives` are calls,
-    bytes and seconds waited by kind. Of several trainers, `steps_done`, `samples`, speed and times are the first one's.
+    were. `loaded` says how long workers waited for rows, `sent` are bytes between hosts by link (``a to b``), `hang`
+    says who stands still since the last step. `collectives` are calls, bytes and seconds waited by kind. Of several
+    trainers, `steps_done`, `samples`, speed and times are the first one's.
     """
 
     live = False
@@ -106,6 +107,7 @@ class Summary:
         here = {*up, *(str(event["worker"]) for event in last if event["event"] == "worker")}
         self.hosts = {str(e["worker"]): str(e.get("host") or "") for e in processes if str(e["worker"]) in here}
         self.loaded = [event for event in last if event["event"] == "loaded"]
+        self.sent = _sent(self.loaded)
         moved = ("step", "evaluate", "formed", "lost")
         self.config = config_of(events)
         self.environment: Event = next((e for e in reversed(last) if e["event"] == "environment"), {})
@@ -295,6 +297,19 @@ def _up(attempt: list[Event]) -> dict[str, bool]:
     return up
 
 
+def _sent(told: list[Event]) -> dict[str, float]:
+    """Bytes from host to host, by ``a to b``, the most first: what each agent told last. A host that nobody is on, or
+    that has told nothing yet, is its address.
+    """
+    newest = {event["agent"]: event for event in told if event.get("sent")}
+    names = {address: str(event["host"]) for event in newest.values() for address in event["here"]}
+    found = Counter[str]()
+    for event in newest.values():
+        for address, count in event["sent"].items():
+            found[f"{event['host']} to {names.get(address, address)}"] += count
+    return {link: float(count) for link, count in found.most_common() if count}
+
+
 def _once(events: list[Event], kind: str, key: str) -> list[Event]:
     """The events of a kind, each once by trainer and `key`: an attempt that resumes repeats them."""
     return list({(str(e.get("trainer")), str(e.get(key))): e for e in events if e["event"] == kind}.values())
@@ -469,6 +484,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("bytes", moved),
             *_by_kind(s),
             ("links", _links(s.links)),
+            ("sent", ", ".join(f"{link} {size_of(count)}" for link, count in [*s.sent.items()][:LINKS])),
             *(("codec", _codec(event)) for event in s.codecs),
             *(("memory", _memory(event)) for event in s.memory[-1:]),
         ],

@@ -52,7 +52,7 @@ class Link:
         self.epoch = 0
         self.run: dict[str, Any] = {}  # what all agents must know of it
         self.others: list[tuple[str, int]] = []  # where a coordinator may be that has taken over
-        self.loaded: dict[int, tuple[float, float]] = {}  # by worker: seconds that it waited for rows, and its steps
+        self.figures: dict[str, Any] = {}  # what the journal is told of now and then
         self._clocks = deque[tuple[float, float]](maxlen=64)  # of the last answers: error, offset
         self.answered = time.monotonic()
         self.home = address  # where the last answer came from
@@ -154,7 +154,7 @@ class Link:
             thread.join(2 * ANSWER)
         if (session := self._session) is not None:
             with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), Wire(session.address) as wire:
-                self._ask(wire, session, "POST", "/report", {"epoch": self.epoch, "loaded": self.loaded, **report})
+                self._ask(wire, session, "POST", "/report", {"epoch": self.epoch, **self.figures, **report})
         self._news.close()
         self._wake.close()
 
@@ -176,7 +176,7 @@ class Link:
                         if sent:
                             asked = time.time()
                             told = {"same": True} if sent is answered else sent
-                            told = {"epoch": self.epoch, "clock": self.clock, "loaded": self.loaded, **told}
+                            told = {"epoch": self.epoch, "clock": self.clock, **self.figures, **told}
                             said = self._ask(wire, session, "POST", "/report", told)
                             self._set_clock(asked, said.get("clock"), time.time())
                             self._heard, answered = (sent, said), sent

@@ -162,13 +162,17 @@ class Service:
         self._publish()
         return {"step": self._coordinator.step}
 
-    def _take_loaded(self, session: Session, told: Mapping[str, Any], now: float, last: bool) -> None:
-        """How long workers waited for rows: into the journal, the more seldom the longer it goes on, and at the end."""
+    def _take_figures(self, session: Session, said: Mapping[str, Any], now: float, last: bool) -> None:
+        """How long workers waited for rows, and what they sent: into the journal, more seldom the longer it goes on,
+        and at the end.
+        """
+        told = said.get("loaded") or {}
         if not told or (now - session.told < max(LOADED, RARER * (now - self._began)) and not last):
             return
         session.told = now
         loaded = {int(worker): [float(seconds), int(steps)] for worker, (seconds, steps) in told.items()}
-        self._record("loaded", host=session.host, workers=loaded)
+        more = {"sent": said["sent"], "here": said["here"], "agent": session.agent} if said.get("sent") else {}
+        self._record("loaded", host=session.host, workers=loaded, **more)
 
     def stacks(self, body: bytes) -> Any:
         if not json.loads(body).get("asked"):
@@ -219,7 +223,7 @@ class Service:
         self._publish()
         coordinator = self._coordinator
         self._set_clock(session, said.get("clock"), [*workers])
-        self._take_loaded(session, said.get("loaded") or {}, now, bool(said.get("bye")))
+        self._take_figures(session, said, now, bool(said.get("bye")))
         return {"version": coordinator.version, "open": coordinator.undecided, "clock": [came, time.time()]}
 
     def _set_clock(self, session: Session, told: Any, workers: list[int]) -> None:
