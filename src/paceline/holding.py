@@ -36,13 +36,30 @@ class Steps(Protocol):
 class Client:
     """A worker: what it pushes lands in `buffers`, by trainer and parameter, or as `codes` of several first. It has
     `asked` for squares, by trainer: of which contribution, as which rank of how many. What it pushes of gradients in
-    rows are texts in `rows`.
+    rows are texts in `rows`. What it lends is `lent`, by trainer and numbers: of which contribution, and the stamp.
     """
 
     buffers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     codes: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
     asked: dict[int, tuple[Key, int, int]] = field(default_factory=dict)
     rows: dict[int, bytearray] = field(default_factory=dict)
+    lent: dict[tuple[int, tuple[int, ...]], tuple[Key, memoryview]] = field(default_factory=dict)
+
+    def borrow(self, frame: Frame, in_codes: bool) -> None:
+        """What it has pushed is read where it lies."""
+        assert frame.lent is not None
+        about = frame.trainer, frame.numbers
+        self.lent[about] = frame.key, frame.lent.stamp
+        if in_codes:
+            (self.codes[about],) = frame.lent.tensors
+        else:
+            mine = zip(frame.numbers, frame.lent.tensors, strict=True)
+            self.buffers |= {(frame.trainer, number): tensor for number, tensor in mine}
+
+    def still(self, trainer: int, key: Key) -> bool:
+        """Whether what it lends is of this contribution still: it goes on to the next one where others are lost."""
+        mine = [stamp for (of, _), (lent, stamp) in self.lent.items() if of == trainer and lent == key]
+        return all(tuple(stamp[:3]) == key for stamp in mine)
 
 
 class Holding:
@@ -73,6 +90,7 @@ class Holding:
         self.changes: dict[int, torch.Tensor] = {}  # codes of what the last step changed, by part
         self.touched: dict[int, torch.Tensor] = {}  # rows that the last step changed, of those that not all did
         self.squares = {part: [0.0] for part in self.parts}
+        self._sums: dict[int, torch.Tensor] = {}
         first_to_last = [self.params[number] for number in chain(*self.dense.values())]
         self.exact = ExactBuckets(first_to_last, hooks=False) if plan.exact else None
         self.ready: Key | None = None
@@ -105,10 +123,8 @@ class Holding:
     def _add(self, clients: Sequence[Client]) -> None:
         trainer = self.trainer
         dense, sparse = ([*chain(*some.values())] for some in (self.dense, self.sparse))
-        first, *others = ([one.buffers[trainer, number] for number in dense] for one in clients)
-        for more in others if first else ():
-            torch._foreach_add_(first, more)
-        for number, grad in zip(dense, first, strict=True):
+        for number in dense:
+            grad = self._total(number, [one.buffers[trainer, number] for one in clients], bool(clients[0].lent))
             self.params[number].grad = grad.view(self.params[number].shape)
         rows = [unpack(one.rows[trainer], self.params) for one in clients] if sparse else []
         for number in sparse:
@@ -118,6 +134,20 @@ class Holding:
             )
         for part, numbers in self.parts.items():
             self.squares[part] = [squares(rows_of(self.params[number] for number in numbers))]
+
+    def _total(self, number: int, pushed: Sequence[torch.Tensor], lent: bool) -> torch.Tensor:
+        """In the first one's memory, unless that is `lent`."""
+        first, *others = pushed
+        total = first
+        if lent:
+            if number not in self._sums:
+                self._sums[number] = torch.empty_like(first)
+            total = self._sums[number]
+        for more in others[:1]:
+            torch.add(first, more, out=total)
+        for more in others[1:]:
+            total.add_(more)
+        return total if others or not lent else total.copy_(first)
 
     def _add_exactly(
         self,
