@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import Any
 
-from paceline.comm.frames import Kind
+from paceline.comm.frames import LENT, Kind
 
 HEAD = struct.Struct("<BHIqqqQ")
 PUSHES = {Kind.PUSH, Kind.PUSHED, Kind.ROWS, Kind.SQUARES, Kind.COMMIT}  # what a worker says that changes something
@@ -18,7 +18,7 @@ ACKNOWLEDGEMENTS = {Kind.SQUARES, Kind.READ, Kind.DEAL, Kind.KEPT, Kind.BUFFERS}
 
 class Proxy:
     """Listens at `port`. Instead of delivering each `lose`-th acknowledgement it cuts the connection; it delivers each
-    `double`-th push twice. `did` counts both, and `kinds` what was lost or came twice.
+    `double`-th push twice. `did` counts both, and what was lent instead of sent; `kinds` what was lost or came twice.
     """
 
     def __init__(self, lose: int, double: int) -> None:
@@ -73,7 +73,9 @@ class Proxy:
         with suppress(OSError, EOFError):
             while True:
                 head = _exactly(source, HEAD.size)
-                kind, _, count, *_, size = HEAD.unpack(head)
+                kind, trainer, count, *_, size = HEAD.unpack(head)
+                with self._lock:
+                    self.did["lent" if trainer & LENT else "sent"] += count > 0
                 frame = head + _exactly(source, 4 * count + size)
                 due = kind in kinds and self._due(what, kind)
                 if due and what == "lost":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from paceline.comm.frames import Connection, Frame, Kind
+from paceline.holding import Client
 
 
 def linked(place: Any, secret: str) -> tuple[Connection, Connection]:
@@ -36,6 +39,92 @@ def test_frames_land_in_memory_that_is_there() -> None:
     assert push == Frame(Kind.PUSH, 1, (5, 2, 1), (1, 2, 0), bytearray())
     assert state.text == b"all of it"
     assert all(torch.equal(landing[number], sent[number]) for number in sent)
+
+
+def near(place: Any) -> tuple[Connection, Connection]:
+    sender, taker = linked(place, "secret")
+    sender.put(Kind.HELLO, content=f"secret 7 {sender.memory}".encode())
+    moved(sender, taker)
+    taker.inbox.clear()
+    assert taker.borrow(taker.greeting.decode().partition(" ")[2])
+    assert sender.borrow(taker.memory)
+    return sender, taker
+
+
+def test_tensors_are_lent_on_one_host() -> None:
+    """They lie where they lay before, whatever else was sent; and may change at once, unlike those that travel."""
+    like = {0: torch.zeros(3), 1: torch.zeros(40_000_000, dtype=torch.uint8), 2: torch.zeros(5, dtype=torch.float64)}
+    sender, taker = near(lambda frame: [like[number] for number in frame.numbers])
+    first, places = torch.rand(3), []
+    for key, size in (((1, 2, 3), 1.0), ((1, 2, 4), 2.0)):
+        sent = [first * size, torch.full([40_000_000], int(size), dtype=torch.uint8), torch.rand(5).double()]
+        whole = [tensor.clone() for tensor in sent]
+        sender.put(Kind.PUSH, 2, key, (0, 1, 2), sent)
+        sender.put(Kind.PUSH, 2, key, (1,), sent[1:2])
+        sent[1].zero_()
+        moved(sender, taker)
+        frame, other = taker.inbox
+        assert frame.lent is not None
+        assert other.lent is not None
+        assert (*frame[:4],) == (Kind.PUSH, 2, key, (0, 1, 2))
+        assert tuple(frame.lent.stamp[:3]) == key
+        assert all(torch.equal(*pair) for pair in zip(frame.lent.tensors, whole, strict=True))
+        assert torch.equal(other.lent.tensors[0], whole[1])
+        places.append([tensor.data_ptr() for tensor in (*frame.lent.tensors, *other.lent.tensors)])
+        taker.inbox.clear()
+    assert places[0] == places[1]
+    assert not any(tensor.any() for tensor in like.values())
+    taker.put(Kind.READ, 2, (1, 2, 3), (5,), [torch.ones(3)])  # the other way round
+    sender._place = lambda frame: [torch.empty(3)]
+    moved(sender, taker)
+    assert sender.inbox[0].lent is not None
+    assert torch.equal(sender.inbox[0].lent.tensors[0], torch.ones(3))
+    assert not list(Path("/dev/shm").glob("*paceline*"))
+
+
+def test_tensors_travel_where_no_memory_can_be_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr("paceline.comm.shared.os.posix_fallocate", refuse)
+    landing = torch.zeros(9)
+    sender, taker = near(lambda frame: [landing])
+    sent = torch.rand(9)
+    sender.put(Kind.PUSH, 0, (0, 0, 0), (0,), [sent])
+    whole = sent.clone()
+    sent.zero_()
+    moved(sender, taker)
+    assert taker.inbox[0].lent is None
+    assert torch.equal(landing, whole)
+
+
+@pytest.mark.parametrize("wrong", ["host", "inode", "process"])
+def test_another_hosts_memory_is_not_borrowed(wrong: str) -> None:
+    sender, taker = linked(lambda frame: [], "")
+    host, process, number, inode = sender.memory.split()
+    said = {"host": "another", "inode": str(int(inode) + 1), "process": "999999999"}[wrong]
+    named = {"host": host, "process": process, "number": number, "inode": inode, wrong: said}
+    assert not taker.borrow(" ".join(named.values()))
+    assert not taker.near
+    taker.put(Kind.READ, 0, (0, 0, 0), (0,), [torch.ones(3)])
+    landing = torch.zeros(3)
+    sender._place = lambda frame: [landing]
+    moved(sender, taker)
+    assert torch.equal(landing, torch.ones(3))
+
+
+def test_what_a_lender_goes_on_from_is_not_counted() -> None:
+    sender, taker = near(lambda frame: [torch.zeros(3)])
+    client = Client()
+    for key in ((4, 1, 0), (4, 2, 0)):
+        sender.put(Kind.PUSH, 1, key, (0,), [torch.ones(3)])
+    moved(sender, taker)
+    first, second = taker.inbox
+    client.borrow(first, in_codes=False)
+    assert not client.still(1, (4, 1, 0))
+    client.borrow(second, in_codes=False)
+    assert client.still(1, (4, 2, 0))
+    assert torch.equal(client.buffers[1, 0], torch.ones(3))
 
 
 @pytest.mark.parametrize(

@@ -400,26 +400,33 @@ def test_connections_that_are_lost_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "plan"),
+    ("workers", "plan", "near"),
     [
-        (2, "server=2"),
+        (2, "server=2", True),
         *(
-            pytest.param(workers, plan, marks=pytest.mark.slow)
-            for workers, plan in [(3, "server=3 copies=1"), (2, "server=2 codec=int8"), (3, "server=2 exact")]
+            pytest.param(workers, plan, near, marks=pytest.mark.slow)
+            for near in (True, False)
+            for workers, plan in [
+                *[(2, "server=2")] * (not near),
+                (3, "server=3 copies=1"),
+                (2, "server=2 codec=int8"),
+                (3, "server=2 exact"),
+            ]
         ),
     ],
 )
-def test_what_is_lost_or_comes_twice_changes_nothing(tmp_path: Path, workers: int, plan: str) -> None:
-    """Not a bit: each 7th acknowledgement of servers, and each 11th push."""
+def test_what_is_lost_or_comes_twice_changes_nothing(tmp_path: Path, workers: int, plan: str, near: bool) -> None:
+    """Not a bit: each 7th acknowledgement of servers, and each 11th push; nor whether tensors are lent or sent."""
     shares = ("--shares", ",".join(["1"] * workers))
     (tmp_path / "whole").mkdir()
     trained(tmp_path / "whole", workers, plan, *shares)
     with Proxy(7, 11) as proxy:
         (tmp_path / "odd").mkdir()
-        trained(tmp_path / "odd", workers, plan, *shares, PROXY=str(proxy.port))
+        trained(tmp_path / "odd", workers, plan, *shares, PROXY=str(proxy.port), **{} if near else {"FAR": "1"})
     print(proxy.did, proxy.kinds)
     assert proxy.did["lost"] >= 5
     assert proxy.did["doubled"] >= 5
+    assert (proxy.did["lent"] > 2 * workers * STEPS) is near
     whole, odd = ((tmp_path / name / "out.safetensors").read_bytes() for name in ("whole", "odd"))
     assert whole == odd
 

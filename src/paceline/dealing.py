@@ -276,7 +276,7 @@ class Dealing(Holding):
             if frame.key[0] > self.applied:
                 self._reading.append((link, frame))
             else:
-                weights, numbers = self._snapshot(), self.parts[frame.key[2]]
+                weights, numbers = self._snapshot(link.near), self.parts[frame.key[2]]
                 link.put(Kind.READ, frame.trainer, frame.key, numbers, [weights[number] for number in numbers])
 
     def _settle(self, worker: int) -> None:
@@ -336,8 +336,10 @@ class Dealing(Holding):
         window.dealings[ticket] = dealing = window.dealings.get(ticket, self._base) + (not again)
         return {"ticket": ticket, "dealing": dealing, "update": sure}
 
-    def _snapshot(self) -> dict[int, torch.Tensor]:
-        """The weights, in memory that the next update does not touch."""
+    def _snapshot(self, lent: bool) -> dict[int, torch.Tensor]:
+        """The weights, in memory that the next update does not touch; those that are `lent` are copied at once."""
+        if lent:
+            return {number: self.params[number].detach().contiguous() for number in self.numbers}
         if self._weights[0] != self.applied:
             self._weights = self.applied, {number: self.params[number].detach().clone() for number in self.numbers}
         return self._weights[1]

@@ -23,6 +23,8 @@ from paceline.strategies.servers import parts_of, spread
 from paceline.strategies.sparse import combined, pack_weights, rows_of, steps_rows_alone, unpack
 from paceline.strategies.state import optimizer_state
 
+STRETCH = 1 << 16  # elements that are summed at once
+
 
 class Steps(Protocol):
     """What makes a trainer's steps, where servers do not."""
@@ -36,13 +38,30 @@ class Steps(Protocol):
 class Client:
     """A worker: what it pushes lands in `buffers`, by trainer and parameter, or as `codes` of several first. It has
     `asked` for squares, by trainer: of which contribution, as which rank of how many. What it pushes of gradients in
-    rows are texts in `rows`.
+    rows are texts in `rows`. What it lends is `lent`, by trainer and numbers: of which contribution, and the stamp.
     """
 
     buffers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     codes: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
     asked: dict[int, tuple[Key, int, int]] = field(default_factory=dict)
     rows: dict[int, bytearray] = field(default_factory=dict)
+    lent: dict[tuple[int, tuple[int, ...]], tuple[Key, memoryview]] = field(default_factory=dict)
+
+    def borrow(self, frame: Frame, in_codes: bool) -> None:
+        """What it has pushed is read where it lies."""
+        assert frame.lent is not None
+        about = frame.trainer, frame.numbers
+        self.lent[about] = frame.key, frame.lent.stamp
+        if in_codes:
+            (self.codes[about],) = frame.lent.tensors
+        else:
+            mine = zip(frame.numbers, frame.lent.tensors, strict=True)
+            self.buffers |= {(frame.trainer, number): tensor for number, tensor in mine}
+
+    def still(self, trainer: int, key: Key) -> bool:
+        """Whether what it lends is of this contribution still: it goes on to the next one where others are lost."""
+        mine = [stamp for (of, _), (lent, stamp) in self.lent.items() if of == trainer and lent == key]
+        return all(tuple(stamp[:3]) == key for stamp in mine)
 
 
 class Holding:
@@ -73,6 +92,7 @@ class Holding:
         self.changes: dict[int, torch.Tensor] = {}  # codes of what the last step changed, by part
         self.touched: dict[int, torch.Tensor] = {}  # rows that the last step changed, of those that not all did
         self.squares = {part: [0.0] for part in self.parts}
+        self._sums: dict[int, torch.Tensor] = {}
         first_to_last = [self.params[number] for number in chain(*self.dense.values())]
         self.exact = ExactBuckets(first_to_last, hooks=False) if plan.exact else None
         self.ready: Key | None = None
@@ -105,10 +125,10 @@ class Holding:
     def _add(self, clients: Sequence[Client]) -> None:
         trainer = self.trainer
         dense, sparse = ([*chain(*some.values())] for some in (self.dense, self.sparse))
-        first, *others = ([one.buffers[trainer, number] for number in dense] for one in clients)
-        for more in others if first else ():
-            torch._foreach_add_(first, more)
-        for number, grad in zip(dense, first, strict=True):
+        norms = dict[int, list[torch.Tensor]]()
+        for number in dense:
+            pushed = [one.buffers[trainer, number] for one in clients]
+            grad, norms[number] = self._total(number, pushed, bool(clients[0].lent))
             self.params[number].grad = grad.view(self.params[number].shape)
         rows = [unpack(one.rows[trainer], self.params) for one in clients] if sparse else []
         for number in sparse:
@@ -116,8 +136,31 @@ class Holding:
             self.params[number].grad = combined(
                 self.params[number], [where for where, _ in given], [values for _, values in given]
             )
-        for part, numbers in self.parts.items():
-            self.squares[part] = [squares(rows_of(self.params[number] for number in numbers))]
+        for part, numbers in self.dense.items():
+            found = [norm for number in numbers for norm in norms[number]]
+            total = float(torch.stack(found).double().square().sum()) if found else 0.0
+            self.squares[part] = [total + squares(rows_of(self.params[number] for number in self.sparse[part]))]
+
+    def _total(
+        self, number: int, pushed: Sequence[torch.Tensor], lent: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The sum, in the first one's memory unless that is `lent`, and the norms of its stretches, which are read
+        while they are in the cache.
+        """
+        first = pushed[0]
+        if lent and number not in self._sums:
+            self._sums[number] = torch.empty_like(first)
+        total = self._sums[number] if lent else first
+        norms = []
+        for target, stretch, *more in zip(*(one.split(STRETCH) for one in (total, *pushed)), strict=True):
+            if more:
+                torch.add(stretch, more[0], out=target)
+            elif lent:
+                target.copy_(stretch)
+            for further in more[1:]:
+                target.add_(further)
+            norms.append(torch.linalg.vector_norm(target))
+        return total, norms
 
     def _add_exactly(
         self,

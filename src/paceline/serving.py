@@ -167,7 +167,8 @@ class ParameterServer:
 
     def _hear(self, link: Connection, client: Client, frame: Frame) -> None:
         if frame.kind == Kind.HELLO:
-            link.put(Kind.WELCOME, content=b"1" if self._state else b"0")
+            link.borrow(_said(link)[1])
+            link.put(Kind.WELCOME, content=f"{int(bool(self._state))} {link.memory if link.near else ''}".encode())
         elif frame.kind == Kind.STATE:
             if not self._state:
                 self._state = bytes(frame.text)
@@ -188,7 +189,10 @@ class ParameterServer:
         elif frame.kind == Kind.READ:
             self._parts[frame.trainer].read(link, frame)
         elif frame.kind == Kind.PUSH:
-            if (code := self._parts[frame.trainer].code) is not None:
+            code = self._parts[frame.trainer].code
+            if frame.lent is not None:
+                client.borrow(frame, code is not None)
+            if code is not None:
                 gradients = self._buffers(client, frame)
                 torch._foreach_zero_(gradients)
                 add_codes(code, client.codes[frame.trainer, frame.numbers], gradients)
@@ -211,6 +215,11 @@ class ParameterServer:
         if len(asking) < size:
             return
         part.add(key, [asking[rank][1] for rank in range(size)], json.loads(frame.text[RANKED.size :] or b"null"))
+        if gone := [one for _, one in asking.values() if not one.still(frame.trainer, key)]:
+            part.ready = None  # nobody who counts waits for it
+            for one in gone:
+                del one.asked[frame.trainer]
+            return
         self._reached("summed")
         for other, _ in asking.values():
             other.put(Kind.SQUARES, frame.trainer, key, content=json.dumps(part.squares).encode())
@@ -227,6 +236,11 @@ class ParameterServer:
             raise PacelineError(what, "report this with the run's journal")
 
 
+def _said(link: Connection) -> tuple[int, str]:
+    """The number of a worker, of a server one below zero; and what it says of its memory."""
+    number, _, memory = (link.greeting or b"-1").decode().partition(" ")
+    return int(number), memory
+
+
 def _who(link: Connection) -> int:
-    """The number of a worker; of a server one below zero."""
-    return int(link.greeting or -1)
+    return _said(link)[0]

@@ -1,29 +1,35 @@
 """Frames over sockets between workers and parameter servers: a head, numbers of tensors, and then these or a text.
 
-What arrives lands in memory that is there before; nothing is unpickled. Nobody blocks in a socket: `exchange` is the
-one place that waits, and looks now and then whether to go on is of any use.
+What arrives lands in memory that is there before; nothing is unpickled. On one host tensors do not travel: who sends
+them lends them, in a slot of shared memory that the next ones of the same numbers will lie in. Nobody blocks in a
+socket: `exchange` is the one place that waits, and looks now and then whether to go on is of any use.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import select
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from enum import IntEnum
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from paceline.comm.shared import raw_bytes
+from paceline.comm.shared import Borrowed, File, Lent, Where, host_key, laid_out, raw_bytes, room_of
 from paceline.pulse import PULSE
 
 LOOK = 0.05  # seconds between two looks at whether to go on waiting
 SOCKET = 4 << 20  # bytes that a socket takes, if the system lets it
 GREETING = 256  # bytes of what one who is not known yet may say
+LENT = 1 << 15  # beside a trainer's number: what comes says where the tensors are
 _HEAD = struct.Struct("<BHIqqqQ")
+_WHERE = struct.Struct("<4q")
 Key = tuple[int, int, int]  # of a contribution: the step, the generation of the team, the attempt in it
 
 
@@ -36,14 +42,24 @@ class Kind(IntEnum):
     SUM = 17  # of some workers' gradients, and its squares
 
 
+class Loan(NamedTuple):
+    """Tensors of another process; the `stamp` of their slot is the contribution that they are of."""
+
+    stamp: memoryview
+    tensors: list[torch.Tensor]
+
+
 class Frame(NamedTuple):
-    """Its `kind`; the trainer and the contribution that it is of; which tensors it has; and else its text."""
+    """Its `kind`; the trainer and the contribution that it is of; which tensors it has, and these if they were `lent`;
+    and else its text.
+    """
 
     kind: int
     trainer: int
     key: Key
     numbers: tuple[int, ...]
     text: bytearray
+    lent: Loan | None = None
 
 
 # Where the tensors of a frame land, in their order; None: it has to wait.
@@ -52,7 +68,7 @@ Place = Callable[[Frame], "Sequence[torch.Tensor] | None"]
 
 class Connection:
     """One connection. What has arrived whole is in `inbox`; it is `broken` once the other end is gone. One that has to
-    `greet` says this first, or the link breaks.
+    `greet` says this first, or the link breaks. Where the other end is `near` tensors are lent to it.
     """
 
     def __init__(self, connection: socket.socket, place: Place, greet: str = "") -> None:
@@ -64,6 +80,8 @@ class Connection:
         self.socket, self.broken, self.paused = connection, False, False
         self.inbox: deque[Frame] = deque()
         self.greeting: Any = None  # what the other end said of itself
+        self.near, self._lent = False, _lent()
+        self._borrowed: Borrowed | None = None
         self._place, self._secret = place, greet
         self._out: deque[memoryview] = deque()
         self._parts = self._read()
@@ -81,11 +99,47 @@ class Connection:
         numbers: Sequence[int] = (),
         content: Sequence[torch.Tensor] | bytes = b"",
     ) -> None:
-        """What is to be sent. Tensors, which are contiguous, must not change before they are gone."""
+        """What is to be sent. Tensors, which are contiguous, must not change before they are gone; near by they may."""
+        if (
+            self.near
+            and not isinstance(content, bytes)
+            and numbers
+            and self._lend(kind, trainer, key, numbers, content)
+        ):
+            return
         views = [memoryview(content)] if isinstance(content, bytes) else [_memory(tensor) for tensor in content]
+        views = [memoryview(bytes(view)) for view in views] if self.near and numbers else views
         head = _HEAD.pack(kind, trainer, len(numbers), *key, sum(map(len, views)))
         self._out.append(memoryview(head + struct.pack(f"<{len(numbers)}i", *numbers)))
         self._out.extend(view for view in views if len(view))
+
+    @property
+    def memory(self) -> str:
+        """What the other end is to know to take what is lent here."""
+        return "" if self._lent is None else " ".join(map(str, [_here(), *self._lent.file]))
+
+    def borrow(self, said: str) -> bool:
+        """Whether the other end, which says that of its memory, is near."""
+        host, *file = said.split() or [""]
+        if self._lent is not None and self._borrowed is None and host == _here():
+            with suppress(OSError):  # it may not be looked into
+                self._borrowed = Borrowed(File(*map(int, file)))
+        self.near = self._borrowed is not None
+        return self.near
+
+    def _lend(self, kind: int, trainer: int, key: Key, numbers: Sequence[int], content: Sequence[torch.Tensor]) -> bool:
+        size = sum(map(room_of, content))
+        assert self._lent is not None
+        slot = self._lent.slot((kind, trainer, tuple(numbers)), size)
+        if slot is None:
+            return False
+        for at, number in enumerate(key):
+            slot.stamp[at] = number
+        for target, tensor in zip(laid_out(slot, content), content, strict=True):
+            target.copy_(tensor.detach().view(-1))
+        head = _HEAD.pack(kind, trainer | LENT, len(numbers), *key, _WHERE.size)
+        self._out.append(memoryview(head + struct.pack(f"<{len(numbers)}i", *numbers) + _WHERE.pack(*slot.where)))
+        return True
 
     def advance(self) -> None:
         """Sends and takes what it can without waiting."""
@@ -131,10 +185,18 @@ class Connection:
                 yield None
             numbers = bytearray(4 * count)
             yield memoryview(numbers)
-            frame = Frame(kind, trainer, tuple(key), struct.unpack(f"<{count}i", numbers), bytearray())
+            named = struct.unpack(f"<{count}i", numbers)
+            frame = Frame(kind, trainer & ~LENT, tuple(key), named, bytearray())
             while (tensors := self._place(frame) if self._knows else []) is None:
                 yield None
-            if count:
+            if trainer & LENT:
+                where = bytearray(_WHERE.size)
+                yield memoryview(where)
+                if (lent := self._find(where, tensors)) is None:
+                    self.close()
+                    yield None
+                frame = frame._replace(lent=lent)
+            elif count:
                 views = [_memory(tensor) for tensor in tensors]
                 if sum(map(len, views)) != size:
                     self.close()
@@ -151,6 +213,13 @@ class Connection:
                 self._secret = ""
             self.inbox.append(frame)
 
+    def _find(self, where: bytearray, like: Sequence[torch.Tensor]) -> Loan | None:
+        """Tensors like these, where the other end says; None: it has not lent so much."""
+        if self._borrowed is None:
+            return None
+        slot = self._borrowed.slot(Where(*_WHERE.unpack(where)))
+        return Loan(slot.stamp, laid_out(slot, like)) if sum(map(room_of, like)) <= len(slot.data) else None
+
     @property
     def _knows(self) -> bool:
         """Whether the other end has said what it had to say first."""
@@ -160,11 +229,27 @@ class Connection:
         self.broken = True
         self._out.clear()
         self.socket.close()
+        for memory in (self._lent, self._borrowed):
+            if memory is not None:
+                memory.close()
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     array: Any = raw_bytes(tensor.detach().view(-1)).numpy()
     return memoryview(array)
+
+
+@cache
+def _here() -> str:
+    """The same for all that can share memory with this process, and for no others; empty where nobody can."""
+    return hashlib.sha256(host_key().encode()).hexdigest()[:16] if host_key() else ""
+
+
+def _lent() -> Lent | None:
+    try:
+        return Lent() if _here() else None
+    except OSError:  # no file can be had: all goes through the socket
+        return None
 
 
 def exchange(

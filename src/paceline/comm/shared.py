@@ -1,4 +1,5 @@
-"""Memory that the workers of one host share: arrivals, staging blocks, lanes between pairs, and arenas for gradients.
+"""Memory that processes of one host share: workers' arrivals, staging blocks, lanes between pairs, and arenas for
+gradients; and what one of them lends to another.
 
 The memory is a file without a name (memfd), which the others open through the maker's /proc entry. So nothing is left
 behind by any kind of end, the size of /dev/shm does not matter, and only processes of the same user can open it.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ Condition = Callable[[], bool]
 BLOCK = 1 << 20  # bytes of a staging block; each worker has two
 LANE = 1 << 17  # bytes of a slot in a lane; each ordered pair has two
 LINE = 8  # int64 of a cache line: no two workers write into the same one
+EXTENT = 1 << 26  # bytes that are lent first; they take memory as slots need it
 _PRINT = 30  # bits of a fingerprint beside the number of an arrival
 
 
@@ -282,3 +284,106 @@ class Lane:
 
 def _within(flags: Any, at: int, least: int) -> bool:
     return bool(flags[at] >= least)
+
+
+class File(NamedTuple):
+    """A file without a name, as another process finds it."""
+
+    process: int
+    number: int
+    inode: int
+
+
+class Where(NamedTuple):
+    """A slot, in the file's extent of these bytes."""
+
+    extent: int
+    extent_size: int
+    start: int
+    size: int
+
+
+class Segment(NamedTuple):
+    """`stamp` is three numbers, of what the bytes in `data` are: written before these, and to be read after them."""
+
+    where: Where
+    stamp: memoryview
+    data: torch.Tensor
+
+
+class Lent:
+    """Memory of this process that another one of its host reads: slots by key, which stay. OSError: there is none."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        self.file = File(os.getpid(), self._file, os.fstat(self._file).st_ino)
+        self._slots: dict[Any, Segment | None] = {}
+        self._extents: list[tuple[int, int, mmap.mmap]] = []
+        self._next = self._end = 0
+
+    def slot(self, key: Any, size: int) -> Segment | None:
+        """None where memory does not suffice."""
+        if key not in self._slots:
+            try:
+                self._slots[key] = self._make(size)
+            except OSError:
+                self._slots[key] = None
+        return self._slots[key]
+
+    def _make(self, size: int) -> Segment:
+        size = -(-(size + LINE * 8) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._next + size > self._end:  # few mappings, however many slots
+            more = max(size, self._end, EXTENT)
+            os.ftruncate(self._file, self._end + more)
+            self._extents.append((self._end, more, mmap.mmap(self._file, more, offset=self._end)))
+            self._next, self._end = self._end, self._end + more
+        os.posix_fallocate(self._file, self._next, size)  # missing now, and not as a bus error later
+        extent, extent_size, memory = self._extents[-1]
+        where = Where(extent, extent_size, self._next - extent, size)
+        self._next += size
+        return _slot(memory, where)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+class Borrowed:
+    """What another process has lent, in `file`. OSError: it cannot be had."""
+
+    def __init__(self, file: File) -> None:
+        self._file = os.open(f"/proc/{file.process}/fd/{file.number}", os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(self._file).st_ino != file.inode:
+            self.close()
+            raise FileNotFoundError
+        self._extents: dict[int, mmap.mmap] = {}
+
+    def slot(self, where: Where) -> Segment:
+        if where.extent not in self._extents:
+            self._extents[where.extent] = mmap.mmap(self._file, where.extent_size, offset=where.extent)
+        return _slot(self._extents[where.extent], where)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+def _slot(memory: mmap.mmap, where: Where) -> Segment:
+    head, view = LINE * 8, memoryview(memory)[where.start : where.start + where.size]
+    return Segment(where, view[:head].cast("q"), torch.frombuffer(view[head:], dtype=torch.uint8))
+
+
+def laid_out(slot: Segment, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat tensors in a slot's data, like these."""
+    found, start = [], 0
+    for tensor in tensors:
+        found.append(slot.data[start : start + tensor.nbytes].view(tensor.dtype))
+        start += room_of(tensor)
+    return found
+
+
+def room_of(tensor: torch.Tensor) -> int:
+    """Bytes that it takes in a slot: the next one begins at a cache line."""
+    return -(-tensor.nbytes // (LINE * 8)) * LINE * 8

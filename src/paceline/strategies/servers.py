@@ -228,7 +228,9 @@ class Servers:
     def _connect(self, server: int, at: At) -> None:
         with suppress(OSError):  # it is gone again
             link = Connection(socket.create_connection(at[:2], MEET), self._place)
-            link.put(Kind.HELLO, content=f"{at[2]} {self.worker}".encode())
+            link.put(Kind.HELLO, content=f"{at[2]} {self.worker} {link.memory}".encode())
+            if server in self.links:
+                self.links[server].close()
             self.links[server], self._at[server] = link, at
             if server in self.used:
                 self._tell_used(server)
@@ -240,14 +242,22 @@ class Servers:
 
     def _place(self, frame: Frame) -> list[torch.Tensor]:
         landing = self.landings.get(frame.trainer, {})
-        if frame.key[:2] != self._reading.get(frame.trainer, frame.key)[:2]:  # it was asked for again, and comes late
+        if not self._is_wanted(frame):
             landing = {number: torch.empty_like(landing[number]) for number in frame.numbers}
         return [landing[number] for number in frame.numbers]
 
+    def _is_wanted(self, frame: Frame) -> bool:
+        """Whether weights are not late, and were asked for again."""
+        return frame.key[:2] == self._reading.get(frame.trainer, frame.key)[:2]
+
     def _hear(self, server: int, frame: Frame) -> None:
         if frame.kind == Kind.WELCOME:
-            self._said[server] = frame.text == b"1"
+            has, _, memory = frame.text.decode().partition(" ")
+            self._said[server] = has == "1"
+            self.links[server].borrow(memory)
         else:
+            if frame.lent is not None and self._is_wanted(frame):
+                self.landings[frame.trainer] |= zip(frame.numbers, frame.lent.tensors, strict=True)
             self._replies.setdefault(frame.trainer, {})[server, frame.kind, frame.key] = frame
 
 
