@@ -325,8 +325,7 @@ def _launching(add: Callable[..., Any]) -> None:
         "train in pods of a Kubernetes",
         "examples:\n"
         "  paceline launch kubernetes -N 4 --image train:1 --gpus 8 --claim runs train.py\n"
-        "  paceline launch kubernetes -N 4 --image train:1 --claim runs /app/train.py     a script of the image\n"
-        "  paceline launch kubernetes -N 4 --image train:1 --claim runs --dry-run train.py",
+        "  paceline launch kubernetes -N 4 --image train:1 --claim runs --dry-run /app/train.py     of the image",
         "Makes a Job with a pod a host, and follows it to the end. The script goes along, unless its path is absolute.",
     )
     option("-N", "--nodes", least=1, metavar="N", help="how many hosts")
