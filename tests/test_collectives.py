@@ -191,7 +191,7 @@ def test_whoever_is_in_another_collective_is_noticed_by_all(count, odd, seed):
 class OneHost:
     """What a mailbox needs of hosts."""
 
-    gloo = None
+    gloo, several = None, False
 
     def __init__(self, worker: Shared) -> None:
         self.shared, self.rank = worker, worker.me

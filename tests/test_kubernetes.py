@@ -98,6 +98,27 @@ def test_what_pods_may_and_what_becomes_of_them(tmp_path: Path) -> None:
     assert found["ConfigMap"]["data"] == {"script": "print('here')\n"}
 
 
+def test_a_job_set_holds_the_same_job(tmp_path: Path) -> None:
+    """Its schema is not here: the fields that are used are written down, and the Job in it is held by its own."""
+    alone = by_kind(manifests(job(tmp_path, **FULL, **LIMITED)))
+    found = by_kind(manifests(job(tmp_path, **FULL, **LIMITED, in_set=True)))
+    set_ = found.pop("JobSet")
+    assert found == {kind: one for kind, one in alone.items() if kind != "Job"}
+    assert (set_["apiVersion"], set_["metadata"]) == ("jobset.x-k8s.io/v1alpha2", alone["Job"]["metadata"])
+    assert set_["spec"].keys() == {"replicatedJobs", "network", "ttlSecondsAfterFinished"}
+    assert set_["spec"]["network"] == {"enableDNSHostnames": False}
+    (jobs,) = set_["spec"]["replicatedJobs"]
+    template = jobs.pop("template")
+    assert jobs == {"name": "hosts", "replicas": 1}
+    inner = {"apiVersion": "batch/v1", "kind": "Job", **template}
+    kubernetes_validate.validate(json.loads(json.dumps(inner)), "1.37", strict=True)
+    assert template["metadata"]["labels"] == alone["Job"]["metadata"]["labels"]
+    variables = template["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "PACELINE_FIRST", "value": "train-bcdfg-hosts-0-0.train-bcdfg"} in variables
+    text = json.dumps(template["spec"]).replace("-hosts-0-0.", "-0.")
+    assert json.loads(text) == {k: v for k, v in alone["Job"]["spec"].items() if k != "ttlSecondsAfterFinished"}
+
+
 def test_a_script_that_is_no_unicode_goes_along(tmp_path: Path) -> None:
     made = job(tmp_path)
     assert made.script is not None
@@ -258,6 +279,8 @@ def test_a_dry_run_shows_all_but_secrets(
     assert variables["PACELINE_AGAIN"]["value"].endswith(
         "--env KEY --plan shard=2 --steps 9 --dry-run --quiet train.py --lr 1"
     )
+    assert main(["launch", "kubernetes", "--as", "jobset", *again[2:]]) == 0
+    assert [one["kind"] for one in json.loads(capsys.readouterr().out)["items"]][-1] == "JobSet"
     for script in (["/app/train.py"], ["-m", "train.it"]):
         assert main(["launch", "kubernetes", *ALL, "--dry-run", *script]) == 0
         found = by_kind(json.loads(capsys.readouterr().out)["items"])

@@ -112,7 +112,7 @@ NOW: dict[str, Callable[[Path], str]] = {
 ELSEWHERE = {
     "a host's name means nothing": ("test_ssh", "test_what_ssh_says_is_told", "ssh: Could not resolve hostname"),
     "its key is not known yet": ("test_ssh", "test_what_ssh_says_is_told", "Host key verification failed."),
-    "it refuses yours": ("test_ssh", "test_what_ssh_says_is_told", "Permission denied (publickey)."),
+    "it refuses yours": ("test_ssh", "test_what_ssh_says_is_told", "Permission denied (publickey"),
     "its port is closed": ("test_ssh", "test_what_ssh_says_is_told", "it is tried again until it comes"),
     "the first host does not answer": (
         "test_engines",

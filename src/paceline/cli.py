@@ -74,7 +74,7 @@ def _run(take_over: Path | None, **options: Any) -> int | str:
 
 FAR = (
     *("hosts", "hostfile", "sync", "nodes", "detach", "address", "master", "wait"),  # of one engine
-    *("image", "namespace", "gpus", "cpus", "memory", "claim"),  # of pods
+    *("image", "namespace", "gpus", "cpus", "memory", "claim", "shape"),  # of pods
     *("workers_per_host", "listen", "python", "cwd", "setup", "env", "engine", "dry_run"),
 )
 
@@ -325,11 +325,11 @@ def _launching(add: Callable[..., Any]) -> None:
         "train in pods of a Kubernetes",
         "examples:\n"
         "  paceline launch kubernetes -N 4 --image train:1 --gpus 8 --claim runs train.py\n"
-        "  paceline launch kubernetes -N 4 --image train:1 --claim runs /app/train.py     a script of the image\n"
-        "  paceline launch kubernetes -N 4 --image train:1 --claim runs --dry-run train.py",
+        "  paceline launch kubernetes -N 4 --image train:1 --claim runs --dry-run /app/train.py     of the image",
         "Makes a Job with a pod a host, and follows it to the end. The script goes along, unless its path is absolute.",
     )
     option("-N", "--nodes", least=1, metavar="N", help="how many hosts")
+    option("--as", dest="shape", choices=("job", "jobset"), default="job", help="what is made (default: job)")
     option("--image", metavar="IMAGE", help="the pods' image: it has Python and Paceline")
     option("--namespace", metavar="NAME", help="where they run (default: kubectl's)")
     option("--claim", metavar="NAME", help="a PersistentVolumeClaim that all hosts may write, for the run folder")

@@ -92,14 +92,14 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
         owner["spec"]["suspend"] = True  # until the others are there
         create(kubectl, owner)
         made.callback(follower.remove)
-        possess(kubectl, job.name, others)
+        possess(kubectl, owner, others)
         _say(f"job {job.name}, {spans('host', range(job.hosts))}, run folder {options['run_dir']}")
         if not given["detach"]:
             return follower.run()
         made.pop_all()
     own = f"-l {LABEL}={job.name},{INDEX}=0"
     _say(f"it goes on by itself; its output: {shlex.join(kubectl.command('logs', '-f'))} {own}")
-    _say(f"to end it, with a checkpoint: {shlex.join(kubectl.command('delete', 'job', job.name))}")
+    _say(f"to end it, with a checkpoint: {shlex.join(kubectl.command('delete', owner['kind'].lower(), job.name))}")
     return 0
 
 
@@ -138,6 +138,7 @@ def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[st
         cwd=given["cwd"],
         setup=given["setup"] or "",
         claim=given["claim"],
+        in_set=given["shape"] == "jobset",
         resources={"requests": {"cpu": given["cpus"] or str(workers), **limits}, "limits": limits},
         restarts=options["max_restarts"],
         again=again,
@@ -164,14 +165,15 @@ def create(kubectl: Kubectl, manifest: Mapping[str, Any]) -> None:
     _checked(kubectl("create", "--validate=warn", "--filename=-", stdin=json.dumps(manifest)))
 
 
-def possess(kubectl: Kubectl, job: str, others: Sequence[Manifest]) -> None:
+def possess(kubectl: Kubectl, job: Manifest, others: Sequence[Manifest]) -> None:
     """Creates what is the Job's, and goes with it; then it begins."""
-    made = kubectl("get", "job", job, "--output=jsonpath={.metadata.uid}")
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job, "uid": made.stdout}
+    kind, name = str(job["kind"]).lower(), job["metadata"]["name"]
+    made = kubectl("get", kind, name, "--output=jsonpath={.metadata.uid}")
+    owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": name, "uid": made.stdout}
     for other in others:
         other["metadata"]["ownerReferences"] = [owner]
     create(kubectl, {"apiVersion": "v1", "kind": "List", "items": others})
-    _checked(kubectl("patch", "job", job, "--patch", '{"spec": {"suspend": false}}'))
+    _checked(kubectl("patch", kind, name, "--type=merge", "--patch", '{"spec": {"suspend": false}}'))
 
 
 def _checked(done: subprocess.CompletedProcess[str]) -> None:
@@ -240,7 +242,7 @@ class Follower:
 
     def __init__(self, kubectl: Kubectl, job: PodJob, wakeup: socket.socket) -> None:
         self._kubectl, self._job, self._wakeup = kubectl, job, wakeup
-        self._own = f"--selector={LABEL}={job.name}"
+        self._own, self._set = f"--selector={LABEL}={job.name}", "jobset," if job.in_set else ""
         self._told: int | None = None  # the signal that asked for a stop
         self._at_once = False
         self._said = ""
@@ -256,7 +258,7 @@ class Follower:
         """The exit code. All that was made is still there."""
         while True:
             self._listen(LOOK)
-            found = self._kubectl.items("get", "job,pods", self._own)
+            found = self._kubectl.items("get", f"{self._set}job,pods", self._own)
             if self._at_once:
                 return self._asked
             if found is None:
@@ -265,6 +267,9 @@ class Follower:
             pods = [one for one in found if one["kind"] == "Pod"]
             self._pods = newest(pods)
             jobs = [one for one in found if one["kind"] == "Job"]
+            if not jobs and any(one["kind"] == "JobSet" for one in found):
+                self._tell(f"waiting for the job {self._job.job}, which JobSet's controller makes")
+                continue
             if not jobs:
                 _say(f"the job {self._job.name} is gone: somebody has deleted it")
                 return self._asked
@@ -276,7 +281,8 @@ class Follower:
 
     def remove(self) -> None:
         """Removes all that was made, and waits for it; once more told to stop, without waiting for the pods' ends."""
-        command = self._kubectl.command("delete", KINDS, self._own, "--cascade=foreground", "--ignore-not-found")
+        kinds = self._set + KINDS
+        command = self._kubectl.command("delete", kinds, self._own, "--cascade=foreground", "--ignore-not-found")
         self._followed = ""  # nothing is to be stopped any more but this
         streams = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
         with subprocess.Popen(command, **streams, start_new_session=True) as process:  # type: ignore[call-overload]
@@ -318,10 +324,10 @@ class Follower:
     def _look_for_missing(self, hosts: int) -> None:
         if self._told is not None:
             return
-        text = missing(self._job.name, hosts, self._pods, self._events)
+        text = missing(self._job.job, hosts, self._pods, self._events)
         if text and text != self._said:  # there may be more to know
             self._events = self._kubectl.items("get", "events", "--field-selector=type=Warning") or []
-            text = missing(self._job.name, hosts, self._pods, self._events)
+            text = missing(self._job.job, hosts, self._pods, self._events)
         self._tell(text)
 
     def _follow(self) -> None:

@@ -18,7 +18,7 @@ from paceline.team.coordinator import STOPPED
 
 LABEL = "paceline/run"  # on all that belongs to a run: its name
 INDEX = "batch.kubernetes.io/job-completion-index"  # the annotation of a pod that numbers it
-CONTAINER = "paceline"
+CONTAINER, HOSTS = "paceline", "hosts"
 RUNS, TOKEN, SCRIPTS = "/mnt/run", "/mnt/paceline", "/mnt/script"  # where a container has them
 USER = 1000
 GRACE = 120  # seconds for a checkpoint, as before a time limit of Slurm's
@@ -34,7 +34,7 @@ class PodJob:
     """What runs in each of `hosts` pods of `image`: `command`, of which the first word is found there, in the folder
     `cwd`, after the lines of shell in `setup`. `script` is a file here that goes along. `values` are variables for the
     workers, `again` is the command that goes on with the run. The run folder is on the `claim`, if there is one.
-    `resources` are those of a container.
+    `resources` are those of a container. Where it is `in_set`, the Job is the one of a JobSet.
     """
 
     name: str
@@ -51,6 +51,12 @@ class PodJob:
     resources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     restarts: int = 10
     again: str = ""
+    in_set: bool = False
+
+    @property
+    def job(self) -> str:
+        """What the Job is called, after which its pods are: a JobSet makes it of names and a number."""
+        return f"{self.name}-{HOSTS}-0" if self.in_set else self.name
 
 
 def run_name(stem: str) -> str:
@@ -61,9 +67,9 @@ def run_name(stem: str) -> str:
 
 
 def manifests(job: PodJob, shown: bool = False) -> list[Manifest]:
-    """All of it, the Job last. `shown`: without the Secret's values."""
+    """All of it, the Job or JobSet last. `shown`: without the Secret's values."""
     found = [_secret(job, shown), *([] if job.script is None else [_script(job, job.script)]), _service(job)]
-    return [*found, _policy(job), _job(job)]
+    return [*found, _policy(job), _set(job) if job.in_set else _job(job)]
 
 
 def literal(text: str) -> str:
@@ -138,6 +144,18 @@ def _job(job: PodJob) -> Manifest:
     )
 
 
+def _set(job: PodJob) -> Manifest:
+    """A JobSet (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/) of this one Job. It fails with it; names
+    are those of our own service.
+    """
+    inner = _job(job)
+    del inner["spec"]["ttlSecondsAfterFinished"]  # the set would make another one
+    template = {"metadata": {"labels": inner["metadata"]["labels"]}, "spec": inner["spec"]}
+    spec: Manifest = {"replicatedJobs": [{"name": HOSTS, "replicas": 1, "template": template}]}
+    spec |= {"network": {"enableDNSHostnames": False}, "ttlSecondsAfterFinished": KEPT}
+    return _thing(job, "JobSet", "jobset.x-k8s.io/v1alpha2", spec=spec)
+
+
 def _pod(job: PodJob) -> Manifest:
     claim: Manifest = {"persistentVolumeClaim": {"claimName": job.claim}} if job.claim else {"emptyDir": {}}
     token = {"secretName": job.name, "defaultMode": 0o400, "items": [{"key": "token", "path": "token"}]}
@@ -176,7 +194,7 @@ def _container(job: PodJob) -> Manifest:
         if name != "script" or job.script is not None
     ]
     before = ["sh", "-c", f'{job.setup}\nexec "$@"', "sh"] if job.setup else []
-    first = f"{job.name}-0.{job.name}"
+    first = f"{job.job}-0.{job.name}"
     return {
         "name": CONTAINER,
         "image": job.image,
