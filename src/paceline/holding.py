@@ -23,6 +23,8 @@ from paceline.strategies.servers import parts_of, spread
 from paceline.strategies.sparse import combined, pack_weights, rows_of, steps_rows_alone, unpack
 from paceline.strategies.state import optimizer_state
 
+STRETCH = 1 << 16  # elements that are summed at once
+
 
 class Steps(Protocol):
     """What makes a trainer's steps, where servers do not."""
@@ -123,8 +125,10 @@ class Holding:
     def _add(self, clients: Sequence[Client]) -> None:
         trainer = self.trainer
         dense, sparse = ([*chain(*some.values())] for some in (self.dense, self.sparse))
+        norms = dict[int, list[torch.Tensor]]()
         for number in dense:
-            grad = self._total(number, [one.buffers[trainer, number] for one in clients], bool(clients[0].lent))
+            pushed = [one.buffers[trainer, number] for one in clients]
+            grad, norms[number] = self._total(number, pushed, bool(clients[0].lent))
             self.params[number].grad = grad.view(self.params[number].shape)
         rows = [unpack(one.rows[trainer], self.params) for one in clients] if sparse else []
         for number in sparse:
@@ -132,22 +136,31 @@ class Holding:
             self.params[number].grad = combined(
                 self.params[number], [where for where, _ in given], [values for _, values in given]
             )
-        for part, numbers in self.parts.items():
-            self.squares[part] = [squares(rows_of(self.params[number] for number in numbers))]
+        for part, numbers in self.dense.items():
+            found = [norm for number in numbers for norm in norms[number]]
+            total = float(torch.stack(found).double().square().sum()) if found else 0.0
+            self.squares[part] = [total + squares(rows_of(self.params[number] for number in self.sparse[part]))]
 
-    def _total(self, number: int, pushed: Sequence[torch.Tensor], lent: bool) -> torch.Tensor:
-        """In the first one's memory, unless that is `lent`."""
-        first, *others = pushed
-        total = first
-        if lent:
-            if number not in self._sums:
-                self._sums[number] = torch.empty_like(first)
-            total = self._sums[number]
-        for more in others[:1]:
-            torch.add(first, more, out=total)
-        for more in others[1:]:
-            total.add_(more)
-        return total if others or not lent else total.copy_(first)
+    def _total(
+        self, number: int, pushed: Sequence[torch.Tensor], lent: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The sum, in the first one's memory unless that is `lent`, and the norms of its stretches, which are read
+        while they are in the cache.
+        """
+        first = pushed[0]
+        if lent and number not in self._sums:
+            self._sums[number] = torch.empty_like(first)
+        total = self._sums[number] if lent else first
+        norms = []
+        for target, stretch, *more in zip(*(one.split(STRETCH) for one in (total, *pushed)), strict=True):
+            if more:
+                torch.add(stretch, more[0], out=target)
+            elif lent:
+                target.copy_(stretch)
+            for further in more[1:]:
+                target.add_(further)
+            norms.append(torch.linalg.vector_norm(target))
+        return total, norms
 
     def _add_exactly(
         self,

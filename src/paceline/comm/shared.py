@@ -300,7 +300,7 @@ class Where(NamedTuple):
     size: int
 
 
-class Slot(NamedTuple):
+class Segment(NamedTuple):
     """`stamp` is three numbers, of what the bytes in `data` are: written before these, and to be read after them."""
 
     where: Where
@@ -314,11 +314,11 @@ class Lent:
     def __init__(self) -> None:
         self._file = os.memfd_create("paceline", os.MFD_CLOEXEC)
         self.file = File(os.getpid(), self._file, os.fstat(self._file).st_ino)
-        self._slots: dict[Any, Slot | None] = {}
+        self._slots: dict[Any, Segment | None] = {}
         self._extents: list[tuple[int, int, mmap.mmap]] = []
         self._next = self._end = 0
 
-    def slot(self, key: Any, size: int) -> Slot | None:
+    def slot(self, key: Any, size: int) -> Segment | None:
         """None where memory does not suffice."""
         if key not in self._slots:
             try:
@@ -327,7 +327,7 @@ class Lent:
                 self._slots[key] = None
         return self._slots[key]
 
-    def _make(self, size: int) -> Slot:
+    def _make(self, size: int) -> Segment:
         size = -(-(size + LINE * 8) // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._next + size > self._end:  # few mappings, however many slots
             more = max(size, self._end, EXTENT)
@@ -356,7 +356,7 @@ class Borrowed:
             raise FileNotFoundError
         self._extents: dict[int, mmap.mmap] = {}
 
-    def slot(self, where: Where) -> Slot:
+    def slot(self, where: Where) -> Segment:
         if where.extent not in self._extents:
             self._extents[where.extent] = mmap.mmap(self._file, where.extent_size, offset=where.extent)
         return _slot(self._extents[where.extent], where)
@@ -367,12 +367,12 @@ class Borrowed:
         self._file = -1
 
 
-def _slot(memory: mmap.mmap, where: Where) -> Slot:
+def _slot(memory: mmap.mmap, where: Where) -> Segment:
     head, view = LINE * 8, memoryview(memory)[where.start : where.start + where.size]
-    return Slot(where, view[:head].cast("q"), torch.frombuffer(view[head:], dtype=torch.uint8))
+    return Segment(where, view[:head].cast("q"), torch.frombuffer(view[head:], dtype=torch.uint8))
 
 
-def laid_out(slot: Slot, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def laid_out(slot: Segment, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Flat tensors in a slot's data, like these."""
     found, start = [], 0
     for tensor in tensors:
