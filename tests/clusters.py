@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,16 @@ class Agent:
 
 @dataclass
 class Cluster:
-    """Everything in `folder`; training goes slowly until `go`, and the script is `tests/scripts/survivor.py`."""
+    """Everything in `folder`; training goes slowly until `go`, and the script is `tests/scripts/survivor.py`, unless a
+    test says another `job`: a script and its arguments, under these variables.
+    """
 
     network: Network
     folder: Path
     steps: int = STEPS
     agents: list[Agent] = field(default_factory=list)
+    job: Sequence[str | Path] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def gate(self) -> Path:
@@ -93,14 +97,15 @@ class Cluster:
             script = self.folder / "other.py"
             script.write_text(code)
         command = [sys.executable, "-m", "paceline", "run", "--workers", str(workers), "--run-dir", name, *where]
+        job = self.job or [script, "out", str(self.steps)]
         console = self.folder / f"{name}.console"
         console.unlink(missing_ok=True)
 
         def begin() -> subprocess.Popen[str]:
             with console.open("ab") as out:
                 return Process(
-                    [*command, *options, script, "out", str(self.steps)],
-                    environment(WAIT=f"{self.gate} go 1", PACELINE_CHAOS=faults),
+                    [*command, *options, *job],
+                    environment(WAIT=f"{self.gate} go 1", PACELINE_CHAOS=faults, **self.variables),
                     here.inside,
                     cwd=self.folder,
                     stdin=subprocess.DEVNULL,

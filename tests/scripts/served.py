@@ -3,7 +3,7 @@
 With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often; with SLOW=CALLS the first worker
 makes the file `reached` when its loss is called so often, and is slow from then on; with CUT=N connections to servers
 are lost after each N frames; with PROXY=PORT they go through what listens there, and is told first where to; with FAR
-they are as between two hosts.
+they are as between two hosts. With START=FILE it begins once that is there.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ def faults() -> None:
         through(int(os.environ["PROXY"]))
     if "FAR" in os.environ:
         frames._here = lambda: ""
+    while "START" in os.environ and not Path(os.environ["START"]).exists():
+        time.sleep(0.05)
 
 
 def main() -> None:

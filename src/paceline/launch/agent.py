@@ -291,7 +291,7 @@ class Agent:
         together = {}
         for number, wanted in workers.items():
             worker, life = self._workers.now.get(number), wanted["life"]
-            if worker is None and number >= SERVERS and number not in self._declined:
+            if worker is None and number >= SERVERS and number not in self._declined and not wanted["out"]:
                 self._start_again({number: life}, partial(self._workers.again, number, life))
             if worker is None or worker.life > life or (worker.life == life and not wanted["out"]):
                 continue

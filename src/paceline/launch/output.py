@@ -132,8 +132,9 @@ class Output:
 
     def again(self, rank: int) -> None:
         """Another process takes its place: what the one before wrote is not its own."""
-        self._feeds[rank].tail.clear()
-        self._feeds[rank].errors.clear()
+        if rank in self._feeds:  # else that was on another host
+            self._feeds[rank].tail.clear()
+            self._feeds[rank].errors.clear()
 
     def note(self, rank: int, text: str) -> None:
         """Into a worker's log alone; what it writes itself begins on a line of its own."""

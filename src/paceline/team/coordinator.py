@@ -17,7 +17,7 @@ from paceline.team.commands import Coming
 from paceline.team.merges import Merges
 from paceline.team.roster import Announcement, Roster
 from paceline.team.seats import UNKNOWN, Said, Seat, generation_of, go_on, left_of, pause_of, state_of
-from paceline.team.servers import can_go_back, held_elsewhere, seat_servers, serving, unheld
+from paceline.team.servers import can_go_back, held_elsewhere, home, seat_servers, serving, unheld
 from paceline.team.stops import OVER, Stops, all_ended, any_ended_well
 from paceline.world import SERVERS
 
@@ -69,6 +69,7 @@ class Coordinator:
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
         self._late = 0.0  # after a restart: when it is said who is waited for
         self._away: set[int] = set()  # parameter servers that are to get the state back from others
+        self._left_on: dict[str, dict[int, Any]] = {}  # servers that are on other hosts now, by agent: to be ended
 
     # ---- agents
 
@@ -101,7 +102,8 @@ class Coordinator:
         if places > self.roster.places:
             self.roster.in_replicas(places)
         self.gone.discard(agent)
-        self.version += seat_servers(self.seats, agent, workers)
+        wait = self.recovering < math.inf or self._too_few([number for number in self.seats if number < SERVERS])
+        self.version += seat_servers(self.seats, agent, workers, self._absent, wait)
         changed = []
         for number, said in workers.items():
             seat = self.seats.get(number)
@@ -147,10 +149,15 @@ class Coordinator:
             return
         lost = [number for number in gone if self.seats[number].alive]
         members = [number for number in lost if not self.seats[number].newcomer]
-        if servers := [number for number in lost if number >= SERVERS and not self.over]:
+        before, servers = self.roster, [number for number in lost if number >= SERVERS and not self.over]
+        alone = members and not self._survivors(lost)  # nobody else could go on: it may come back
+        if servers and (alone or not self.max_restarts or not before.begun):
             self._fail(servers, f"is lost ({why})")
-        if servers or (members and not self._survivors(lost)):  # nobody else could go on: it may come back
+        elif servers:
+            self._without(servers, f"{'is' if len(servers) == 1 else 'are'} lost ({why})")
+        if alone or self.failing or self.roster is not before:
             return
+        gone, lost = ([number for number in some if number not in servers] for some in (gone, lost))
         if members and not self.max_restarts:
             self._fail(members)
         elif lost and not self.over:
@@ -220,7 +227,7 @@ class Coordinator:
             "epoch": self.epoch,
             "version": self.version,
             "generation": generation_of(self.order, self.seats, more),
-            "workers": {number: seat.wanted for number, seat in self.seats.items() if seat.agent == agent},
+            "workers": self._left_on.get(agent, {}) | {n: s.wanted for n, s in self.seats.items() if s.agent == agent},
             "failing": [[number, self.seats[number].agent, why] for number, why in self.failing.items()],
             "over": self.over,
             "finished": self.finished,
@@ -360,7 +367,7 @@ class Coordinator:
         if not held:
             self._causes["servers"] += 1
             can = restarts and not self.stop and self._causes["servers"] <= self.max_restarts
-            if not can or not can_go_back(self.seats, self.first):
+            if not can or not can_go_back(self.seats, self.first, self._absent):
                 self._fail(servers, why)
                 return
         self.record("lost", workers=servers, why=why, step=self.step)
@@ -379,9 +386,18 @@ class Coordinator:
         """The workers of the first generation in processes that meet each other, and these others as newcomers."""
         self.roster, self._again = Roster(members, self.roster.number, places=self.roster.places), math.inf
         for number in {*members, *others}:
-            seat = self.seats[number]
-            self.seats[number] = Seat(seat.agent, seat.life + 1, newcomer=number not in members)
+            self._seat_again(number, self.seats[number].life + 1, newcomer=number not in members)
         self.version += 1
+
+    @property
+    def _absent(self) -> set[str]:
+        return self.gone | self.leaving
+
+    def _seat_again(self, number: int, life: int, failures: int = 0, newcomer: bool = True) -> None:
+        before, agent = self.seats[number], home(self.seats, number, self._absent)
+        if agent != before.agent:
+            self._left_on.setdefault(before.agent, {})[number] = Seat(agent, before.life, True, out=True).wanted
+        self.seats[number] = Seat(agent, life, newcomer, failures=failures)
 
     def _judge(self) -> None:
         """Goes on without whoever raised an exception, unless all the others did as well."""
@@ -479,9 +495,10 @@ class Coordinator:
 
     def _start(self, number: int, life: int) -> None:
         seat = self.seats.get(number)
-        if seat is not None and seat.life < life and seat.agent not in self.leaving and not seat.said.declined:
-            failures = seat.failures + seat.failed_early if seat.newcomer else 0
-            self.seats[number] = Seat(seat.agent, life, newcomer=True, failures=failures)
+        if seat is None or seat.life >= life or seat.said.declined:
+            return
+        if number >= SERVERS or seat.agent not in self.leaving:
+            self._seat_again(number, life, seat.failures + seat.failed_early if seat.newcomer else 0)
             self.version += 1
 
     def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:

@@ -11,13 +11,40 @@ from paceline.team.seats import Said, Seat
 from paceline.world import SERVERS
 
 
-def seat_servers(seats: dict[int, Seat], agent: str, told: Mapping[int, Said]) -> bool:
-    """Seats for the parameter servers that an agent's workers want, on its host; whether any is new."""
-    wanted = range(SERVERS, SERVERS + max((said.servers for said in told.values()), default=0))
-    new = [number for number in wanted if number not in seats]
-    # To a coordinator that was started again they may be new in a later life.
-    seats |= {n: Seat(agent, told[n].life if n in told else 0, newcomer=True) for n in new}
-    return bool(new)
+def seat_servers(
+    seats: dict[int, Seat], agent: str, told: Mapping[int, Said], away: Collection[str], wait: bool
+) -> bool:
+    """Seats for the parameter servers that workers want; whether any is new. They are spread over the hosts that there
+    are, one after another, unless these `wait` for others; but those that an agent tells of are there.
+    """
+    count = max([0, *(said.servers for said in told.values()), *(seat.said.servers for seat in seats.values())])
+    new = [number for number in range(SERVERS, SERVERS + count) if number not in seats]
+    hosts = [] if wait else _hosts(seats, away)
+    for number in new:
+        if number in told:  # to a coordinator that was started again they may be new in a later life
+            seats[number] = Seat(agent, told[number].life, newcomer=True)
+        elif hosts:
+            place = (number - SERVERS) % len(hosts)
+            last = number == SERVERS + count - 1 and len(hosts) > 2  # who has a copy of what it keeps is the first
+            seats[number] = Seat(hosts[place or int(last)], newcomer=True)
+    return any(number in seats for number in new)
+
+
+def _hosts(seats: Mapping[int, Seat], away: Collection[str]) -> list[str]:
+    """The agents that have workers, by the lowest."""
+    return [*dict.fromkeys(seat.agent for n, seat in sorted(seats.items()) if n < SERVERS and seat.agent not in away)]
+
+
+def home(seats: Mapping[int, Seat], number: int, away: Collection[str]) -> str:
+    """The agent that is to start a worker or server again: for a server of a host that is `away` another one, which has
+    few servers, and not the copies.
+    """
+    agent, hosts = seats[number].agent, _hosts(seats, away)
+    if number < SERVERS or agent not in away or not hosts:
+        return agent
+    at = {n: seat.agent for n, seat in seats.items() if n >= SERVERS and n != number}
+    beside = [at.get(SERVERS + (number - SERVERS + step) % (len(at) + 1)) for step in (1, -1)]
+    return min(hosts, key=lambda host: (host in beside, [*at.values()].count(host), hosts.index(host)))
 
 
 def serving(seats: Mapping[int, Seat]) -> dict[int, At]:
@@ -46,6 +73,9 @@ def unheld(said: Mapping[int, Said]) -> set[int]:
     return servers - have if have else set()
 
 
-def can_go_back(seats: Mapping[int, Seat], first: Sequence[int]) -> bool:
-    """Whether all can begin anew, as the workers of the `first` generation did, who meet in one agent."""
-    return len({seat.agent for seat in seats.values()}) == 1 and [*first] == [*range(len(first))]
+def can_go_back(seats: Mapping[int, Seat], first: Sequence[int], away: Collection[str]) -> bool:
+    """Whether all can begin anew, as the workers of the `first` generation did, who meet in one agent; the others join
+    them.
+    """
+    agents = {seats[number].agent for number in first if number in seats}
+    return len(agents) == 1 and not agents & {*away} and [*first] == [*range(len(first))]
