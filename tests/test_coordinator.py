@@ -12,7 +12,8 @@ from replay import Replay
 
 from paceline.team.coordinator import ALONE, RETURN, Coordinator
 from paceline.team.roster import Announcement, Roster
-from paceline.team.seats import LONGEST, Said
+from paceline.team.seats import LONGEST, Said, Seat
+from paceline.team.servers import Lives
 
 HOSTS = {  # by the workers of a replica; those of "a" begin the run
     1: {"a": [0, 1], "b": [2, 3], "c": [4]},
@@ -548,3 +549,42 @@ def test_a_coordinator_that_is_started_again_knows_which_server_is_to_come_back(
     play.report()
     assert play.coordinator.recovering == math.inf
     assert play.coordinator.order == Announcement(1, (0, 1), planned=True)
+
+
+def spread(hosts: str, servers: int, least: int = 1) -> Lives:
+    """Workers on these hosts, one after another, want so many servers."""
+    lives = Lives({number: Seat(host) for number, host in enumerate(hosts)}, set(), set())
+    lives.seat_servers("a", {0: Said(servers=servers)}, False, least)
+    return lives
+
+
+def where(lives: Lives) -> str:
+    return "".join(seat.agent for number, seat in sorted(lives.seats.items()) if number >= SERVER)
+
+
+def test_servers_are_spread_evenly_and_a_copy_is_on_another_host() -> None:
+    assert where(spread("aab", 3, least=4)) == ""
+    assert where(spread("aaa", 3)) == "aaa"
+    assert where(spread("abc", 1)) == "a"
+    for hosts in ("aab", "aabbc", "abcd", "abcdefg"):
+        for servers in range(1, 20):
+            found = where(spread(hosts, servers))
+            counts = [found.count(host) for host in dict.fromkeys(hosts)]
+            assert max(counts) - min(counts) <= 1
+            assert sum(counts) == servers
+            pairs = zip(found, found[1:] + found[:1], strict=True)
+            same = sum(one == other for one, other in pairs)
+            assert same == (servers % 2 if len(counts) == 2 else 0) or servers == 1
+
+
+def test_a_server_of_a_lost_host_is_started_on_another_and_ends_there() -> None:
+    lives = spread("aabbc", 3)
+    lives.gone.add("b")
+    lives.again(SERVER + 1, 1)
+    assert where(lives) == "aac"
+    assert lives.wanted("b")[SERVER + 1] == {"life": 0, "out": True, "newcomer": True}
+    lives.gone.add("c")
+    lives.again(SERVER + 2, 1)
+    assert where(lives) == "aaa"
+    lives.gone.clear()
+    assert lives.wanted("a")[SERVER + 1] == {"life": 1, "out": False, "newcomer": True}

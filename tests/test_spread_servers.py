@@ -102,3 +102,15 @@ def test_each_row_counts_once_whatever_host_is_lost(cluster: Clusters, tmp_path:
     here.until(lambda: here.agents[0].text.count("has joined") == 2)
     here.end(0, -9, 0)
     each_row_once(tmp_path, 200)
+
+
+@pytest.mark.slow
+def test_a_host_with_a_server_leaves(cluster: Clusters, tmp_path: Path) -> None:
+    """As it was told: its worker ends its step."""
+    here = cluster(2)
+    of_served(here, SLOW="8")
+    begun(here, f"micro={MICRO} server=2 copies=1")
+    until((tmp_path / "reached").exists)
+    here.stop(1)
+    here.end(0, 75)
+    right(tmp_path)

@@ -17,7 +17,7 @@ from paceline.team.commands import Coming
 from paceline.team.merges import Merges
 from paceline.team.roster import Announcement, Roster
 from paceline.team.seats import UNKNOWN, Said, Seat, generation_of, go_on, left_of, pause_of, state_of
-from paceline.team.servers import can_go_back, held_elsewhere, home, seat_servers, serving, unheld
+from paceline.team.servers import Lives, held_elsewhere, serving, unheld
 from paceline.team.stops import OVER, Stops, all_ended, any_ended_well
 from paceline.world import SERVERS
 
@@ -69,7 +69,7 @@ class Coordinator:
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
         self._late = 0.0  # after a restart: when it is said who is waited for
         self._away: set[int] = set()  # parameter servers that are to get the state back from others
-        self._left_on: dict[str, dict[int, Any]] = {}  # servers that are on other hosts now, by agent: to be ended
+        self._lives = Lives(self.seats, self.gone, self.leaving)
 
     # ---- agents
 
@@ -102,8 +102,7 @@ class Coordinator:
         if places > self.roster.places:
             self.roster.in_replicas(places)
         self.gone.discard(agent)
-        wait = self.recovering < math.inf or self._too_few([number for number in self.seats if number < SERVERS])
-        self.version += seat_servers(self.seats, agent, workers, self._absent, wait)
+        self.version += self._lives.seat_servers(agent, workers, self.recovering < math.inf, self.min_workers)
         changed = []
         for number, said in workers.items():
             seat = self.seats.get(number)
@@ -151,11 +150,10 @@ class Coordinator:
         members = [number for number in lost if not self.seats[number].newcomer]
         before, servers = self.roster, [number for number in lost if number >= SERVERS and not self.over]
         alone = members and not self._survivors(lost)  # nobody else could go on: it may come back
-        if servers and (alone or not self.max_restarts or not before.begun):
-            self._fail(servers, f"is lost ({why})")
-        elif servers:
-            self._without(servers, f"{'is' if len(servers) == 1 else 'are'} lost ({why})")
-        if alone or self.failing or self.roster is not before:
+        if servers:
+            ends = alone or not self.max_restarts or not before.begun
+            (self._fail if ends else self._without)(servers, f"{'is' if len(servers) == 1 else 'are'} lost ({why})")
+        if alone or (servers and (self.failing or self.roster is not before)):
             return
         gone, lost = ([number for number in some if number not in servers] for some in (gone, lost))
         if members and not self.max_restarts:
@@ -227,7 +225,7 @@ class Coordinator:
             "epoch": self.epoch,
             "version": self.version,
             "generation": generation_of(self.order, self.seats, more),
-            "workers": self._left_on.get(agent, {}) | {n: s.wanted for n, s in self.seats.items() if s.agent == agent},
+            "workers": self._lives.wanted(agent),
             "failing": [[number, self.seats[number].agent, why] for number, why in self.failing.items()],
             "over": self.over,
             "finished": self.finished,
@@ -314,14 +312,10 @@ class Coordinator:
                 self._say(f"{ranks([number])} left, as it was told: {go_on(self.roster.members)}")
             else:  # its mate was
                 self._restart(number)
-        elif said.status in (0, STOPPED) and (said.status or not self._vanished(said)):
-            self.roster.end(number)
+        elif said.status in (0, STOPPED) and (said.status or said.ended or not self.roster.begun):
+            self.roster.end(number)  # else it vanished in the midst of training
         elif number not in self._raised_now and not self._spared(number):
             self._fail([number])
-
-    def _vanished(self, said: Said) -> bool:
-        """Whether it ended without a word, in the midst of training."""
-        return self.roster.begun and not said.ended
 
     def _look_at_rounds(self, now: float) -> None:
         """Who is in a merge is in the journal before anybody hears of it."""
@@ -367,7 +361,7 @@ class Coordinator:
         if not held:
             self._causes["servers"] += 1
             can = restarts and not self.stop and self._causes["servers"] <= self.max_restarts
-            if not can or not can_go_back(self.seats, self.first, self._absent):
+            if not can or not self._lives.can_go_back(self.first):
                 self._fail(servers, why)
                 return
         self.record("lost", workers=servers, why=why, step=self.step)
@@ -386,18 +380,8 @@ class Coordinator:
         """The workers of the first generation in processes that meet each other, and these others as newcomers."""
         self.roster, self._again = Roster(members, self.roster.number, places=self.roster.places), math.inf
         for number in {*members, *others}:
-            self._seat_again(number, self.seats[number].life + 1, newcomer=number not in members)
+            self._lives.again(number, self.seats[number].life + 1, newcomer=number not in members)
         self.version += 1
-
-    @property
-    def _absent(self) -> set[str]:
-        return self.gone | self.leaving
-
-    def _seat_again(self, number: int, life: int, failures: int = 0, newcomer: bool = True) -> None:
-        before, agent = self.seats[number], home(self.seats, number, self._absent)
-        if agent != before.agent:
-            self._left_on.setdefault(before.agent, {})[number] = Seat(agent, before.life, True, out=True).wanted
-        self.seats[number] = Seat(agent, life, newcomer, failures=failures)
 
     def _judge(self) -> None:
         """Goes on without whoever raised an exception, unless all the others did as well."""
@@ -495,10 +479,9 @@ class Coordinator:
 
     def _start(self, number: int, life: int) -> None:
         seat = self.seats.get(number)
-        if seat is None or seat.life >= life or seat.said.declined:
-            return
-        if number >= SERVERS or seat.agent not in self.leaving:
-            self._seat_again(number, life, seat.failures + seat.failed_early if seat.newcomer else 0)
+        stays = seat is not None and (number >= SERVERS or seat.agent not in self.leaving)
+        if seat is not None and stays and seat.life < life and not seat.said.declined:
+            self._lives.again(number, life, seat.failures + seat.failed_early if seat.newcomer else 0)
             self.version += 1
 
     def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.mesh import holders
 from paceline.observe.figures import ranks
@@ -11,40 +13,69 @@ from paceline.team.seats import Said, Seat
 from paceline.world import SERVERS
 
 
-def seat_servers(
-    seats: dict[int, Seat], agent: str, told: Mapping[int, Said], away: Collection[str], wait: bool
-) -> bool:
-    """Seats for the parameter servers that workers want; whether any is new. They are spread over the hosts that there
-    are, one after another, unless these `wait` for others; but those that an agent tells of are there.
+@dataclass
+class Lives:
+    """Who is started again, and on which host parameter servers are: the agents that are `gone` or `leaving` have none.
+    Servers that are on other hosts now are to end where they were.
     """
-    count = max([0, *(said.servers for said in told.values()), *(seat.said.servers for seat in seats.values())])
-    new = [number for number in range(SERVERS, SERVERS + count) if number not in seats]
-    hosts = [] if wait else _hosts(seats, away)
-    for number in new:
-        if number in told:  # to a coordinator that was started again they may be new in a later life
-            seats[number] = Seat(agent, told[number].life, newcomer=True)
-        elif hosts:
-            place = (number - SERVERS) % len(hosts)
-            last = number == SERVERS + count - 1 and len(hosts) > 2  # who has a copy of what it keeps is the first
-            seats[number] = Seat(hosts[place or int(last)], newcomer=True)
-    return any(number in seats for number in new)
 
+    seats: dict[int, Seat]
+    gone: set[str]
+    leaving: set[str]
+    _left: dict[str, dict[int, Any]] = field(default_factory=dict)  # by agent
 
-def _hosts(seats: Mapping[int, Seat], away: Collection[str]) -> list[str]:
-    """The agents that have workers, by the lowest."""
-    return [*dict.fromkeys(seat.agent for n, seat in sorted(seats.items()) if n < SERVERS and seat.agent not in away)]
+    @property
+    def _hosts(self) -> list[str]:
+        """The agents that have workers, by the lowest."""
+        away, seats = self.gone | self.leaving, sorted(self.seats.items())
+        return [*dict.fromkeys(seat.agent for n, seat in seats if n < SERVERS and seat.agent not in away)]
 
+    def seat_servers(self, agent: str, told: Mapping[int, Said], recovering: bool, least: int) -> bool:
+        """Seats for the parameter servers that workers want; whether any is new. They are spread over the hosts that
+        there are, one after another, once these have so many workers; but those that an agent tells of are there.
+        """
+        seats, hosts = self.seats, self._hosts
+        count = max([0, *(said.servers for said in told.values()), *(seat.said.servers for seat in seats.values())])
+        new = [number for number in range(SERVERS, SERVERS + count) if number not in seats]
+        wait = recovering or sum(number < SERVERS for number in seats) < least
+        for number in new:
+            if number in told:  # to a coordinator that was started again they may be new in a later life
+                seats[number] = Seat(agent, told[number].life, newcomer=True)
+            elif hosts and not wait:
+                place = (number - SERVERS) % len(hosts)
+                last = (
+                    SERVERS < number == SERVERS + count - 1 and len(hosts) > 2
+                )  # the first has a copy of what it keeps
+                seats[number] = Seat(hosts[place or int(last)], newcomer=True)
+        return any(number in seats for number in new)
 
-def home(seats: Mapping[int, Seat], number: int, away: Collection[str]) -> str:
-    """The agent that is to start a worker or server again: for a server of a host that is `away` another one, which has
-    few servers, and not the copies.
-    """
-    agent, hosts = seats[number].agent, _hosts(seats, away)
-    if number < SERVERS or agent not in away or not hosts:
-        return agent
-    at = {n: seat.agent for n, seat in seats.items() if n >= SERVERS and n != number}
-    beside = [at.get(SERVERS + (number - SERVERS + step) % (len(at) + 1)) for step in (1, -1)]
-    return min(hosts, key=lambda host: (host in beside, [*at.values()].count(host), hosts.index(host)))
+    def _home(self, number: int) -> str:
+        """The agent that is to start one again: for a server of a lost host another one, which has few servers, and not
+        the copies.
+        """
+        seats, agent, hosts = self.seats, self.seats[number].agent, self._hosts
+        if number < SERVERS or agent not in self.gone | self.leaving or not hosts:
+            return agent
+        at = {n: seat.agent for n, seat in seats.items() if n >= SERVERS and n != number}
+        beside = [at.get(SERVERS + (number - SERVERS + step) % (len(at) + 1)) for step in (1, -1)]
+        return min(hosts, key=lambda host: (host in beside, [*at.values()].count(host), hosts.index(host)))
+
+    def again(self, number: int, life: int, failures: int = 0, newcomer: bool = True) -> None:
+        before, agent = self.seats[number], self._home(number)
+        if agent != before.agent:
+            self._left.setdefault(before.agent, {})[number] = Seat(agent, before.life, True, out=True).wanted
+        self.seats[number] = Seat(agent, life, newcomer, failures=failures)
+
+    def wanted(self, agent: str) -> dict[int, Any]:
+        """What an agent is to bring about."""
+        return self._left.get(agent, {}) | {n: seat.wanted for n, seat in self.seats.items() if seat.agent == agent}
+
+    def can_go_back(self, first: Sequence[int]) -> bool:
+        """Whether all can begin anew, as the workers of the `first` generation did, who meet in one agent; the others
+        join them.
+        """
+        agents = {self.seats[number].agent for number in first if number in self.seats}
+        return len(agents) == 1 and not agents & (self.gone | self.leaving) and [*first] == [*range(len(first))]
 
 
 def serving(seats: Mapping[int, Seat]) -> dict[int, At]:
@@ -71,11 +102,3 @@ def unheld(said: Mapping[int, Said]) -> set[int]:
     servers = {number for number in said if number >= SERVERS}
     have = {number for number in servers if said[number].holds}
     return servers - have if have else set()
-
-
-def can_go_back(seats: Mapping[int, Seat], first: Sequence[int], away: Collection[str]) -> bool:
-    """Whether all can begin anew, as the workers of the `first` generation did, who meet in one agent; the others join
-    them.
-    """
-    agents = {seats[number].agent for number in first if number in seats}
-    return len(agents) == 1 and not agents & {*away} and [*first] == [*range(len(first))]
