@@ -426,7 +426,7 @@ def test_what_is_lost_or_comes_twice_changes_nothing(tmp_path: Path, workers: in
     print(proxy.did, proxy.kinds)
     assert proxy.did["lost"] >= 5
     assert proxy.did["doubled"] >= 5
-    assert (proxy.did["lent"] > 2 * workers * STEPS) is near
+    assert (proxy.did["lent"] >= workers * STEPS) is near
     whole, odd = ((tmp_path / name / "out.safetensors").read_bytes() for name in ("whole", "odd"))
     assert whole == odd
 

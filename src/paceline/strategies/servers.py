@@ -257,7 +257,10 @@ class Servers:
             self.links[server].borrow(memory)
         else:
             if frame.lent is not None and self._is_wanted(frame):
-                self.landings[frame.trainer] |= zip(frame.numbers, frame.lent.tensors, strict=True)
+                landing = self.landings[frame.trainer]
+                for number, lent in zip(frame.numbers, frame.lent.tensors, strict=True):
+                    # Memory that is pinned is what a GPU takes it from.
+                    landing[number] = landing[number].copy_(lent) if landing[number].is_pinned() else lent
             self._replies.setdefault(frame.trainer, {})[server, frame.kind, frame.key] = frame
 
 
