@@ -210,7 +210,8 @@ def test_who_hangs_now_and_what_a_run_costs(tmp_path: Path) -> None:
 
 def test_a_loader_of_one_worker_that_is_half_as_slow_again(tmp_path: Path) -> None:
     """In a process of its own, so that a third of that worker's time is waiting for rows; and in the worker's."""
-    for name, data, own in (("beside", [0.0, 0.0, 0.1, 0.0], 0.2), ("in line", [0.1, 0.1, 0.15, 0.1], 0.2)):
+    cases = (("beside", [0.0, 0.0, 0.1, 0.0], 0.2), ("in line", [0.1, 0.1, 0.15, 0.1], 0.2))
+    for name, data, own in (*cases, ("beside one that is a little slow", [0.2, 0.24, 0.3, 0.2], 0.05)):
         seconds = {worker: own + waits - min(data) for worker, waits in enumerate(data)}
         lanes = {f"{worker} data": waits for worker, waits in enumerate(data)}
         summary = told(tmp_path / name, *(step(number, seconds, 0.4, lanes=lanes) for number in range(1, 21)))

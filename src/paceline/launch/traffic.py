@@ -21,7 +21,7 @@ _HEAD, _ASKED = struct.Struct("=IHHII"), struct.Struct("=BBBxI48x")
 _SOCKET, _INODE = struct.Struct("=BBBB2H16s16s"), struct.Struct("=I")
 _ACKED = 120  # where tcp_info has the bytes that the other side has acknowledged
 _WAIT = 1.0
-EVERY = 0.5  # seconds between two looks
+EVERY = 1.0  # seconds between two looks
 
 
 class Traffic:

@@ -311,7 +311,8 @@ def _slow(summary: Summary, steps: UsualStep) -> Verdict | None:
     """What most of a step is waited for: of rows, a slow worker and the link what costs most."""
     found, count, hosts = list[tuple[float, Verdict]](), len(steps.pace), summary.host_of
     loaders = [w for w, seconds in steps.loading.items() if seconds > LEAST * count and _waits_for_rows(steps, w)]
-    apart = [w for w in loaders if steps.loading[w] - _of_others(steps.loading, w) > APART * steps.pace[w]]
+    more = {w: steps.loading[w] - _of_others(steps.loading, w) for w in loaders}
+    apart = [w for w in loaders if more[w] > max(APART * steps.pace[w], max(more.values()) / 2)]
     if loaders := apart or loaders:
         told = tuple(
             f"worker {w} takes {a_step(steps.pace[w] / count)} for an equal part of the rows, and waits for these"
