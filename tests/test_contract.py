@@ -57,7 +57,7 @@ def oracle(name: str) -> Result:
     return train((CASES | CUT)[name])
 
 
-QUICK = {"1 worker", "3 unequal, one idle", "3 unequal, shard=3 zero=3", "4 unequal, tensor=2"}
+QUICK = {"1 worker", "3 unequal, one idle", "3 unequal, shard=3 zero=3", "2 workers, tensor=2"}
 PARAMS = [
     pytest.param((team, name), id=f"{team}-{name}", marks=[] if team in QUICK else [pytest.mark.slow])
     for team in TEAMS

@@ -125,7 +125,16 @@ def outcome(folder: Path, team: list[str], *words: str) -> tuple[bytes, object]:
 
 def test_weights_losses_norms_and_evaluations_have_the_same_bits(tmp_path_factory):
     """Of teams that the contract has trained, too."""
-    folders = [trained(team, tmp_path_factory) for team in ("1 worker, exact", "3 workers, exact", SHARDED_UNEQUALLY)]
+    same_bits(tmp_path_factory, "1 worker, exact", "3 workers, exact")
+
+
+@pytest.mark.slow
+def test_shards_have_the_same_bits(tmp_path_factory):
+    same_bits(tmp_path_factory, "1 worker, exact", SHARDED_UNEQUALLY)
+
+
+def same_bits(factory: pytest.TempPathFactory, *teams: str) -> None:
+    folders = [trained(team, factory) for team in teams]
     weights = {(folder / "out.safetensors").read_bytes() for folder in folders}
     assert (len(weights), len({(folder / "out.json").read_text() for folder in folders})) == (1, 1)
 

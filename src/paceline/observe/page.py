@@ -152,13 +152,17 @@ def _bars(rows: list[tuple[str, float, str]]) -> str:
 
 def _header(summary: Summary, name: str) -> str:
     speed, gain, steps = summary.samples_per_second, summary.speedup, summary.steps_done
+    first, last = summary.workers, len(summary.formed[-1].get("workers") or []) if summary.formed else summary.workers
     figures: Rows = [
         *((number(b), f"loss {trainer}".strip() + f", from {number(a)}") for trainer, (a, b) in summary.losses.items()),
         (number(round(speed)) if speed else "", "samples/s"),
         (f"{gain:.2f}{TIMES}" if gain else "", f"as fast as {plural(summary.compare.get('workers') or 1, 'worker')}"),
         (f"{steps:,}" if steps else "", f"steps, {summary.samples:,} samples"),
         (duration(summary.wall_seconds) if steps else "", "so far" if summary.running else "from start to end"),
-        (str(summary.workers) if summary.start else "", "worker" if summary.workers == 1 else "workers"),
+        (
+            str(last) if summary.start else "",
+            plural(last, "worker").partition(" ")[2] + f", from {first}" * (last != first),
+        ),
     ]
     shown = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in figures if value)
     riders = min(summary.workers, 12)  # a wheel each, the leader's in colour
