@@ -256,7 +256,8 @@ def caused(cause: str, seed: int) -> dict[str, Any]:
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             subprocess.run(command(cause, seed, WORKERS, run, *options), env=variables(cause), **quiet)  # type: ignore[call-overload]
         doctor = [sys.executable, "-m", "paceline", "doctor", str(run)]
-        lines = subprocess.run(doctor, capture_output=True, text=True).stdout.splitlines() or ["nothing"]
+        told = subprocess.run(doctor, capture_output=True, text=True).stdout
+        lines = told.replace(f"{folder}/", "").replace(f"{Path(__file__).parent}/", "").splitlines() or ["nothing"]
         seconds = time.monotonic() - began
         right = bool(re.search(CAUSES[cause].format(drawn.hit), lines[0]))
         at = Summary(run).steps_done
