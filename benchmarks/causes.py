@@ -34,9 +34,9 @@ from paceline.observe.journal import read_journal
 from paceline.observe.summary import Summary
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from networks import Network, network
+from networks import Host, Network, join_over, network
 
-WORKERS, TIMES, MBIT, PORT = 4, 1.5, 100, 29400
+WORKERS, TIMES, MBIT = 4, 1.5, 100
 LONG, LOOKS, SETTLED = 92.0, 5.0, 30.0  # seconds of a clean run, between two looks, and until somebody joins it
 STEPS = 80
 # What doctor's first line must say, {} being the worker that is hit.
@@ -222,24 +222,17 @@ def variables(cause: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **quick}
 
 
-def wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:
-    while not file.exists() and process.poll() is None:
-        time.sleep(0.1)
-
-
 def over_a_link(net: Network, seed: int, base: Path) -> list[subprocess.Popen[bytes]]:
     """Two workers on each of two hosts; by seed both ends are slow, or one."""
     for number, host in enumerate(net.hosts):
         if seed % 3 in (0, number + 1):
             host.cap(MBIT)
     quiet: dict[str, Any] = {"env": variables("slow link"), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    at, run = f"{net.hosts[0].address}:{PORT}", base / "run"
-    first = net.hosts[0].command(*command("slow link", seed, 2, run, "--listen", at, "--min-workers", str(WORKERS)))
-    processes = [subprocess.Popen(first, **quiet)]
-    wait_for(run / "coordinator.json", processes[0])
-    join = ("--join", at, "--token-file", str(run / "token"))
-    other = net.hosts[1].command(*command("slow link", seed, 2, base / "joins", *join))
-    return [*processes, subprocess.Popen(other, **quiet)]
+
+    def start(host: Host, run: Path, *options: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(host.command(*command("slow link", seed, 2, run, *options)), **quiet)
+
+    return join_over(net, base, WORKERS, start)
 
 
 def caused(cause: str, seed: int) -> dict[str, Any]:

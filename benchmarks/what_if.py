@@ -25,9 +25,9 @@ from paceline.observe.doctor import UsualStep, usual_step
 from paceline.observe.summary import Summary
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from networks import network
+from networks import join_over, network
 
-ROWS, PORT, AIM = 48, 29400, 0.15
+ROWS, AIM = 48, 0.15
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,8 @@ def train(slow: float, loads: float, row: float, steps: int, wide: bool) -> None
 
 
 def make(made: Made, row: float, steps: int) -> UsualStep:
-    own = [
-        __file__,
-        "--script",
-        str(made.slow),
-        str(made.loads),
-        str(made.mbit),
-        "--row",
-        str(row),
-        "--steps",
-        str(steps),
-    ]
+    script = ["--script", *map(str, (made.slow, made.loads, made.mbit))]
+    own = [__file__, *script, "--row", str(row), "--steps", str(steps)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def run(workers: int, folder: Path, *options: str, inside: Sequence[str] = ()) -> subprocess.Popen[bytes]:
@@ -110,12 +101,9 @@ def make(made: Made, row: float, steps: int) -> UsualStep:
             with network(2, Path(base)) as net:
                 for host in net.hosts:
                     host.cap(made.mbit)
-                at, (one, other) = f"{net.hosts[0].address}:{PORT}", (host.command() for host in net.hosts)
-                first = run(2, folder, "--listen", at, "--min-workers", str(made.workers), inside=one)
-                while not (folder / "coordinator.json").exists() and first.poll() is None:
-                    time.sleep(0.1)
-                token = str(folder / "token")
-                processes = [first, run(2, Path(base) / "joins", "--join", at, "--token-file", token, inside=other)]
+                processes = join_over(
+                    net, Path(base), made.workers, lambda host, *more: run(2, *more, inside=host.command())
+                )
                 codes = [process.wait() for process in processes]
         else:
             codes = [run(made.workers, folder).wait()]

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -182,3 +183,16 @@ def hosts(tmp_path: Path) -> Iterator[Callable[[int], Network]]:
     """Makes hosts for a test."""
     with ExitStack() as stack:
         yield lambda count: stack.enter_context(network(count, tmp_path))
+
+
+def join_over(
+    net: Network, base: Path, workers: int, start: Callable[..., subprocess.Popen[bytes]]
+) -> list[subprocess.Popen[bytes]]:
+    """A run of so many workers on the first host, in `base`/run, and what joins it on the second one: `start(host, run
+    folder, *options)` starts each.
+    """
+    at, run = f"{net.hosts[0].address}:{PORT}", base / "run"
+    first = start(net.hosts[0], run, "--listen", at, "--min-workers", str(workers))
+    while not (run / "coordinator.json").exists() and first.poll() is None:
+        time.sleep(0.1)
+    return [first, start(net.hosts[1], base / "joins", "--join", at, "--token-file", str(run / "token"))]

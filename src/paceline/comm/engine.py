@@ -30,9 +30,7 @@ Steps = Generator[Condition, None, None]
 SPIN = 2e-4  # seconds of looking without a pause, while there is a core for each worker
 YIELD = 2e-3  # then seconds of letting others run in between; after that pauses
 PAUSE = 3e-4  # seconds, in a wait that is short
-LONG = (
-    3e-3  # seconds of a pause at most, in a wait that is long: over a slow link it is, and a look costs a core's time
-)
+LONG = 3e-3  # seconds at most, in one that is long, as over a slow link: each look takes some of a core
 CALM, LEAST = 1e-3, 5e-5  # seconds between two looks, at most and at least, where nobody is in a hurry
 LOOK = 0.1  # seconds between two looks for the reason of a long wait
 SWITCH = 2e-4  # seconds that another Python thread may keep the interpreter from the one that moves collectives on
