@@ -17,7 +17,7 @@ from paceline.team.commands import Coming
 from paceline.team.merges import Merges
 from paceline.team.roster import Announcement, Roster
 from paceline.team.seats import UNKNOWN, Said, Seat, generation_of, go_on, left_of, pause_of, state_of
-from paceline.team.servers import Lives, held_elsewhere, serving, unheld
+from paceline.team.servers import Lives, all_lost, held_elsewhere, serving, unheld
 from paceline.team.stops import OVER, Stops, all_ended, any_ended_well
 from paceline.world import SERVERS
 
@@ -65,9 +65,8 @@ class Coordinator:
         self._raised_now: list[int] = []
         self._raised: set[Any] = set()  # the exceptions, and lines that a worker hung at, that were survived
         self._causes: Counter[str] = Counter()
-        self._detection = 0.0  # of the generation that was announced
+        self._detection = self._late = 0.0  # of the loss before this generation; when it is said who is waited for
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
-        self._late = 0.0  # after a restart: when it is said who is waited for
         self._away: set[int] = set()  # parameter servers that are to get the state back from others
         self._lives = Lives(self.seats, self.gone, self.leaving)
 
@@ -364,9 +363,10 @@ class Coordinator:
             if not can or not self._lives.can_go_back(self.first):
                 self._fail(servers, why)
                 return
-        self.record("lost", workers=servers, why=why, step=self.step)
         then = held + "; it is not started again" * (not restarts) if held else "all go back to the last checkpoint"
-        self._say(f"{ranks(servers)} {why}: {then}{left_of(servers, self.seats, self.logs)}")
+        lost, how = (servers, f"{ranks(servers)} {why}") if held else all_lost(self.seats, servers, why)
+        self.record("lost", workers=lost, why=why, step=self.step)
+        self._say(f"{how}: {then}{left_of(lost, self.seats, self.logs)}")
         for number in servers if held else ():
             self.seats[number].out = True
             if restarts and not self.stop:
@@ -374,7 +374,7 @@ class Coordinator:
                 self._restart(number)
         if not held:
             self.order, self._left, self._raised_now, self._judged, self._away = None, set(), [], math.inf, set()
-            self._start_anew(self.first, [n for n, seat in self.seats.items() if n in servers or seat.alive])
+            self._start_anew(self.first, [n for n, seat in self.seats.items() if n >= SERVERS or seat.alive])
 
     def _start_anew(self, members: tuple[int, ...], others: Iterable[int] = ()) -> None:
         """The workers of the first generation in processes that meet each other, and these others as newcomers."""
@@ -387,8 +387,8 @@ class Coordinator:
         """Goes on without whoever raised an exception, unless all the others did as well."""
         raised, self._raised_now, self._judged = self._raised_now, [], math.inf
         everybody = not self.roster.survivors(raised)
-        for number in raised:
-            if everybody or not self._spared(number):
+        for number, seat in [(number, self.seats[number]) for number in raised]:
+            if self.seats[number] is seat and (everybody or not self._spared(number)):  # else all have gone back
                 self._fail([number])
 
     def _fail(self, numbers: Iterable[int], why: str = "") -> None:

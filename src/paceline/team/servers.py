@@ -97,6 +97,15 @@ def held_elsewhere(seats: Mapping[int, Seat], lost: Collection[int]) -> str:
     return f"{ranks(those)} {'has' if len(those) == 1 else 'have'} {what} kept"
 
 
+def all_lost(seats: Mapping[int, Seat], servers: Sequence[int], why: str) -> tuple[list[int], str]:
+    """These parameter servers, and those that ended beside them, of which that was not said yet; how, in words."""
+    ends = {n for n, seat in seats.items() if n >= SERVERS and seat.said.status is not None and not seat.out}
+    too = sorted(ends - {*servers})
+    return [*servers, *too], ", ".join(
+        [f"{ranks(servers)} {why}", *(f"{ranks([n])} {seats[n].said.loss}" for n in too)]
+    )
+
+
 def unheld(said: Mapping[int, Said]) -> set[int]:
     """The parameter servers that have not got back what others have."""
     servers = {number for number in said if number >= SERVERS}

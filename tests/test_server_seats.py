@@ -1,0 +1,156 @@
+"""The coordinator's decisions about parameter servers: on which host each is, and what becomes of one that is lost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.team.coordinator import ALIKE, RETURN, Coordinator
+from paceline.team.roster import Announcement, Roster
+from paceline.team.seats import Said, Seat
+from paceline.team.servers import Lives
+
+STORE, TAKES = ("127.0.0.1", 1), ("127.0.0.1", 2, "secret")
+SERVER = 1_000_000
+
+
+class Served:
+    """A host with two workers and three parameter servers that hold the state, each also what another keeps."""
+
+    def __init__(self) -> None:
+        self.journal: list[dict[str, Any]] = []
+        self.now = 0.0
+        worker = Said(store=STORE, ready=True, servers=3, copies=1)
+        self.said = {0: worker, 1: worker}
+        self.coordinator = self.start(Roster((0, 1)))
+        self.report()
+        for number in range(3):
+            self.said[SERVER + number] = Said(store=STORE, newcomer=True, at=TAKES, holds=True)
+        self.report()
+
+    def start(self, roster: Roster) -> Coordinator:
+        record = lambda event, **fields: self.journal.append({"event": event, **fields})
+        made = Coordinator(3, 1, record, roster)
+        made.join("a", "logs", STORE, [0, 1], 2)
+        return made
+
+    def report(self) -> None:
+        self.now += 0.05
+        self.coordinator.report("a", self.said, 7, self.now)
+
+    def ends(self, *servers: int, **more: Any) -> None:
+        how = {"status": -9, "why": "was killed by SIGKILL"} | more
+        for server in servers:
+            self.said[SERVER + server] = replace(self.said[SERVER + server], **how)
+        self.report()
+
+    def serves(self, server: int, **more: Any) -> None:
+        life = self.coordinator.seats[SERVER + server].life
+        self.said[SERVER + server] = Said(life=life, store=STORE, newcomer=True, at=TAKES, **more)
+        self.report()
+
+    @property
+    def lives(self) -> list[int]:
+        return [seat.life for _, seat in sorted(self.coordinator.seats.items())]
+
+
+def test_a_server_with_a_copy_comes_back_between_two_steps() -> None:
+    play = Served()
+    assert play.journal == []
+    play.ends(1)
+    assert play.lives == [0, 0, 0, 1, 0]
+    assert play.coordinator.lines[-1][1].startswith(
+        "server 1 was killed by SIGKILL: server 2 has a copy of what it kept\n"
+    )
+    assert sorted(play.coordinator.orders("a")["servers"]) == [0, 2]
+    assert [entry["event"] for entry in play.journal] == ["lost"]
+    play.serves(1)
+    assert play.journal[-1] == {"event": "generation", "number": 1, "workers": [0, 1], "planned": True, "at_once": 0}
+    play.said |= {number: replace(play.said[number], formed=1) for number in (0, 1)}
+    play.serves(1, holds=True)
+    play.ends(2)
+    assert play.lives == [0, 0, 0, 1, 1]
+    assert len(play.journal) == 3
+
+
+def test_a_server_whose_copy_is_lost_as_well_makes_all_go_back() -> None:
+    for servers in ((1, 2), (0, 2)):
+        play = Served()
+        play.ends(servers[0])
+        play.serves(servers[0])  # it has not got the state back
+        play.ends(servers[1])
+        assert "all go back to the last checkpoint" in play.coordinator.lines[-1][1]
+        assert play.lives == [1, 1, *(2 if server == servers[0] else 1 for server in range(3))]
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_server_and_its_copy_that_are_lost_at_once_make_all_go_back_once(raised: bool) -> None:
+    """Both are in one report, or within the time in which exceptions are judged together."""
+    play = Served()
+    more = {"failed": ("OSError", 0, "OSError: disk"), "status": 1} if raised else {}
+    play.ends(1, 2, **more)
+    play.now += ALIKE
+    play.coordinator.tick(play.now)
+    assert play.coordinator.failing == {}
+    assert play.lives == [1, 1, 1, 1, 1]
+    [entry] = play.journal
+    assert (entry["event"], entry["workers"]) == ("lost", [SERVER + 1, SERVER + 2])
+    how = "raised OSError" if raised else "was killed by SIGKILL"
+    assert play.coordinator.lines[-1][1].splitlines() == [
+        f"server 1 {how}, server 2 {how}: all go back to the last checkpoint",
+        "  log: logs/server-1.log",
+        "  log: logs/server-2.log",
+    ]
+
+
+def test_a_coordinator_that_is_started_again_knows_which_server_is_to_come_back() -> None:
+    play = Served()
+    play.ends(1)
+    play.serves(1)
+    play.coordinator = play.start(Roster((0, 1)))
+    play.coordinator.recovering = play.now + RETURN
+    play.report()
+    assert play.coordinator.recovering == math.inf
+    assert play.coordinator.order == Announcement(1, (0, 1), planned=True)
+
+
+def spread(hosts: str, servers: int, least: int = 1) -> Lives:
+    """Workers on these hosts, one after another, want so many servers."""
+    lives = Lives({number: Seat(host) for number, host in enumerate(hosts)}, set(), set())
+    lives.seat_servers("a", {0: Said(servers=servers)}, False, least)
+    return lives
+
+
+def where(lives: Lives) -> str:
+    return "".join(seat.agent for number, seat in sorted(lives.seats.items()) if number >= SERVER)
+
+
+def test_servers_are_spread_evenly_and_a_copy_is_on_another_host() -> None:
+    assert where(spread("aab", 3, least=4)) == ""
+    assert where(spread("aaa", 3)) == "aaa"
+    assert where(spread("abc", 1)) == "a"
+    for hosts in ("aab", "aabbc", "abcd", "abcdefg"):
+        for servers in range(1, 20):
+            found = where(spread(hosts, servers))
+            counts = [found.count(host) for host in dict.fromkeys(hosts)]
+            assert max(counts) - min(counts) <= 1
+            assert sum(counts) == servers
+            pairs = zip(found, found[1:] + found[:1], strict=True)
+            same = sum(one == other for one, other in pairs)
+            assert same == (servers % 2 if len(counts) == 2 else 0) or servers == 1
+
+
+def test_a_server_of_a_lost_host_is_started_on_another_and_ends_there() -> None:
+    lives = spread("aabbc", 3)
+    lives.gone.add("b")
+    lives.again(SERVER + 1, 1)
+    assert where(lives) == "aac"
+    assert lives.wanted("b")[SERVER + 1] == {"life": 0, "out": True, "newcomer": True}
+    lives.gone.add("c")
+    lives.again(SERVER + 2, 1)
+    assert where(lives) == "aaa"
+    lives.gone.clear()
+    assert lives.wanted("a")[SERVER + 1] == {"life": 1, "out": False, "newcomer": True}
