@@ -1,12 +1,12 @@
 """What codecs are worth on a slow link, beside DistributedDataParallel and its communication hooks.
 
-Usage: slow_link.py [--mbit N ...] [--delay MS] [--side S ...] [--steps N] [--seeds N] [--record FILE], as root; 0 is a
-link that is not capped. Two hosts of one worker, each a network namespace whose interface lets so many Mbit/s out (a
-token bucket). An MLP of 6.3 million parameters (25 MB of gradients) learns a teacher's classes: so little to compute
-that the link decides. All sides have the same rows, weights, optimizer (SGD with momentum) and learning rate; ours with
-no codec has what DDP has. Seconds a step (the median of the later half, in which nothing is tried any more), bytes a
-step by the interfaces' counters, the loss of the held-out rows after as many steps, and the seconds until DDP's loss is
-reached on them.
+Usage: slow_link.py [--mbit N ...] [--delay MS] [--side S ...] [--steps N] [--seeds N] [--from-seed N] [--record FILE],
+as root; 0 is a link that is not capped. Two hosts of one worker, each a network namespace whose interface lets so many
+Mbit/s out (a token bucket). An MLP of 6.3 million parameters (25 MB of gradients) learns a teacher's classes: so
+little to compute that the link decides. All sides have the same rows, weights, optimizer (SGD with momentum) and
+learning rate; ours with no codec has what DDP has. Seconds a step (the median of the later half, in which nothing is
+tried any more), bytes a step by the interfaces' counters, the loss of the held-out rows after as many steps, and the
+seconds until DDP's loss is reached on them.
 """
 
 from __future__ import annotations
@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--side", nargs="*", choices=SIDES, default=SIDES)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--from-seed", type=int, default=0, metavar="N", help="the first of these")
     parser.add_argument("--record", type=Path, metavar="FILE", help="writes the raw figures")
     parser.add_argument("--as", nargs=3, dest="role", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -215,7 +216,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for mbit in options.mbit:
         of_rate: dict[str, list[dict[str, Any]]] = {side: [] for side in options.side}
-        for seed in range(options.seeds):
+        for seed in range(options.from_seed, options.from_seed + options.seeds):
             for side in options.side:
                 found = run(side, mbit, options.delay, options.steps, seed)
                 of_rate[side].append(found)
