@@ -198,6 +198,44 @@ def test_sums_go_on_through_a_long_backward(
         assert min(float(sent) for *_, sent in told) >= bytes_ / 2
 
 
+# Prints how many sums between hosts were under way at a time, at most.
+BESIDE = """
+import torch, paceline
+from paceline.comm.hosts import Gloo
+from torch.utils.data import TensorDataset
+now, most, all_reduce = 0, 0, Gloo.all_reduce
+def counted(self, *arguments):
+    global now, most
+    now += 1
+    most = max(most, now)
+    yield from all_reduce(self, *arguments)
+    now -= 1
+Gloo.all_reduce = counted
+trainer = paceline.Trainer(
+    lambda: torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 1000)),
+    loss=lambda output, batch: output.square().mean(),
+    optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+    global_batch=6, plan="micro=1",
+)
+for report in trainer.steps(TensorDataset(torch.ones(6, 1000)), count=2):
+    pass
+print("beside", most)
+"""
+
+
+@pytest.mark.parametrize(("counts", "most"), [((1, 1), 2), ((2, 1), 1)])
+def test_sums_of_lone_workers_share_the_link(
+    hosts: Callable[[int], Network], tmp_path: Path, counts: tuple[int, int], most: int
+) -> None:
+    """What is in shared memory goes in order."""
+    (tmp_path / "beside.py").write_text(BESIDE)
+    here = hosts(2)
+    for host in here.hosts:
+        host.cap(50)
+    said = [worker.stdout.splitlines()[-1] for worker in here.run(counts, "beside.py")]
+    assert said[:: counts[0]] == [f"beside {most}"] * 2
+
+
 def test_links_are_measured_and_followed(hosts: Callable[[int], Network], tmp_path: Path) -> None:
     """No faster than they are: the last host's lets 20 Mbit/s out, and for a moment more."""
     (tmp_path / "traffic.py").write_text(TRAFFIC)

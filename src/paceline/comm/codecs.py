@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from paceline.comm.buckets import Bucket
-from paceline.comm.engine import Steps
+from paceline.comm.engine import Steps, last
 from paceline.comm.group import Group
 from paceline.comm.hosts import Gloo
 from paceline.comm.shared import raw_bytes
@@ -271,7 +271,7 @@ class Codec:
             yield until
 
     def _whole(self, how: CodedSum, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
-        yield from leaders.all_reduce(flat)
+        yield from last(leaders.all_reduce(flat))
         self._count(leaders, flat, 2 * flat.nbytes * (leaders.size - 1) / leaders.size)
 
     def _count(self, leaders: Gloo, flat: torch.Tensor, sent: float) -> None:
@@ -301,7 +301,7 @@ class Codec:
         for row, target in zip(rows, owed, strict=False):
             target[: len(row)].copy_(row)
         codes = yield from leaders.all_to_all(code.encode(owed))
-        codes = yield from leaders.all_gather(code.encode(_sum(code, codes, length)[None])[0])
+        codes = yield from last(leaders.all_gather(code.encode(_sum(code, codes, length)[None])[0]))
         for row, made in zip(rows, code.decode(codes, length), strict=False):
             row.copy_(made[: len(row)])
         self.sent += 2 * codes[1:].nbytes
@@ -329,7 +329,7 @@ class Codec:
         owed = self._owed(bucket, flat)
         codes = code.encode(owed.float()[None])
         squares = self._keep(bucket, owed.sub_(code.decode(codes, len(flat))[0]))
-        everyone = yield from leaders.all_gather(torch.cat([codes[0], raw_bytes(squares)]))
+        everyone = yield from last(leaders.all_gather(torch.cat([codes[0], raw_bytes(squares)])))
         codes, said = everyone[:, :-_SQUARES], everyone[:, -_SQUARES:].contiguous()
         self._hear(names, said.view(torch.float64).view(-1))
         flat.copy_(_sum(code, codes, len(flat)))
@@ -363,7 +363,7 @@ class Codec:
         said = torch.zeros(leaders.size)
         said[leaders.rank] = self._keep(bucket, owed)
         second = torch.cat([*(right.reshape(-1) for right in rights), said])
-        yield from leaders.all_reduce(second)
+        yield from last(leaders.all_reduce(second))
         self._hear(names, second[-leaders.size :])
         total = torch.zeros_like(owed)
         targets = dict(bucket.split(total))

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Hashable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,36 @@ LONG = 3e-3  # seconds at most, in one that is long, as over a slow link: each l
 CALM, LEAST = 1e-3, 5e-5  # seconds between two looks, at most and at least, where nobody is in a hurry
 LOOK = 0.1  # seconds between two looks for the reason of a long wait
 SWITCH = 2e-4  # seconds that another Python thread may keep the interpreter from the one that moves collectives on
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A condition that a part of a collective waits for when it has begun all that it does."""
+
+    until: Condition
+
+    def __call__(self) -> bool:
+        return self.until()
+
+
+class Ending(Begun):
+    """The same of a whole operation: what is next in its queue may begin."""
+
+
+def last(steps: Generator[Condition, None, Any]) -> Generator[Condition, None, Any]:
+    """That with which an operation ends."""
+    while True:
+        try:
+            until = next(steps)
+        except StopIteration as end:
+            return end.value
+        yield Ending(until.until) if isinstance(until, Begun) else until
+
+
+def not_last(steps: Steps) -> Steps:
+    """What looks like the end of an operation, and is not."""
+    for until in steps:
+        yield Begun(until) if isinstance(until, Ending) else until
 
 
 _REASONS = (RuntimeError, TypeError, ValueError, OSError, MismatchError, PacelineError)
@@ -61,7 +92,8 @@ class Operation(dist.Work):
 
     `kind` is its line in the ledger, `name` and `site` (file:line) say what it is in errors; `sequence` counts the
     group's collectives, 0 for a message; `outcome` is what its future holds; `turn` its record in the flight recorder.
-    Its error is raised by every `wait`.
+    One that `overtakes` begins once all before it in its queue begin nothing more: on a long link these take a while to
+    end, and leave it empty. Its error is raised by every `wait`.
     """
 
     def __init__(self, owner: Owner, steps: Steps, kind: str, name: str, site: str, sequence: int) -> None:
@@ -69,7 +101,7 @@ class Operation(dist.Work):
         self.owner, self.kind, self.name, self.site, self.sequence = owner, kind, name, site, sequence
         self.outcome: Any = []
         self.turn = 0
-        self.done = False
+        self.done = self.overtakes = False
         self.error: Exception | None = None
         self.source: list[int] = []  # the rank that a message came from
         self._steps = steps
@@ -97,6 +129,10 @@ class Operation(dist.Work):
             if error is not _UNDER_WAY:
                 self.end(error)
         return self.done
+
+    @property
+    def ending(self) -> bool:
+        return self.done or isinstance(self._until, Ending)
 
     def end(self, error: Exception | None) -> None:
         """Ends it, if it has not. Holds the engine's lock."""
@@ -201,18 +237,20 @@ class ProgressEngine:
             self._advance()
         self._tell()
 
-    def _drop(self, queue: Hashable) -> None:
-        line = self._queues[queue]
-        line.popleft()
-        if not line:
-            del self._queues[queue]
-
     def _advance(self) -> None:
         """Moves everything on as far as it goes. Holds the lock."""
         with outside_inference():
             for queue, line in list(self._queues.items()):
-                while line and line[0].advance():
-                    self._drop(queue)
+                number = 0
+                while number < len(line) and (not number or line[number].overtakes):
+                    if line[number].advance() and not number:
+                        line.popleft()
+                    elif line[number].ending:
+                        number += 1
+                    else:
+                        break
+                if not line:
+                    del self._queues[queue]
 
     def poke(self, operation: Operation | None = None) -> bool:
         """Moves operations on without waiting, unless somebody else does; whether `operation` is done."""

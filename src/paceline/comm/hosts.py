@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm import collectives
-from paceline.comm.engine import Steps
+from paceline.comm.engine import Begun, Ending, Steps, last, not_last
 from paceline.comm.links import Flow, Pair, measure
 from paceline.comm.shared import Arena, Condition, MismatchError, Shared, host_key, map_together, raw_bytes
 from paceline.comm.status import Ask, agree, asker, beside
@@ -69,7 +69,7 @@ class Gloo:
         self.rank, self.size = rank, size
         self.flow = Flow()
         self.chunk = CHUNK
-        self._turns: float | None = None  # bytes that what is made in turns has sent so far
+        self._under, self._sent, self._since = 0, 0.0, 0.0  # what shares the link now, what of it has gone, since when
         self._abandoned = False
         self._recent: deque[tuple[Any, int]] = deque()
         self._kept = 0
@@ -88,11 +88,13 @@ class Gloo:
         """The same of several in order, with some under way at a time. What goes at once both ways over one connection
         leaves a third of a link of 100 Mbit/s empty.
         """
-        began, under = time.perf_counter(), deque[dist.Work]()
+        under = deque[dist.Work]()
+        self._begin()
         try:
             for start in [*starts, *[None] * FLIGHT]:
                 if under and (start is None or len(under) == FLIGHT):
-                    yield under[0].is_completed
+                    until: Condition = under[0].is_completed
+                    yield Begun(until) if start is None else until
                     under.popleft().wait()
                 if start is not None:
                     under.append(start())
@@ -102,28 +104,35 @@ class Gloo:
         finally:
             if under:
                 self._abandon()
-        if self._turns is None:
-            self.flow.note(sent, time.perf_counter() - began)
-        else:  # one of several that share the link
-            self._turns += sent
+        self._end(sent)
+
+    def _begin(self) -> None:
+        if not self._under:
+            self._sent, self._since = 0.0, time.perf_counter()
+        self._under += 1
+
+    def _end(self, sent: float = 0.0) -> None:
+        self._under -= 1
+        self._sent += sent
+        if not self._under:
+            self.flow.note(self._sent, time.perf_counter() - self._since)
 
     def in_turns(self, parts: Iterable[Steps]) -> Steps:
         """Makes several side by side, each of collectives and what comes between them: while some of these are under
         way, others are encoded and decoded. Who goes on next depends on nothing but how often each waits: gloo needs
         the same order on all leaders.
         """
-        began, self._turns, under = time.perf_counter(), 0.0, deque[tuple[Steps, Condition]]()
-        try:
-            for part in chain(parts, [None]):
-                if part is not None:
-                    _go_on(part, under)
-                while len(under) >= FLIGHT or (part is None and under):
-                    one, until = under.popleft()
-                    yield until
-                    _go_on(one, under)
-            self.flow.note(self._turns, time.perf_counter() - began)
-        finally:
-            self._turns = None
+        under = deque[tuple[Steps, Condition]]()
+        self._begin()
+        for part in chain(parts, [None]):
+            if part is not None:
+                _go_on(part, under)
+            while len(under) >= FLIGHT or (part is None and under):
+                one, until = under.popleft()
+                ends = part is None and all(isinstance(other, Ending) for _, other in under)
+                yield until if ends else partial(until)  # of which nobody knows what it is
+                _go_on(one, under)
+        self._end()
 
     def _keep(self, work: dist.Work, size: int) -> None:
         self._recent.append((work, size))
@@ -362,15 +371,19 @@ class Hosts:
                 yield from collectives.reduce(shared, flat, 0, reduction.of, fp)
         if self.leaders is not None:
             yield from answer or self.leaders.same(asked)
-            if between is not None:
-                yield from between(self.leaders, flat)
-            elif reduction.gloo is not None and not 0 < flat.nbytes <= FEW:
-                yield from self.leaders.all_reduce(flat, reduction.gloo)
-            else:
-                rows = yield from self.leaders.all_gather(flat)
-                flat.copy_(functools.reduce(reduction.of, rows.unbind(0)))
+            steps = self._between(flat, reduction) if between is None else between(self.leaders, flat)
+            # Within a host another part follows; and all hosts do alike, or some would be ahead of others.
+            yield from steps if len(self.hosts) == self.size else not_last(steps)
         if shared is not None:
             yield from collectives.broadcast(shared, flat, 0, fp)
+
+    def _between(self, flat: torch.Tensor, reduction: Reduction) -> Steps:
+        assert self.leaders is not None
+        if reduction.gloo is not None and not 0 < flat.nbytes <= FEW:
+            yield from last(self.leaders.all_reduce(flat, reduction.gloo))
+        else:
+            rows = yield from last(self.leaders.all_gather(flat))
+            flat.copy_(functools.reduce(reduction.of, rows.unbind(0)))
 
     def broadcast(self, flat: torch.Tensor, root: int, fp: int) -> Steps:
         host, place = self.place(root)

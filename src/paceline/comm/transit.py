@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from paceline.comm.buckets import Bucket
 from paceline.comm.codecs import Codec
+from paceline.comm.engine import Operation
 from paceline.comm.group import Group
 
 Heard = Callable[[int, torch.Tensor], None]
@@ -78,6 +79,8 @@ class Transit:
             work = self.codec.start(bucket, among)
         else:
             work = among.start_sum(bucket.mine)
+        if isinstance(work, Operation):
+            work.overtakes = True
         self._queues[number].append((work, bucket))
 
     def _advance(self, hops: int, wait: bool) -> None:
