@@ -47,7 +47,7 @@ class Begun:
         return self.until()
 
 
-class Ending(Begun):
+class Final(Begun):
     """The same of a whole operation: what is next in its queue may begin."""
 
 
@@ -58,13 +58,13 @@ def last(steps: Generator[Condition, None, Any]) -> Generator[Condition, None, A
             until = next(steps)
         except StopIteration as end:
             return end.value
-        yield Ending(until.until) if isinstance(until, Begun) else until
+        yield Final(until.until) if isinstance(until, Begun) else until
 
 
 def not_last(steps: Steps) -> Steps:
     """What looks like the end of an operation, and is not."""
     for until in steps:
-        yield Begun(until) if isinstance(until, Ending) else until
+        yield Begun(until) if isinstance(until, Final) else until
 
 
 _REASONS = (RuntimeError, TypeError, ValueError, OSError, MismatchError, PacelineError)
@@ -131,8 +131,8 @@ class Operation(dist.Work):
         return self.done
 
     @property
-    def ending(self) -> bool:
-        return self.done or isinstance(self._until, Ending)
+    def final(self) -> bool:
+        return self.done or isinstance(self._until, Final)
 
     def end(self, error: Exception | None) -> None:
         """Ends it, if it has not. Holds the engine's lock."""
@@ -245,7 +245,7 @@ class ProgressEngine:
                 while number < len(line) and (not number or line[number].overtakes):
                     if line[number].advance() and not number:
                         line.popleft()
-                    elif line[number].ending:
+                    elif line[number].final:
                         number += 1
                     else:
                         break

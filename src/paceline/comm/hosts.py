@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm import collectives
-from paceline.comm.engine import Begun, Ending, Steps, last, not_last
+from paceline.comm.engine import Begun, Final, Steps, last, not_last
 from paceline.comm.links import Flow, Pair, measure
 from paceline.comm.shared import Arena, Condition, MismatchError, Shared, host_key, map_together, raw_bytes
 from paceline.comm.status import Ask, agree, asker, beside
@@ -129,7 +129,7 @@ class Gloo:
                 _go_on(part, under)
             while len(under) >= FLIGHT or (part is None and under):
                 one, until = under.popleft()
-                ends = part is None and all(isinstance(other, Ending) for _, other in under)
+                ends = part is None and all(isinstance(other, Final) for _, other in under)
                 yield until if ends else partial(until)  # of which nobody knows what it is
                 _go_on(one, under)
         self._end()
