@@ -6,7 +6,8 @@ Mbit/s out (a token bucket). An MLP of 6.3 million parameters (25 MB of gradient
 little to compute that the link decides. All sides have the same rows, weights, optimizer (SGD with momentum) and
 learning rate; ours with no codec has what DDP has. Seconds a step (the median of the later half, in which nothing is
 tried any more), bytes a step by the interfaces' counters, the loss of the held-out rows after as many steps, and the
-seconds until DDP's loss is reached on them.
+seconds until DDP's loss is reached on them. `raw` is one connection over which each host sends the other as many bytes
+as there are gradients: what the link can do.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import argparse
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ WIDTH, DEPTH, CLASSES, ROWS, RATE, PORT = 1024, 6, 16, 64, 0.02, 29500
 EVERY = 5  # steps between two looks at the held-out rows
 DDP = {"ddp": "", "ddp fp16": "fp16", "ddp powersgd:4": "powersgd"}
 OURS = ["none", "bf16", "int8", "powersgd:4", "auto", "auto:lossy"]
-SIDES = [*DDP, *OURS]
+SIDES = ["raw", *DDP, *OURS]
 
 
 def job(seed: int) -> tuple[Any, Any, Any, Any, Any]:
@@ -79,6 +82,35 @@ def ddp(hook: str, steps: int, seed: int) -> Iterator[Callable[[], float]]:
     dist.destroy_process_group()
 
 
+def raw(steps: int) -> Iterator[None]:
+    """What the link can do: each host sends the other as many bytes as there are gradients, over one connection."""
+    size = 4 * sum(param.numel() for param in job(0)[0].parameters())
+    at = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if os.environ["RANK"] == "0":
+        with socket.create_server(at) as server:
+            link = server.accept()[0]
+    else:
+        link = connected(at)
+    given, taken = bytes(size), memoryview(bytearray(size))
+    for _ in range(steps):
+        sender = threading.Thread(target=link.sendall, args=[given])
+        sender.start()
+        rest = taken
+        while rest:
+            rest = rest[link.recv_into(rest) :]
+        sender.join()
+        yield None
+    link.close()
+
+
+def connected(at: tuple[str, int]) -> socket.socket:
+    for _ in range(600):
+        with suppress(OSError):
+            return socket.create_connection(at)
+        time.sleep(0.1)
+    raise SystemExit(f"nobody listens at {at[0]}:{at[1]}")
+
+
 def ours(codec: str, steps: int, seed: int) -> Iterator[Callable[[], float]]:
     import torch
     import torch.nn.functional as F
@@ -109,13 +141,15 @@ def train(side: str, steps: int, seed: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    stepping = ddp(DDP[side], steps, seed) if side in DDP else ours(side, steps, seed)
+    stepping: Iterator[Any] = (
+        raw(steps) if side == "raw" else ddp(DDP[side], steps, seed) if side in DDP else ours(side, steps, seed)
+    )
     ends, bytes_, cpu, losses, looked = [], [], [], {}, 0.0
     for number, look in enumerate(stepping, 1):
         ends.append(time.perf_counter() - looked)  # looking is not training
         bytes_.append(counted())
         cpu.append(time.process_time())
-        if number % EVERY == 0 or number == steps:
+        if look is not None and (number % EVERY == 0 or number == steps):
             began = time.perf_counter()
             with torch.no_grad():
                 losses[number] = look()
@@ -181,11 +215,14 @@ def tell(mbit: int, results: dict[str, list[dict[str, Any]]], gradient: int) -> 
     median = {side: statistics.median(one["seconds"] for one in found) for side, found in results.items()}
     whole = 2 * (2 - 1) / 2 * gradient
     for side, found in results.items():
-        loss = statistics.fmean(list(one["losses"].values())[-1] for one in found)
         sent, cpu = (statistics.fmean(one[name] for one in found) for name in ("sent", "cpu"))
         text = f"  {side:15} {median[side]:8.3f} s a step ({cpu:.2f} s of a core), "
-        text += f"{sent / 1e6:7.2f} MB ({sent / whole:6.1%}), loss {loss:.4f}"
-        if "ddp" in results:
+        text += f"{sent / 1e6:7.2f} MB ({sent / whole:6.1%})"
+        if "raw" in results:
+            text += f", {median[side] / median['raw']:5.2f} of a raw stream's"
+        if side != "raw":
+            text += f", loss {statistics.fmean(list(one['losses'].values())[-1] for one in found):.4f}"
+        if "ddp" in results and side != "raw":
             goals = zip(found, results["ddp"], strict=True)
             until = [reaches(one, 1.02 * list(base["losses"].values())[-1]) for one, base in goals]
             reached = [seconds for seconds in until if seconds is not None]
