@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import train_basics
+import torch
+from launching import SCRIPTS, paceline, train_basics
 from proxies import Proxy
 from test_servers import KILLED, nobody_went_back
 from test_windows import BATCH, counted, each_row_once, stopped
 
+from paceline.strategies.sparse import Touched
 from paceline.team.chaos import read_log
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "recommend.py"
 TABLE = {"TABLE": "1"}
 
 
@@ -124,3 +128,33 @@ def test_momentum_that_is_delayed_is_for_whole_gradients(tmp_path: Path) -> None
         "the model gives sparse gradients, which delayed=1 does not know yet; make it with sparse=False, or leave "
         "delayed=1 out"
     ) in text
+
+
+def test_an_update_moves_a_twentieth_of_the_tables_at_most(tmp_path: Path) -> None:
+    """Counted at the workers: what they push, and what they take, also at the end of a window."""
+    steps, rows, width = 40, 50_000 + 200_000, 32
+    said = ("--workers", "2", "--run-dir", "run", "--plan", "server=2 staleness=4 window=20", "--steps", str(steps))
+    paceline("run", *said, SCRIPTS / "weighed.py", EXAMPLE, cwd=tmp_path)
+    told = [json.loads((tmp_path / f"told-{worker}").read_text()) for worker in (0, 1)]
+    for what in ("pushed", "taken"):
+        moved = sum(one[what] for one in told) / steps
+        assert 0.001 < moved / (4 * rows * width) < 0.05, what
+
+
+def test_what_is_known_of_a_table_is_what_has_changed() -> None:
+    """As sets say, for whoever is not further behind than the table has rows; for others any row may have."""
+    draw = random.Random(0)
+    touched, made = Touched(20, 5), dict[int, set[int]]()
+    for update in range(5, 200):
+        rows = set(draw.sample(range(20), draw.randint(0, 6)))
+        made[update] = {*range(20)} if update == 100 else rows
+        touched.note(update, None if update == 100 else torch.tensor(sorted(rows), dtype=torch.int64), update - 9)
+        first = next(n for n in range(update + 2) if touched.since(n) is not None)
+        kept = [made[n] for n in range(first, update + 1)]
+        assert sum(map(len, kept)) <= 20
+        assert update - 9 <= first or update < 14
+        assert first == max(5, update - 9) or first == 101 or sum(map(len, kept)) + len(made[first - 1]) > 20
+        for since in range(first, update + 2):
+            found = touched.since(since)
+            assert found is not None
+            assert found.tolist() == sorted(set().union(*(made[n] for n in range(since, update + 1))))

@@ -352,9 +352,9 @@ class Served(Replica):
         for number, param in enumerate(self.job.dense):
             param.copy_(landing[number].view(param.shape))
 
-    def take_rows(self, asked: Mapping[int, int], trainer: int, key: Key) -> None:
+    def take_rows(self, asked: Mapping[int, int], key: Key) -> None:
         """Those that came with what was asked for."""
-        for text in self.servers.rows(asked, trainer, key) if self.job.sparse else ():
+        for text in self.servers.rows(asked, self.number, key) if self.job.sparse else ():
             put_weights(text, [*self.job.named.values()])
 
     def follow_schedule(self, agreed: Agreed) -> None:
@@ -425,8 +425,7 @@ class InStep(Served):
         if self._owed is None:
             return
         key, agreed = self._owed
-        reading = self.number, (key[0] + 1, key[1], 0)
-        about = Kind.READ, *reading, lambda *_: str(key[0]).encode()
+        about = Kind.READ, self.number, (key[0] + 1, key[1], 0), lambda *_: str(key[0]).encode()
         asked = self.servers.ask(*about)
         heard = self.servers.hear(asked, *about)
         self._owed = None
@@ -434,7 +433,7 @@ class InStep(Served):
             self.take_weights()
         for part, frame in enumerate(heard if self.code is not None else ()):
             self._change(part, frame.text)
-        self.take_rows(asked, *reading)
+        self.take_rows(asked, about[2])
         self.home.applied()
         self.follow_schedule(agreed)
 
@@ -496,7 +495,7 @@ class Ticketed(Served):
         asked, key = self._reading
         self.servers.hear(asked, Kind.READ, self.number, key, self._since)
         self.take_weights()
-        self.take_rows(asked, self.number, key)
+        self.take_rows(asked, key)
         self._have = defaultdict(lambda: -1, dict.fromkeys(asked.items(), key[0]))
 
     def push(self, sums: Sums, told: Mapping[str, Any]) -> None:
