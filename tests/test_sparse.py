@@ -19,6 +19,7 @@ sys.path.insert(0, str(SCRIPTS))
 import rows
 
 TOLERANCE = 1e-12
+DENSE = 8 * (rows.WIDTH * 6 + 6 + 6 * rows.WIDTH + rows.WIDTH)  # bytes of gradients that are whole
 
 
 def trained(folder: Path, workers: int, *options: str, more: str = "", chaos: str = "") -> str:
@@ -50,8 +51,8 @@ def test_only_rows_that_were_touched_travel(tmp_path: Path) -> None:
     (figures,) = (event for event in read_journal(tmp_path / "run") if event["event"] == "figures")
     widest = 8 * (rows.WIDTH + 1)  # bytes of a row in float64, with its number
     for predicted, measured in zip(figures["predicted"], figures["measured"], strict=True):
-        dense, sent = 8 * (rows.WIDTH * 6 + 6 + 6 * rows.WIDTH + rows.WIDTH), measured["sent"]
-        assert predicted["gradients"] == predicted["sent"]["gradients"] == dense
+        sent = measured["sent"]
+        assert predicted["gradients"] == predicted["sent"]["gradients"] == DENSE
         assert sent["rows"] <= 4 * rows.BATCH * widest + 200 < 8 * rows.WIDTH * rows.ITEMS / 2
 
 
