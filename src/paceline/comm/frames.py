@@ -195,6 +195,8 @@ class Connection:
             if trainer & LENT:
                 where = bytearray(_WHERE.size)
                 yield memoryview(where)
+                while self._borrowed is None and self.inbox:  # what has come before tells of the memory
+                    yield None
                 if (lent := self._find(where, tensors)) is None:
                     self.close()
                     yield None
