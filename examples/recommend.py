@@ -2,6 +2,7 @@
 only these rows travel between workers; few people and things are in most of what is seen, as everywhere.
 
 paceline run --workers 2 examples/recommend.py       # or "dense", to compare bytes and loss
+paceline run --workers 2 --plan "server=2 staleness=4" examples/recommend.py        # nobody waits for a straggler
 """
 
 import sys

@@ -14,7 +14,7 @@ from launching import paceline, train_basics
 from oracle import apart
 from safetensors.torch import load_file
 from test_servers import TOLERANCE, by_hand, trained
-from test_windows import BATCH, ROWS, counted, stopped, windows_of
+from test_windows import BATCH, ROWS, counted, stopped, weights_of, windows_of
 from torch.utils.data import TensorDataset
 
 from paceline.observe.summary import Summary, facts
@@ -38,7 +38,7 @@ def what_came_counts(folder: Path, steps: int) -> list[list[int]]:
             rows[part] -= BATCH / sum(map(len, came))
             mean += 0.1 * (float(part.double().mean()) - mean)
             batches += 1
-    weights = load_file(folder / "out.safetensors")
+    weights = weights_of(folder)
     assert torch.allclose(weights["rows"], rows, rtol=1e-12, atol=0)
     assert torch.equal(weights["more"], torch.full([7], -steps * BATCH, dtype=torch.float64))
     assert weights["norm.num_batches_tracked"] == batches
@@ -49,8 +49,9 @@ def what_came_counts(folder: Path, steps: int) -> list[list[int]]:
     return late
 
 
-def test_the_first_workers_make_each_step(tmp_path: Path) -> None:
-    said = counted(tmp_path, 3, "server=2 backup=1 window=20", 40, micro=2, **SLOW)
+@pytest.mark.parametrize("table", [{}, {"TABLE": "1"}])
+def test_the_first_workers_make_each_step(tmp_path: Path, table: dict[str, str]) -> None:
+    said = counted(tmp_path, 3, "server=2 backup=1 window=20", 40, micro=2, **SLOW, **table)
     late = what_came_counts(tmp_path, 40)
     assert [step for step, *_ in late] == [*range(1, 41)]
     assert Counter(worker for _, worker, *_ in late).most_common(1)[0][0] == 1
@@ -82,6 +83,7 @@ LOST = [
     ("server=3 copies=1", {"PACELINE_CHAOS": "kill:1000001@12.applied"}),
     ("server=3 copies=1", {"PACELINE_CHAOS": "kill:1000000@12.applied", **SLOW}),
     ("server=2", {"CUT": "7"}),
+    ("server=2 copies=1", {"PACELINE_CHAOS": "kill:1000000@12.applied", "TABLE": "1"}),
 ]
 
 

@@ -226,3 +226,9 @@ def test_torch_that_has_too_little_memory_is_explained(tmp_path: Path) -> None:
         r"to allocate 3 GiB\); say recompute=blocks, or a smaller micro= in the plan, which changes the mathematics\n",
         done.stderr,
     ), done.stderr
+
+
+@pytest.mark.parametrize(("words", "sent"), [("", 4 * 22), ("copies=1", 4 * 44), ("codec=bf16", 44)])
+def test_of_tables_nobody_knows_how_many_rows_go_to_servers(words: str, sent: int) -> None:
+    facts = Facts([(7,), (3, 5), (100, 4)], [4] * 3, sparse=1)
+    assert cost(Plan.parse(f"data=2 server=2 {words}"), facts, 2).sent == {"servers": sent}

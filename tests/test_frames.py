@@ -113,6 +113,23 @@ def test_another_hosts_memory_is_not_borrowed(wrong: str) -> None:
     assert torch.equal(landing, torch.ones(3))
 
 
+def test_what_is_lent_waits_until_it_is_heard_where() -> None:
+    """Though both words come at once, as over a connection that replaces another."""
+    sender, taker = linked(lambda frame: [torch.zeros(3)], "")
+    assert sender.borrow(taker.memory)
+    sender.put(Kind.WELCOME, content=sender.memory.encode())
+    sender.put(Kind.READ, 0, (0, 0, 0), (0,), [torch.ones(3)])
+    sender.advance()
+    for _ in range(2):
+        taker.advance()
+        assert [frame.kind for frame in taker.inbox] == [Kind.WELCOME]
+    assert taker.borrow(taker.inbox.popleft().text.decode())
+    taker.advance()
+    (frame,) = taker.inbox
+    assert frame.lent is not None
+    assert torch.equal(frame.lent.tensors[0], torch.ones(3))
+
+
 def test_what_a_lender_goes_on_from_is_not_counted() -> None:
     sender, taker = near(lambda frame: [torch.zeros(3)])
     client = Client()

@@ -19,6 +19,7 @@ sys.path.insert(0, str(SCRIPTS))
 import rows
 
 TOLERANCE = 1e-12
+DENSE = 8 * (rows.WIDTH * 6 + 6 + 6 * rows.WIDTH + rows.WIDTH)  # bytes of gradients that are whole
 
 
 def trained(folder: Path, workers: int, *options: str, more: str = "", chaos: str = "") -> str:
@@ -50,8 +51,8 @@ def test_only_rows_that_were_touched_travel(tmp_path: Path) -> None:
     (figures,) = (event for event in read_journal(tmp_path / "run") if event["event"] == "figures")
     widest = 8 * (rows.WIDTH + 1)  # bytes of a row in float64, with its number
     for predicted, measured in zip(figures["predicted"], figures["measured"], strict=True):
-        dense, sent = 8 * (rows.WIDTH * 6 + 6 + 6 * rows.WIDTH + rows.WIDTH), measured["sent"]
-        assert predicted["gradients"] == predicted["sent"]["gradients"] == dense
+        sent = measured["sent"]
+        assert predicted["gradients"] == predicted["sent"]["gradients"] == DENSE
         assert sent["rows"] <= 4 * rows.BATCH * widest + 200 < 8 * rows.WIDTH * rows.ITEMS / 2
 
 
@@ -66,6 +67,7 @@ def test_a_worker_is_lost(faults: tuple[str, ...], tmp_path: Path) -> None:
     as_by_hand(tmp_path)
 
 
+KILLS = [(1000000, "reduced"), (1000000, "applied"), (1000001, "reduced"), (1000001, "applied")]
 SERVED = {
     "server=2": 2,
     "server=1": 3,
@@ -83,6 +85,26 @@ def test_rows_go_to_servers_and_come_back(plan: str, more: str, tmp_path: Path) 
     trained(tmp_path, SERVED[plan], "--plan", f"micro=2 {plan}", more=more, chaos=fault)
     assert len(read_log(tmp_path / "run")) == 1
     as_by_hand(tmp_path, more)
+
+
+OUT_OF_STEP = "server=2 copies=1 staleness=4 window=3"
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ("", ""),
+        ("whole", ""),
+        *(pytest.param("", f"kill:{server}@4.{moment}", marks=pytest.mark.slow) for server, moment in KILLS),
+    ],
+)
+def test_out_of_step_one_worker_gives_what_one_process_gives(more: str, fault: str, tmp_path: Path) -> None:
+    """Through a resume in the midst of an epoch, and where a server is lost of which there is a copy."""
+    for options in (("--steps", "5"), ()):
+        trained(tmp_path, 1, "--plan", f"micro=2 {OUT_OF_STEP}", *options, more=more, chaos=fault if options else "")
+    assert len(read_log(tmp_path / "run") if fault else []) == bool(fault)
+    weights, _ = rows.by_hand(more)
+    assert apart(load_file(tmp_path / "out.safetensors"), weights) < TOLERANCE
 
 
 @pytest.mark.slow

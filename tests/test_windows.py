@@ -39,11 +39,13 @@ def counted(folder: Path, workers: int, plan: str, steps: int, *options: str, mi
     return done.stdout + done.stderr
 
 
-def stopped(folder: Path, plan: str, steps: int) -> None:
+def stopped(folder: Path, plan: str, steps: int, **env: str) -> None:
     """Three workers, to which SIGTERM comes when the first one has made eight steps."""
     said = ("--workers", "3", "--run-dir", "run", "--plan", plan)
     command = [sys.executable, "-m", "paceline", "run", *said, str(SCRIPTS / "counted.py"), ".", str(steps)]
-    with Process(command, environment(REACHED="0:8", PACE="0.05"), cwd=folder, stdout=PIPE, stderr=PIPE) as process:
+    with Process(
+        command, environment(REACHED="0:8", PACE="0.05", **env), cwd=folder, stdout=PIPE, stderr=PIPE
+    ) as process:
         until((folder / "reached").exists)
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=60)
@@ -54,9 +56,15 @@ def windows_of(folder: Path) -> list[dict[str, Any]]:
     return [event for event in read_journal(folder / "run") if event["event"] == "window"]
 
 
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Of counted.py; its rows may be a table's."""
+    weights = load_file(folder / "out.safetensors")
+    return weights | {"rows": weights.pop("table.weight").flatten()} if "table.weight" in weights else weights
+
+
 def each_row_once(folder: Path, steps: int, first: int = 0) -> list[dict[str, Any]]:
     """Every row of every update, exactly; the windows of the journal, which are of the steps from the `first` on."""
-    weights = load_file(folder / "out.safetensors")
+    weights = weights_of(folder)
     assert torch.equal(weights["rows"], torch.full([ROWS], -steps * BATCH / ROWS, dtype=torch.float64))
     assert torch.equal(weights["more"], torch.full([7], -steps * BATCH, dtype=torch.float64))
     assert weights["norm.num_batches_tracked"] == steps * BATCH // 3

@@ -48,8 +48,7 @@ _CALLED = {
 }
 _NOT_IN_ROWS = (
     "local",
-    "staleness",
-    "backup",
+    "delayed",
     "shard",
     "tensor",
     "pipeline",
@@ -307,7 +306,7 @@ def trainable(model: nn.Module, plan: Plan, whole_batch: bool) -> dict[str, Any]
         raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
     found = {id(param): name for name, param in tables(model) if param.requires_grad}
     said = [(row.name, value, word) for row, value, word in plan.said() if row.name in _NOT_IN_ROWS]
-    words = [word for name, value, word in said if value is True or value > (name not in ("staleness", "backup"))]
+    words = [word for name, value, word in said if value is True or value > (name != "delayed")]
     words += ['loss_over="batch"'] if whole_batch else []
     if found and words:
         what = f"{next(iter(found.values())) or 'the model'} gives sparse gradients, which {words[0]} does not know yet"

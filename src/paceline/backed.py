@@ -144,11 +144,13 @@ class Backed(Dealing):
 
     def _sum(self, workers: list[int]) -> None:
         """The gradients are those of these, in the order of their shares."""
-        first, *others = [
-            {(self.trainer, number): grad for number, grad in pushed.gradients.items()} for pushed in self._of(workers)
+        clients = [
+            Client({(self.trainer, n): grad for n, grad in one.gradients.items()}, rows={self.trainer: one.rows})
+            for one in self._of(workers)
         ]
-        first = {key: grad.clone() for key, grad in first.items()}  # it may be summed with others again
-        self._add([Client(some) for some in (first, *others)])
+        first = clients[0].buffers
+        clients[0].buffers = {key: grad.clone() for key, grad in first.items()}  # it may be summed with others again
+        self._add(clients)
         self._summed = self.applied, workers
 
     def _told(self, workers: list[int]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ from paceline.tickets import Push, Tickets
 
 @dataclass
 class Pushed:
-    """What a worker has pushed of a `ticket`, as that was dealt: gradients by number, what it `told` of them; and where
-    buffers are kept, `records` of what its forwards leave in them.
+    """What a worker has pushed of a `ticket`, as that was dealt: gradients by number, or in `rows`, what it `told` of
+    them; and where buffers are kept, `records` of what its forwards leave in them.
     """
 
     ticket: int
@@ -39,6 +40,7 @@ class Pushed:
     told: dict[str, Any]
     gradients: dict[int, torch.Tensor]
     records: torch.Tensor | None
+    rows: bytearray
 
 
 @dataclass
@@ -199,6 +201,10 @@ class Dealing(Holding):
         self.window.log.append(about | pushed.told["log"])
 
     @property
+    def oldest(self) -> int:
+        return self.window.tickets.start
+
+    @property
     def _sure(self) -> int:
         """Updates that every server has made, of those that this one has."""
         others = self.used - {self.server} if self.copies else ()
@@ -243,13 +249,14 @@ class Dealing(Holding):
     def _take(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
         """A push is whole here."""
         text, _, rest = bytes(frame.text).partition(b"\n")
-        gradients = {number: client.buffers[frame.trainer, number] for number in self.numbers}
+        gradients = {number: client.buffers[frame.trainer, number] for number in chain(*self.dense.values())}
         records = torch.frombuffer(bytearray(rest), dtype=torch.float64) if rest else None
         if self.leads and not self._is_due(worker, frame.key):  # it may have come before
             self.window.dropped += 1
             return
         ticket, dealing, _ = frame.key
-        self.pushed[worker] = Pushed(ticket, dealing, json.loads(text), gradients, records)
+        rows = client.rows.get(frame.trainer, bytearray())
+        self.pushed[worker] = Pushed(ticket, dealing, json.loads(text), gradients, records, rows)
         if self.leads:
             self._has(worker, self.server)
         elif self.first is not None:  # else it hears of it with all others
@@ -276,7 +283,8 @@ class Dealing(Holding):
             if frame.key[0] > self.applied:
                 self._reading.append((link, frame))
             else:
-                weights, numbers = self._snapshot(link.near), self.parts[frame.key[2]]
+                weights, numbers = self._snapshot(link.near), self.dense[frame.key[2]]
+                self.put_rows(link, frame)
                 link.put(Kind.READ, frame.trainer, frame.key, numbers, [weights[number] for number in numbers])
 
     def _settle(self, worker: int) -> None:
@@ -295,8 +303,9 @@ class Dealing(Holding):
         """The next update, with what a worker has pushed; it has missed so many others."""
         pushed = self.pushed.pop(worker)
         self._reached("reduced")
-        for number in self.numbers:
-            self.params[number].grad = pushed.gradients[number].view(self.params[number].shape)
+        for number, gradient in pushed.gradients.items():
+            self.params[number].grad = gradient.view(self.params[number].shape)
+        self.add_rows([pushed.rows])
         self._merge(pushed.records, pushed.told["micro_batches"])
         with _damped(self.replica.job.optimizers, 1 + missed if self.stepper.plan.damping else 1):
             self.apply(self.applied, pushed.told)
@@ -338,10 +347,11 @@ class Dealing(Holding):
 
     def _snapshot(self, lent: bool) -> dict[int, torch.Tensor]:
         """The weights, in memory that the next update does not touch; those that are `lent` are copied at once."""
+        numbers = chain(*self.dense.values())
         if lent:
-            return {number: self.params[number].detach().contiguous() for number in self.numbers}
+            return {number: self.params[number].detach().contiguous() for number in numbers}
         if self._weights[0] != self.applied:
-            self._weights = self.applied, {number: self.params[number].detach().clone() for number in self.numbers}
+            self._weights = self.applied, {number: self.params[number].detach().clone() for number in numbers}
         return self._weights[1]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from paceline.strategies.job import Options
 from paceline.strategies.noise import squares
 from paceline.strategies.replica import Replica
 from paceline.strategies.servers import parts_of, spread
-from paceline.strategies.sparse import combined, pack_weights, rows_of, steps_rows_alone, unpack
+from paceline.strategies.sparse import Touched, combined, pack_weights, rows_of, steps_rows_alone, unpack
 from paceline.strategies.state import optimizer_state
 
 STRETCH = 1 << 16  # elements that are summed at once
@@ -90,7 +90,7 @@ class Holding:
         )
         self.code = manner(plan.codec).code if plan.codec else None
         self.changes: dict[int, torch.Tensor] = {}  # codes of what the last step changed, by part
-        self.touched: dict[int, torch.Tensor] = {}  # rows that the last step changed, of those that not all did
+        self.touched = {n: Touched(len(self.params[n]), stepper.done) for n in chain(*self.sparse.values())}
         self.squares = {part: [0.0] for part in self.parts}
         self._sums: dict[int, torch.Tensor] = {}
         first_to_last = [self.params[number] for number in chain(*self.dense.values())]
@@ -124,22 +124,23 @@ class Holding:
 
     def _add(self, clients: Sequence[Client]) -> None:
         trainer = self.trainer
-        dense, sparse = ([*chain(*some.values())] for some in (self.dense, self.sparse))
         norms = dict[int, list[torch.Tensor]]()
-        for number in dense:
+        for number in chain(*self.dense.values()):
             pushed = [one.buffers[trainer, number] for one in clients]
             grad, norms[number] = self._total(number, pushed, bool(clients[0].lent))
             self.params[number].grad = grad.view(self.params[number].shape)
-        rows = [unpack(one.rows[trainer], self.params) for one in clients] if sparse else []
-        for number in sparse:
-            given = [one[number] for one in rows]
-            self.params[number].grad = combined(
-                self.params[number], [where for where, _ in given], [values for _, values in given]
-            )
+        self.add_rows(one.rows[trainer] for one in clients)
         for part, numbers in self.dense.items():
             found = [norm for number in numbers for norm in norms[number]]
             total = float(torch.stack(found).double().square().sum()) if found else 0.0
             self.squares[part] = [total + squares(rows_of(self.params[number] for number in self.sparse[part]))]
+
+    def add_rows(self, texts: Iterable[bytearray]) -> None:
+        """The gradients of tables are what the rows of these workers add up to."""
+        rows = [unpack(text, self.params) for text in texts] if self.touched else []
+        for number in self.touched:
+            where, values = zip(*(one[number] for one in rows), strict=True)
+            self.params[number].grad = combined(self.params[number], where, values)
 
     def _total(
         self, number: int, pushed: Sequence[torch.Tensor], lent: bool
@@ -186,16 +187,19 @@ class Holding:
         self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
         if self.in_codes:
             self._round(before)
-        self.touched.clear()
-        for optimizer in self.replica.job.optimizers if self.replica.job.sparse else ():
-            held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            for number in chain(*self.sparse.values()) if steps_rows_alone(optimizer) else ():
-                param = self.params[number]
-                if id(param) in held and (param.grad is None or param.grad.is_sparse):
-                    self.touched[number] = (
-                        param.new_empty(0, dtype=torch.int64) if param.grad is None else param.grad._indices()[0]
-                    )
+        by_rows = [one for one in self.replica.job.optimizers if self.touched and steps_rows_alone(one)]
+        held = {id(param) for one in by_rows for group in one.param_groups for param in group["params"]}
+        for number, touched in self.touched.items():
+            grad, rows = self.params[number].grad, None
+            if id(self.params[number]) in held and (grad is None or grad.is_sparse):
+                rows = torch.empty(0, dtype=torch.int64) if grad is None else grad._indices()[0]
+            touched.note(step, rows, self.oldest)
         self.stepper.done, self.ready = step + 1, None
+
+    @property
+    def oldest(self) -> int:
+        """How many updates the weights have that anyone goes on from."""
+        return self.applied
 
     @property
     def in_codes(self) -> bool:
@@ -218,14 +222,20 @@ class Holding:
         part = frame.key[2]
         numbers = self.dense[part]
         weights = [self.params[number].detach().contiguous() for number in numbers]
-        if self.replica.job.sparse:
-            some = {number: (self.params[number], self.touched.get(number)) for number in self.sparse[part]}
-            text = pack_weights(some)
-            link.put(Kind.ROWS, frame.trainer, frame.key, content=text)
+        self.put_rows(link, frame)
         if self.in_codes:
             link.put(Kind.READ, frame.trainer, frame.key, content=self.changes[part].numpy().tobytes())
         else:
             link.put(Kind.READ, frame.trainer, frame.key, numbers, weights)
+
+    def put_rows(self, link: Connection, frame: Frame) -> None:
+        """Of a part's tables what has changed since the update that is said."""
+        if self.replica.job.sparse:
+            since, numbers = int(frame.text), self.sparse[frame.key[2]]
+            text = pack_weights(
+                {number: (self.params[number], self.touched[number].since(since)) for number in numbers}
+            )
+            link.put(Kind.ROWS, frame.trainer, frame.key, content=text)
 
     def kept(self, part: int) -> list[dict[str, Any]]:
         """Of each optimizer, by name."""

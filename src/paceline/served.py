@@ -223,6 +223,7 @@ class Windows(ServedStepper):
         step.spent, self._trouble, most = {"data": 0.0}, None, self.run.team.world.max_steps
         updates = self.window if most is None else max(1, min(self.window, most - self.run.step))
         said, dealt = dict[str, Any](), False
+        self.replica.begin(self.done)
         while True:
             leaves = dealt and self.operations.newcomers and not self.operations.interrupted
             said |= {"updates": updates, "stop": self.stops or leaves}
@@ -239,7 +240,6 @@ class Windows(ServedStepper):
                 continue
             step.spent["data"] += time.perf_counter() - began
             self.replica.await_weights()
-            self.replica.take_weights()
             try:
                 self._ticket(answer, portion)
             except NonFiniteLossError as error:
@@ -297,8 +297,7 @@ class Windows(ServedStepper):
 
     @torch.no_grad()
     def _apply(self, step: Step) -> None:
-        """What the servers have made of the window is this worker's."""
-        self.replica.take_weights()
+        """What else the servers have made of the window is this worker's."""
         buffers = dict(self.job.model.named_buffers())
         for name, value in self._buffers.items():
             buffers[name].copy_(value)

@@ -3,7 +3,8 @@
 The gradients depend on no weights, so the order of updates makes no difference: counted.py FOLDER STEPS. With PACE=S a
 ticket takes S seconds, with SLOW=WORKER:TIMES that worker's so many times as long, with STRAGGLE=CHANCE:TIMES now and
 then anybody's. With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often; with
-REACHED=WORKER:CALLS it makes the file `reached` then. With MOMENTUM=M there is Nesterov's.
+REACHED=WORKER:CALLS it makes the file `reached` then. With MOMENTUM=M there is Nesterov's. With TABLE the rows are a
+table's, whose gradients are sparse: `versions` has a line for each reading of weights, and `turns` for each turn.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.comm.frames import Connection, Kind
+from paceline.dealing import Dealing
 from paceline.strategies.servers import Ticketed
 from paceline.tickets import Tickets
 
@@ -42,12 +45,16 @@ class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rows = nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
+        if "TABLE" in os.environ:
+            del self.rows
+            self.table = nn.Embedding.from_pretrained(torch.zeros(ROWS, 1).double(), freeze=False, sparse=True)
         self.more = nn.Parameter(torch.zeros(7, dtype=torch.float64))  # for another server
         self.norm = nn.BatchNorm1d(1).double()
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         self.norm(numbers.double().unsqueeze(1))
-        return self.rows[numbers] + self.more.sum()
+        rows = self.table(numbers)[:, 0] if "TABLE" in os.environ else self.rows[numbers]
+        return rows + self.more.sum()
 
 
 def loss(output: torch.Tensor, batch: Any) -> Any:
@@ -103,8 +110,61 @@ def between() -> None:
     Ticketed.push = dying  # type: ignore[method-assign]
 
 
+def versions() -> None:
+    """Of each reading: how many servers there are, and how many updates were asked for, the table and the rest have."""
+    read = Ticketed.await_weights
+
+    def noted(replica: Ticketed) -> None:
+        read(replica)
+        model: Any = replica.job.model
+        found = (-float(some.sum()) / BATCH for some in (model.table.weight, model.more[0]))
+        line = [len(replica.servers.used), replica._reading[1][0], *found]
+        with (Path(sys.argv[1]) / "versions").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    Ticketed.await_weights = noted  # type: ignore[method-assign]
+
+
+def vanish(update: int) -> None:
+    """The first server tells no other of that update, and is killed once a worker has read weights that have it: whose
+    own push came right before, and was not known to be everywhere.
+    """
+    hear, tell, go_on = Dealing.hear, Dealing._tell, Dealing._go_on
+    held: list[Any] = []
+
+    def late(dealing: Dealing, *heard: Any) -> None:
+        if heard[-1].kind == Kind.APPLIED and heard[-1].key[0] == update:
+            held.append(heard)
+        else:
+            hear(dealing, *heard)
+        while held and dealing.applied > update:
+            hear(dealing, *held.pop())
+
+    def silent(dealing: Dealing, peer: Connection, number: int, one: Any) -> None:
+        if number != update:
+            tell(dealing, peer, number, one)
+
+    def last(dealing: Dealing) -> None:
+        waiting = [*dealing._reading]
+        go_on(dealing)
+        read = [link for link, frame in waiting if (link, frame) not in dealing._reading]
+        if read and dealing.leads and dealing.server == 0 and dealing.applied > update:
+            for link in read:
+                while link.sending:
+                    link.advance()
+            time.sleep(0.2)  # they have come, then
+            (Path(sys.argv[1]) / "vanished").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Dealing.hear, Dealing._tell, Dealing._go_on = late, silent, last  # type: ignore[method-assign, assignment]
+
+
 def main() -> None:
     faults()
+    if "TABLE" in os.environ:
+        versions()
+    if "VANISH" in os.environ and not (Path(sys.argv[1]) / "vanished").exists():
+        vanish(int(os.environ["VANISH"]))
     if "WATCH" in os.environ:
         watch()
     if "BETWEEN" in os.environ:
@@ -113,7 +173,12 @@ def main() -> None:
     momentum = float(os.environ.get("MOMENTUM", "0"))
     optimizer = lambda params: torch.optim.SGD(params, float(BATCH), momentum, nesterov=momentum > 0)
     trainer = paceline.Trainer(Counter(), loss, optimizer, global_batch=BATCH)
-    turns = [[one.step, one.turn, one.samples] for one in trainer.steps(TensorDataset(torch.arange(ROWS)), count=steps)]
+    turns = []
+    for one in trainer.steps(TensorDataset(torch.arange(ROWS)), count=steps):
+        turns.append([one.step, one.turn, one.samples])
+        if "TABLE" in os.environ:
+            with (folder / "turns").open("a") as file:
+                file.write(json.dumps([one.step, trainer.model.table.weight.flatten().tolist()]) + "\n")
     trainer.export(folder / "out.safetensors")
     if trainer.main:
         (folder / "told.json").write_text(json.dumps(turns))

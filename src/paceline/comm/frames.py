@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from functools import cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from paceline.pulse import PULSE
 
 LOOK = 0.05  # seconds between two looks at whether to go on waiting
 SOCKET = 4 << 20  # bytes that a socket takes, if the system lets it
+AT_ONCE = 64  # parts of frames that go in one call
 GREETING = 256  # bytes of what one who is not known yet may say
 LENT = 1 << 15  # beside a trainer's number: what comes says where the tensors are
 _HEAD = struct.Struct("<BHIqqqQ")
@@ -145,10 +147,11 @@ class Connection:
         """Sends and takes what it can without waiting."""
         try:
             while self._out:
-                sent = self.socket.send(self._out[0])
-                self._out[0] = self._out[0][sent:]
-                if not len(self._out[0]):
-                    self._out.popleft()
+                sent = self.socket.sendmsg(islice(self._out, AT_ONCE))
+                while self._out and sent >= len(self._out[0]):
+                    sent -= len(self._out.popleft())
+                if sent:
+                    self._out[0] = self._out[0][sent:]
         except BlockingIOError:
             pass
         except OSError:
@@ -192,6 +195,8 @@ class Connection:
             if trainer & LENT:
                 where = bytearray(_WHERE.size)
                 yield memoryview(where)
+                while self._borrowed is None and self.inbox:  # what has come before tells of the memory
+                    yield None
                 if (lent := self._find(where, tensors)) is None:
                     self.close()
                     yield None

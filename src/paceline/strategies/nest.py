@@ -56,9 +56,9 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
         if replicas > 1:
             found.sent["merges"] = isles.sent(own, sum(map(Shards(mesh.shard).width, facts.shapes)))
     if plan.server:
-        size = facts.bytes()
+        size, dense = found.gradients, facts.shapes[: len(facts.shapes) - facts.sparse]
         if plan.codec:
-            size = sum(map(Shards(1).width, facts.shapes)) * CODED[plan.codec] // 256
+            size = sum(map(Shards(1).width, dense)) * CODED[plan.codec] // 256
         found = replace(found, optimizer=0, sent={"servers": size * (1 + (plan.copies or 0))})
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
     return replace(found, in_flight=max(map(kept, rows)))

@@ -13,6 +13,7 @@ import math
 import socket
 import struct
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -35,6 +36,7 @@ from paceline.strategies.sparse import pack_gradients, put_weights
 from paceline.world import World
 
 At = tuple[str, int, str]  # host, port, and what is to be said there first
+Said = Callable[[int, int], bytes]  # what is said of a part to a server
 MEET = 10.0  # seconds for a connection to come
 RANKED = struct.Struct("<ii")  # of who asks for squares: its rank, and how many workers push
 
@@ -165,20 +167,22 @@ class Servers:
         self._wait(came)
         return replies[asked[-1], kind, key].text
 
-    def ask(self, kind: int, trainer: int, key: Key) -> dict[int, int]:
-        """Asks for something of each part who counts for it; the third number of the key is the part's. Whom."""
+    def ask(self, kind: int, trainer: int, key: Key, said: Said) -> dict[int, int]:
+        """Asks for something of each part who counts for it, and says what is to be `said` of it; the third number of
+        the key is the part's. Whom.
+        """
         asked = dict[int, int]()
         if kind == Kind.READ:
             self._reading[trainer] = key
-        self._ask_further(asked, kind, trainer, key)
+        self._ask_further(asked, kind, trainer, key, said)
         return asked
 
-    def hear(self, asked: dict[int, int], kind: int, trainer: int, key: Key) -> list[Frame]:
+    def hear(self, asked: dict[int, int], kind: int, trainer: int, key: Key, said: Said) -> list[Frame]:
         """What those who were asked answer, by part. Who comes to count meanwhile is asked then."""
         replies = self._replies.setdefault(trainer, {})
 
         def came() -> bool:
-            self._ask_further(asked, kind, trainer, key)
+            self._ask_further(asked, kind, trainer, key, said)
             return self.whole and all((server, kind, (*key[:2], part)) in replies for part, server in asked.items())
 
         self._wait(came)
@@ -189,12 +193,12 @@ class Servers:
         replies = self._replies[trainer]
         return [replies[asked[part], Kind.ROWS, (*key[:2], part)].text for part in range(self.count)]
 
-    def _ask_further(self, asked: dict[int, int], kind: int, trainer: int, key: Key) -> None:
+    def _ask_further(self, asked: dict[int, int], kind: int, trainer: int, key: Key, said: Said) -> None:
         for part in range(self.count):
             server = self.counts(part)
             if server is not None and asked.get(part) != server:
                 asked[part] = server
-                self.put(server, kind, trainer, (*key[:2], part))
+                self.put(server, kind, trainer, (*key[:2], part), (), said(part, server))
 
     def _wait(self, until: Callable[[], bool]) -> None:
         def heard() -> bool:
@@ -318,6 +322,16 @@ class Served(Replica):
             self.own.coded.sent += size
             self.own.coded.full += whole
 
+    def push_rows(self) -> None:
+        """Of gradients in rows, which are whole now."""
+        servers, first = self.servers, len(self.job.dense)
+        for server in servers.used if self.job.sparse else ():
+            held = parts_of(server, servers.count, servers.copies)
+            mine = {n: param for n, param in enumerate(self.job.in_rows, first) if self.owners[n] in held}
+            servers.put(server, Kind.ROWS, self.number, self.key, (), text := pack_gradients(mine))
+            self.account(len(text))
+        servers.advance()
+
     def prepare(self) -> None:
         """In a new generation: there is room for what will come."""
         self.servers.landings[self.number] = {
@@ -338,6 +352,11 @@ class Served(Replica):
         for number, param in enumerate(self.job.dense):
             param.copy_(landing[number].view(param.shape))
 
+    def take_rows(self, asked: Mapping[int, int], key: Key) -> None:
+        """Those that came with what was asked for."""
+        for text in self.servers.rows(asked, self.number, key) if self.job.sparse else ():
+            put_weights(text, [*self.job.named.values()])
+
     def follow_schedule(self, agreed: Agreed) -> None:
         """After an update of the servers."""
         for optimizer in self.job.optimizers:
@@ -346,7 +365,7 @@ class Served(Replica):
 
     def kept(self) -> list[bytearray]:
         """What optimizers keep of each part, packed."""
-        about = Kind.KEPT, self.number, self.key
+        about = Kind.KEPT, self.number, self.key, lambda *_: b""
         return [frame.text for frame in self.servers.hear(self.servers.ask(*about), *about)]
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -372,18 +391,8 @@ class InStep(Served):
         self.key = (options.step, *self._round)
         self.servers.begin(self.number)
         sums = super().run(micro_batches, options)
-        self._push_rows()
+        self.push_rows()
         return sums
-
-    def _push_rows(self) -> None:
-        """Of gradients in rows, which are whole now."""
-        servers, first = self.servers, len(self.job.dense)
-        for server in servers.used if self.job.sparse else ():
-            held = parts_of(server, servers.count, servers.copies)
-            mine = {n: param for n, param in enumerate(self.job.in_rows, first) if self.owners[n] in held}
-            servers.put(server, Kind.ROWS, self.number, self.key, (), text := pack_gradients(mine))
-            self.account(len(text))
-        servers.advance()
 
     def add_up_rows(self, options: Options) -> None:
         """Servers do."""
@@ -416,7 +425,7 @@ class InStep(Served):
         if self._owed is None:
             return
         key, agreed = self._owed
-        about = Kind.READ, self.number, (key[0] + 1, key[1], 0)
+        about = Kind.READ, self.number, (key[0] + 1, key[1], 0), lambda *_: str(key[0]).encode()
         asked = self.servers.ask(*about)
         heard = self.servers.hear(asked, *about)
         self._owed = None
@@ -424,8 +433,7 @@ class InStep(Served):
             self.take_weights()
         for part, frame in enumerate(heard if self.code is not None else ()):
             self._change(part, frame.text)
-        for text in self.servers.rows(asked, self.number, about[-1]) if self.job.sparse else ():
-            put_weights(text, [*self.job.named.values()])
+        self.take_rows(asked, about[2])
         self.home.applied()
         self.follow_schedule(agreed)
 
@@ -453,6 +461,17 @@ class Ticketed(Served):
         super().__init__(job, group, mesh, count, codec, alone)
         self._asked = 0
         self._reading: tuple[dict[int, int], Key] = {}, (0, 0, 0)
+        self.begin(0)
+
+    def begin(self, done: int) -> None:
+        """A window begins: all have the weights after so many updates."""
+        self._have = defaultdict[tuple[int, int], int](lambda: done)
+
+    def _since(self, part: int, server: int) -> bytes:
+        """How many updates the rows of a part have that are here; below zero where they came from another server: it
+        may have made updates that were lost with it.
+        """
+        return str(self._have[part, server]).encode()
 
     def deal(self, start: int, said: Mapping[str, Any]) -> dict[str, Any]:
         """What the first server deals of the window from `start` on, or says at its end; once servers are done with
@@ -468,16 +487,20 @@ class Ticketed(Served):
     def ask_weights(self, update: int) -> None:
         """Each server's, as they are after so many updates or more."""
         key = update, self._asked, 0
-        self._reading = self.servers.ask(Kind.READ, self.number, key), key
+        self._reading = self.servers.ask(Kind.READ, self.number, key, self._since), key
         self.servers.advance()
 
     def await_weights(self) -> None:
-        """Those that were asked for have landed then."""
+        """Those that were asked for are this worker's then."""
         asked, key = self._reading
-        self.servers.hear(asked, Kind.READ, self.number, key)
+        self.servers.hear(asked, Kind.READ, self.number, key, self._since)
+        self.take_weights()
+        self.take_rows(asked, key)
+        self._have = defaultdict(lambda: -1, dict.fromkeys(asked.items(), key[0]))
 
     def push(self, sums: Sums, told: Mapping[str, Any]) -> None:
-        """All of the ticket's gradients are on their way: tells of them."""
+        """All of the ticket's gradients are on their way, or rows: tells of them."""
+        self.push_rows()
         records = b"" if sums.records is None else sums.records.cpu().numpy().tobytes()
         text, keep = json.dumps(told).encode() + b"\n", holders(0, self.servers.count, self.servers.copies)
         for server in self.servers.used:

@@ -6,7 +6,9 @@ Each worker brings its own rows together and hands them to the others; what has 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -131,3 +133,28 @@ def steps_rows_alone(optimizer: Optimizer) -> bool:
     """Whether it changes no other rows than those of a gradient."""
     plain = all(not group.get("momentum") and not group.get("weight_decay") for group in optimizer.param_groups)
     return type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD) and plain
+
+
+class Touched:
+    """Which rows of a table of so many each of the last updates has changed, from the `first` on; never more than there
+    are rows.
+    """
+
+    def __init__(self, length: int, first: int) -> None:
+        self._length, self._first, self._total = length, first, 0
+        self._log = deque[tuple[int, torch.Tensor]]()
+
+    def note(self, update: int, rows: torch.Tensor | None, oldest: int) -> None:
+        """What an update has changed, None: any row; of those before the `oldest` nobody will ask."""
+        if rows is None:
+            rows, oldest = torch.empty(0, dtype=torch.int64), update + 1
+        self._log.append((update, rows))
+        self._total += len(rows)
+        while self._log and (self._log[0][0] < oldest or self._total > self._length):
+            number, gone = self._log.popleft()
+            self._first, self._total = number + 1, self._total - len(gone)
+
+    def since(self, update: int) -> torch.Tensor | None:
+        """The rows that the updates from this one on have changed, None: maybe any."""
+        some = [rows for _, rows in takewhile(lambda one: one[0] >= update, reversed(self._log))]
+        return None if update < self._first else torch.cat([torch.empty(0, dtype=torch.int64), *some]).unique()

@@ -1,0 +1,43 @@
+"""Runs a script, and counts the bytes that this worker and parameter servers tell each other of gradients and weights:
+weighed.py SCRIPT [ARGUMENT...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.frames import Frame, Kind
+from paceline.strategies.servers import Servers
+
+TOLD = Counter[str]()
+
+
+def weigh() -> None:
+    put, hear = Servers.put, Servers._hear
+
+    def putting(servers: Servers, server: int, kind: int, trainer: int, key: Any, *content: Any) -> None:
+        put(servers, server, kind, trainer, key, *content)
+        numbers, what = content or ((), b"")
+        TOLD["pushed"] += sum(tensor.nbytes for tensor in what) if numbers else len(what)
+
+    def hearing(servers: Servers, server: int, frame: Frame) -> None:
+        TOLD["taken"] += len(frame.text) if frame.kind != Kind.KEPT else 0  # for a checkpoint
+        TOLD["taken"] += sum(servers.landings[frame.trainer][number].nbytes for number in frame.numbers)
+        hear(servers, server, frame)
+
+    Servers.put, Servers._hear = putting, hearing  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    weigh()
+    del sys.argv[0]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        Path(f"told-{os.environ['PACELINE_RANK']}").write_text(json.dumps(TOLD))
