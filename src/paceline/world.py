@@ -360,6 +360,18 @@ def read_nodes(env: Mapping[str, str] | None = None) -> tuple[int, int, str, int
     return next(iter(found.values()))
 
 
+def trainjob_server(env: Mapping[str, str] | None = None) -> dict[str, str] | None:
+    """Where Kubeflow Trainer wants to know how far we are, if it does: a URL, and files of its CA and our token."""
+    env, name = os.environ if env is None else env, "KUBEFLOW_TRAINER_SERVER_"
+    if not env.get(f"{name}URL"):
+        return None
+    return {
+        "url": env[f"{name}URL"],
+        "certificate": env.get(f"{name}CA_CERT", ""),
+        "token": env.get(f"{name}TOKEN", ""),
+    }
+
+
 def take_token(env: Mapping[str, str] | None = None) -> bytes | None:
     """The run's token, where the environment has it: nobody after us finds it there."""
     token = (os.environ if env is None else env).get("PACELINE_TOKEN")
