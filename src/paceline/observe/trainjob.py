@@ -35,14 +35,12 @@ def status(summary: Summary) -> dict[str, Any]:
     aims: dict[Any, Any] = {grid.get("trainer"): grid.get("steps") for grid in summary.grids}
     aim = sum(aims.values()) if aims and None not in aims.values() else 0
     told: dict[str, Any] = {"lastUpdatedTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(summary.heard))}
+    left = 0 if summary.finished else max(aim - done, 0)
+    seconds, steps = total(newest, "seconds"), total(newest, "steps")
     if aim or summary.finished:
-        told["progressPercentage"] = 100 if summary.finished else min(done * 100 // aim, 100)
-        seconds, steps = total(newest, "seconds"), total(newest, "steps")
-        if left := 0 if summary.finished else max(aim - done, 0):
-            if steps:
-                told["estimatedRemainingSeconds"] = min(round(left * seconds / steps), LARGEST)
-        else:
-            told["estimatedRemainingSeconds"] = 0
+        told["progressPercentage"] = min(done * 100 // aim, 100) if left else 100
+        if steps or not left:
+            told["estimatedRemainingSeconds"] = min(round(left * seconds / steps), LARGEST) if left else 0
     values: dict[str, Any] = {"step": done}
     for record in newest:
         values |= values_of(record)
