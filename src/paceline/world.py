@@ -360,6 +360,12 @@ def read_nodes(env: Mapping[str, str] | None = None) -> tuple[int, int, str, int
     return next(iter(found.values()))
 
 
+def read_call() -> tuple[str, str]:
+    """Where the function is that a worker is to call, and where its value goes."""
+    function, _, value = os.environ["PACELINE_CALL"].partition(":")
+    return function, value
+
+
 def trainjob_server(env: Mapping[str, str] | None = None) -> dict[str, str] | None:
     """Where Kubeflow Trainer wants to know how far we are, if it does: a URL, and files of its CA and our token."""
     env, name = os.environ if env is None else env, "KUBEFLOW_TRAINER_SERVER_"

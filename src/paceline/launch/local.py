@@ -77,7 +77,7 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
                 if not again or not killed or restarts > options.max_restarts:  # too often
                     notifier.end(_folder(options), code)
                     return code
-                notifier.failed = False
+                notifier.failed, options = False, replace(options, begin=1)
                 print(f"starting again with {source} ({restarts} of {options.max_restarts})", file=sys.stderr)
 
 
@@ -126,7 +126,8 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
         link = Link(listener.getsockname(), make_token(folder), introduction(options, folder, numbers, listener))
         given = {name: getattr(options, name) for name in GIVEN}
         link.run = {
-            name: getattr(options, name) for name in ("script", "workers", "max_restarts", "min_workers", "store")
+            name: getattr(options, name)
+            for name in ("script", "workers", "max_restarts", "min_workers", "begin", "store")
         }
         link.run |= {"same": likeness(options), "given": given}
         with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:

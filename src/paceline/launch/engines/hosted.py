@@ -91,9 +91,11 @@ def _called(heard: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO]:
     if job["call"]:
         for piece in _pieces(heard, job["call"]):
             both[0].write(piece)
-        places = [f"/proc/{os.getpid()}/fd/{memory.fileno()}" for memory in both]
+        # Not as arguments: those are the same on all hosts.
+        places = ":".join(f"/proc/{os.getpid()}/fd/{memory.fileno()}" for memory in both)
+        job["options"]["environment"] |= {"PACELINE_CALL": places}
         module = "paceline.launch.function"
-        job["options"] |= {"script": find_module(module), "module": module, "arguments": places}
+        job["options"] |= {"script": find_module(module), "module": module}
     return both
 
 
