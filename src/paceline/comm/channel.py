@@ -104,7 +104,7 @@ class Channel:
             what or Asked("all_reduce", flat.dtype),
             len(flat),
             detail,
-            lambda fp: self.hosts.all_reduce(flat, reduction, fp, arena, between, self.hosts.ask(fp)),
+            lambda fp: self.hosts.all_reduce(flat, reduction, fp, arena, between, self.hosts.ask(fp, flat.nbytes)),
             manner,
         )
 

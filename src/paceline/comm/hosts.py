@@ -42,6 +42,7 @@ KEPT_BYTES = 64 << 20
 MESH = 64  # workers of several hosts that all connect with all from the start
 CHUNK, FLIGHT = 1 << 17, 8  # bytes that go to another worker at a time or more, and how many such are under way
 FEW = 1 << 12  # bytes that each leader sends to all, and all add up: a sum takes twice as many messages in a row
+ROOM = 504  # bytes that travel with the question whether all come to the same: of up to MESH who ask each other
 AT_A_TIME = 0.01  # seconds that such a piece may take
 SIOCGIFADDR = 0x8915
 
@@ -68,7 +69,7 @@ class Gloo:
         self.group._set_default_timeout(FOREVER)
         self.rank, self.size = rank, size
         self.flow = Flow()
-        self.chunk = CHUNK
+        self.chunk, self.room = CHUNK, ROOM if size <= MESH else 0
         self._turns: float | None = None  # bytes that what is made in turns has sent so far
         self._abandoned = False
         self._recent: deque[tuple[Any, int]] = deque()
@@ -137,13 +138,27 @@ class Gloo:
             self._abandoned = True
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
-    def same(self, fp: int) -> Steps:
-        """Raises MismatchError unless all have the same fingerprint: gloo ends the process over sizes that differ."""
-        everyone = torch.empty(self.size, dtype=torch.int64)
-        mine = torch.tensor([fp])
-        yield from self.run(lambda: self.group._allgather_base(everyone, mine), 8)
-        if bool((everyone != fp).any()):
+    def same(self, fp: int, flat: torch.Tensor | None = None) -> Any:
+        """Raises MismatchError unless all have the same fingerprint: gloo ends the process over sizes that differ, so
+        here all are of one size. Up to `room` bytes come along: everybody's `flat`, as rows.
+        """
+        mine = torch.zeros(1 + self.room // 8, dtype=torch.int64)
+        everyone, mine[0] = torch.empty(self.size, len(mine), dtype=torch.int64), fp
+        data = mine.new_empty(0) if flat is None else flat
+        mine[1:].view(torch.uint8)[: data.nbytes] = raw_bytes(data)
+        yield from self.run(lambda: self.group._allgather_base(everyone.view(-1), mine), everyone.nbytes)
+        if bool((everyone[:, 0] != fp).any()):
             raise MismatchError
+        return everyone.view(torch.uint8)[:, 8 : 8 + data.nbytes].contiguous().view(data.dtype) if data.nbytes else None
+
+    def gather_same(self, fp: int, flat: torch.Tensor, answer: Steps | None = None) -> Any:
+        """`same`, unless it was asked ahead, and everybody's flat tensor of one length, as rows: in one message where
+        that fits.
+        """
+        if answer is None and 0 < flat.nbytes <= self.room:
+            return (yield from self.same(fp, flat))
+        yield from answer or self.same(fp)
+        return (yield from self.all_gather(flat))
 
     def all_gather(self, flat: torch.Tensor) -> Any:
         """Everybody's flat tensor of one length, as rows."""
@@ -257,6 +272,7 @@ class Hosts:
             if self.leads:
                 self.leaders = Gloo(dist.PrefixStore("leaders", store), self.here, len(self.hosts), self._devices)
                 self._ahead = Gloo(dist.PrefixStore("ahead", store), self.here, len(self.hosts), self._devices)
+                self._ahead.room = 0  # nothing goes along there
             if len(self.hosts) == self.size:
                 self.gloo = self.leaders
             self._mesh = self.gloo
@@ -314,12 +330,12 @@ class Hosts:
         whole = torch.frombuffer(memory, dtype=torch.uint8).view(len(ranks), step)
         return [row[:size] for row in whole.unbind(0)]
 
-    def ask(self, fp: int) -> Steps | None:
+    def ask(self, fp: int, size: int) -> Steps | None:
         """Asks the other leaders now whether they come to a sum with this fingerprint, which others may be before: on a
-        long link the answer takes as long as a bucket. What hears the answer; None: there is nobody to ask. All ask for
-        the same sums, in the order in which they are made.
+        long link the answer takes as long as a bucket. What hears the answer; None: there is nobody to ask, or so few
+        bytes go along with the question. All ask for the same sums, in the order in which they are made.
         """
-        if self._ahead is None:
+        if self._ahead is None or self.leaders is None or 0 < size <= self.leaders.room:
             return None
         answer = self._ahead.same(fp)
         return _from(next(answer), answer)
@@ -361,14 +377,15 @@ class Hosts:
             else:
                 yield from collectives.reduce(shared, flat, 0, reduction.of, fp)
         if self.leaders is not None:
-            yield from answer or self.leaders.same(asked)
-            if between is not None:
-                yield from between(self.leaders, flat)
-            elif reduction.gloo is not None and not 0 < flat.nbytes <= FEW:
-                yield from self.leaders.all_reduce(flat, reduction.gloo)
-            else:
-                rows = yield from self.leaders.all_gather(flat)
+            if between is None and (reduction.gloo is None or 0 < flat.nbytes <= FEW):
+                rows = yield from self.leaders.gather_same(asked, flat, answer)
                 flat.copy_(functools.reduce(reduction.of, rows.unbind(0)))
+            else:
+                yield from answer or self.leaders.same(asked)
+                if between is not None:
+                    yield from between(self.leaders, flat)
+                else:
+                    yield from self.leaders.all_reduce(flat, reduction.gloo)
         if shared is not None:
             yield from collectives.broadcast(shared, flat, 0, fp)
 
@@ -377,8 +394,11 @@ class Hosts:
         if self.shared is not None and host == self.here:
             yield from collectives.broadcast(self.shared, flat, place, fp)
         if self.leaders is not None:
-            yield from self.leaders.same(fp)
-            yield from self.leaders.broadcast(flat, host)
+            if 0 < flat.nbytes <= self.leaders.room:
+                flat.copy_((yield from self.leaders.same(fp, flat))[host])
+            else:
+                yield from self.leaders.same(fp)
+                yield from self.leaders.broadcast(flat, host)
         if self.shared is not None and host != self.here:
             yield from collectives.broadcast(self.shared, flat, 0, fp)
 
@@ -397,8 +417,7 @@ class Hosts:
         if not self.several:  # a lone worker
             whole = block[None]
         elif self.leaders is not None:
-            yield from self.leaders.same(fp)
-            rows = yield from self.leaders.all_gather(block.view(-1))
+            rows = yield from self.leaders.gather_same(fp, block.view(-1))
             whole.copy_(rows.view_as(whole))
         if self.shared is not None:
             yield from collectives.broadcast(self.shared, whole.view(-1), 0, fp)
@@ -454,8 +473,7 @@ class Hosts:
             yield from self.barrier(fp)  # as in `_pair`
             self._mesh = yield from in_thread(self._all)
         net = self._mesh
-        yield from net.same(fp)
-        collectives.meet((yield from net.all_gather(collectives.lengths(outs, ins))))
+        collectives.meet((yield from net.gather_same(fp, collectives.lengths(outs, ins))))
         takes = [len(out) for out in outs]
         taken = yield from net.exchange(torch.cat(list(ins)), [len(part) for part in ins], takes)
         for out, part in zip(outs, taken.split(takes), strict=True):

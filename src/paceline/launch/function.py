@@ -55,8 +55,8 @@ def launch(
     call = _packed(function, arguments, name)
     elsewhere = f", where={where!r}" if where != "local" else ""
     again = f"paceline.launch({name}, ...{elsewhere}, run_dir={run_dir!r})"
-    options = {"script": "", "plan": plan, "run_dir": run_dir, "again": again, "environment": {"PYTHONPATH": _path()}}
-    options["begin"] = workers
+    options: dict[str, Any] = {"script": "", "plan": plan, "run_dir": run_dir, "again": again, "begin": workers}
+    options |= {"environment": {"PYTHONPATH": _path()}}
     each = workers // hosts
     asked = {"nodes": hosts, "workers": each, "hosts": [], "resources": {}, "wait": WAIT}
     engine = _Here([Host("here")]) if where == "local" else _ray(asked) if where == "ray" else _spark(asked)
