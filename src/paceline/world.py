@@ -302,6 +302,14 @@ def gpus(env: Mapping[str, str] | None = None) -> int:
     return sum(1 for name in os.listdir("/dev") if re.fullmatch("nvidia[0-9]+", name))
 
 
+def address_towards(host: str, port: int = 9, family: int = socket.AF_INET) -> str:
+    """Of ours, from which another host is reached; nothing is sent. OSError: there is no way to it."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
 def reached_at(env: Mapping[str, str] | None = None) -> str:
     """The address of ours at which ssh reached us, if it did."""
     words = (os.environ if env is None else env).get("SSH_CONNECTION", "").split()

@@ -35,7 +35,7 @@ from paceline.comm.shared import Arena, Condition, MismatchError, Shared, host_k
 from paceline.comm.status import Ask, agree, asker, beside
 from paceline.comm.tensors import Reduction
 from paceline.errors import PeerLostError, UsageError, first_line
-from paceline.world import gloo_interface
+from paceline.world import address_towards, gloo_interface
 
 FOREVER = timedelta(days=7)  # waiting is our own: gloo's deadline only has to be longer than any honest pause
 KEPT_BYTES = 64 << 20
@@ -550,22 +550,18 @@ def _seen_from_others(address: str, elsewhere: str) -> str:
     """A host's file often gives its own name an address of the loopback, which leads nobody here: then the address on
     the way to a worker `elsewhere` counts.
     """
-    return address_towards(elsewhere, 1) if elsewhere and address and _is_loopback(address) else address
+    return own_address(elsewhere, 1) if elsewhere and address and _is_loopback(address) else address
 
 
 def _is_loopback(address: str) -> bool:
     return bool(ip_address(address.partition("%")[0]).is_loopback)
 
 
-def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to `host`: which interface its peers can reach it by. Empty if unknown."""
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # a datagram socket sends nothing to connect
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+def own_address(host: str, port: int) -> str:
+    """Of this machine, where its peers on the way to `host` can reach it. Empty if unknown."""
+    with suppress(OSError):
+        return address_towards(host, port, socket.AF_UNSPEC)
+    return ""
 
 
 def interface_of(address: str) -> str:

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.joining import address_towards, likeness
+from paceline.launch.joining import likeness
 from paceline.launch.local import launch
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
-from paceline.world import gpus, reached_at
+from paceline.world import address_towards, gpus, reached_at
 
 MARK = b"\x1epaceline "
 SILENCE = 15.0  # seconds without a byte, after which the connection counts as broken
