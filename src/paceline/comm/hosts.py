@@ -59,7 +59,9 @@ class Gloo:
     interpreter's end (which aborts). So the last references are kept here for a while.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, devices: Sequence[Any], threads: int = FLIGHT) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, devices: Sequence[Any], threads: int = FLIGHT, room: int = ROOM
+    ) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # To connect: all have come. gloo waits five times as long for a peer that does not connect.
         options._timeout = store.timeout / 5  # type: ignore[attr-defined]
@@ -69,7 +71,7 @@ class Gloo:
         self.group._set_default_timeout(FOREVER)
         self.rank, self.size = rank, size
         self.flow = Flow()
-        self.chunk, self.room = CHUNK, ROOM if size <= MESH else 0
+        self.chunk, self.room = CHUNK, room if size <= MESH else 0
         self._turns: float | None = None  # bytes that what is made in turns has sent so far
         self._abandoned = False
         self._recent: deque[tuple[Any, int]] = deque()
@@ -270,9 +272,9 @@ class Hosts:
             if len(self.hosts) < self.size <= MESH:
                 self.gloo = self._all()
             if self.leads:
-                self.leaders = Gloo(dist.PrefixStore("leaders", store), self.here, len(self.hosts), self._devices)
-                self._ahead = Gloo(dist.PrefixStore("ahead", store), self.here, len(self.hosts), self._devices)
-                self._ahead.room = 0  # nothing goes along there
+                who = self.here, len(self.hosts), self._devices
+                self.leaders = Gloo(dist.PrefixStore("leaders", store), *who)
+                self._ahead = Gloo(dist.PrefixStore("ahead", store), *who, room=0)
             if len(self.hosts) == self.size:
                 self.gloo = self.leaders
             self._mesh = self.gloo
