@@ -368,9 +368,9 @@ def read_nodes(env: Mapping[str, str] | None = None) -> tuple[int, int, str, int
     return next(iter(found.values()))
 
 
-def read_call() -> tuple[str, str]:
+def read_call(env: Mapping[str, str] | None = None) -> tuple[str, str]:
     """Where the function is that a worker is to call, and where its value goes."""
-    function, _, value = os.environ["PACELINE_CALL"].partition(":")
+    function, _, value = (os.environ if env is None else env)["PACELINE_CALL"].partition(":")
     return function, value
 
 
