@@ -34,6 +34,14 @@ def test_no_dealing_is_done_earlier(units: int, some: list[WorkerCost]) -> None:
     assert slowest(units, found, some) == min(slowest(units, counts, some) for counts in every)
 
 
+@given(st.integers(1, 3000), st.lists(st.one_of(costs, st.just(WorkerCost(0.1, 0.0))), min_size=1, max_size=9))
+def test_what_is_dealt_at_once_is_what_one_after_another_would_get(units: int, some: list[WorkerCost]) -> None:
+    counts = [0] * len(some)
+    for _ in range(units):
+        counts[min(range(len(some)), key=lambda at: some[at].of((counts[at] + 1) / units))] += 1
+    assert solve(units, some) == tuple(counts)
+
+
 @given(st.lists(costs, min_size=1, max_size=4))
 def test_what_can_be_divided_at_will_is_done_no_later(some: list[WorkerCost]) -> None:
     done = [slowest(units, solve(units, some), some) for units in (1, 10, 1000)]

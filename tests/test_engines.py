@@ -44,7 +44,7 @@ given = json.loads(sys.argv[1])
 launcher.AGAIN = 0.5
 places = [Host(name, count) for name, count in given.pop("places")]
 python, listen, detach = given.pop("python", sys.executable), given.pop("listen"), given.pop("detach", False)
-job = launcher.HostJob(given, python, ".", listen=listen, detach=detach)
+job = launcher.HostJob(given, python, ".", listen=listen, detach=detach, wait=given.pop("wait", None))
 try:
     sys.exit(launcher.Launcher(Here(places), job).run())
 except PacelineError as error:
@@ -174,6 +174,39 @@ def test_the_first_host_must_answer(launched: Launched) -> None:
         "paceline: the first host a does not answer (no answer), and it is to keep the coordinator; "
         "name another one first, or bring it back\n"
     )
+
+
+def test_where_all_hosts_are_to_begin_they_are_waited_for(launched: Launched) -> None:
+    """As a function's are. The first host makes its first step, and no other one without them."""
+    steps = """
+        from basics import make, data
+        for report in make().steps(data, count=5):
+            open(f"made-{RANK}-{report.step}", "w").close()
+    """
+    (launched.folder / "b").mkdir()
+    (launched.folder / "b" / "down").touch()
+    process = launched.start({"a": steps, "b": steps, "c": steps}, wait=100, begin=3)
+    assert process.stderr is not None
+    told = process.stderr.readline()
+    assert told == "b does not answer (no answer): it is tried again until it comes\n"
+    (launched.folder / "b" / "down").unlink()
+    _, error = process.communicate(timeout=100)
+    assert process.returncode == 0, error
+    made = sorted(path.name for path in launched.folder.glob("*/made-*"))
+    assert made == ["made-0-1", *(f"made-{rank}-{step}" for rank in range(3) for step in range(2, 6))], error
+
+
+def test_where_all_hosts_are_to_begin_one_that_does_not_come_ends_it(launched: Launched) -> None:
+    (launched.folder / "b").mkdir()
+    (launched.folder / "b" / "down").touch()
+    process = launched.start({"a": WAITS, "b": WAITS}, wait=2, begin=2)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert error.endswith(
+        "paceline: b has not answered within 2 s (no answer), and all hosts are to begin; "
+        "see why, or ask for fewer hosts\n"
+    )
+    assert not (launched.folder / "a" / "run").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR2, 75)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from agents import journal
 from basics import data, make
 from launching import SCRIPTS
 from warm import environment
 
 import paceline
 from paceline.errors import LaunchError, UsageError
+from paceline.launch.engines.engine import Engine, Host
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +77,31 @@ def answers() -> bytes:
     paceline.join()
     print("from a worker", flush=True)
     return bytes(3_000_000)
+
+
+class Two(Engine):
+    """Two hosts that are this machine."""
+
+    name, listen = "ray", "127.0.0.1"
+
+    def command(self, place: Host) -> list[str]:
+        return ["env", f"PYTHONPATH={SCRIPTS}:{os.pathsep.join(filter(None, sys.path))}", "sh"]
+
+
+def test_a_function_begins_with_all_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An engine's, of which this one has the hosts here. Nobody makes more than a step without the others."""
+    monkeypatch.setattr("paceline.launch.function._ray", lambda asked: Two([Host("a"), Host("b")]))
+
+    def train(folder: str) -> int:
+        trainer = make()
+        for report in trainer.steps(data, count=5):
+            Path(folder, f"made-{os.environ['PACELINE_RANK']}-{report.step}").touch()
+        return int(os.environ["PACELINE_RANK"])
+
+    assert paceline.launch(train, str(tmp_path), workers=2, where="ray", run_dir="run") == 0
+    made = sorted(path.name for path in tmp_path.glob("made-*"))
+    assert made == ["made-0-1", *(f"made-{rank}-{step}" for rank in range(2) for step in range(2, 6))]
+    assert not journal(tmp_path / "run", "refused")
 
 
 def test_a_value_of_any_size_comes_to_a_thread_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,77 @@ def test_who_is_connected_with_whom(
         assert [*map(int, worker.stdout.split())] == expected, worker.rank
 
 
+# How often leaders write to each other for a collective, and what comes of it.
+COUNTED = (
+    JOIN
+    + """
+import torch
+group, made = team.group, []
+leaders = group.channel.hosts.leaders
+whole = leaders.stream
+leaders.stream = lambda *given: made.append(1) or whole(*given)
+ones = lambda count, dtype=torch.float64: torch.full((count,), team.rank + 1, dtype=dtype)
+for call in (
+    lambda: group.sum(ones(63)),
+    lambda: group.largest(ones(3, torch.bfloat16)),
+    lambda: group.broadcast(ones(504, torch.uint8), 1),
+    lambda: torch.cat(group.gather(ones(team.rank + 1))),
+    lambda: group.sum(ones(64)),
+    lambda: group.broadcast(ones(505, torch.uint8), 1),
+):
+    group.enter("some", check=False)
+    made.clear()
+    found = call()
+    print(len(made), found.unique().tolist())
+"""
+)
+
+
+def test_what_is_small_travels_with_the_question_whether_all_come_to_the_same(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COUNTED)
+    for worker in hosts(2).run((1, 1), "train.py"):
+        assert worker.stdout.splitlines() == [
+            "1 [3.0]",
+            "1 [2.0]",
+            "1 [2]",
+            "2 [1.0, 2.0]",  # lengths, and then what is that long
+            "1 [3.0]",  # and a question that was asked ahead
+            "2 [2]",
+        ]
+
+
+DIFFER = [
+    ("group.broadcast(torch.ones(4), 0)", "group.broadcast(torch.ones(100_000), 0)"),
+    ("group.sum(torch.ones(4))", "group.sum(torch.ones(4000))"),
+    ("group.sum(torch.ones(4))", "group.sum(torch.ones(5))"),
+    ("group.sum(torch.ones(4))", "group.largest(torch.ones(4))"),
+    ("group.broadcast(torch.ones(4), 0)", "group.gather(torch.ones(4))"),
+]
+
+
+@pytest.mark.parametrize("calls", [DIFFER[0], *(pytest.param(pair, marks=pytest.mark.slow) for pair in DIFFER[1:])])
+def test_hosts_that_come_to_different_collectives_say_so(hosts: Hosts, tmp_path: Path, calls: tuple[str, str]) -> None:
+    """gloo by itself would end the process over sizes that differ, or mix what is not the same."""
+    one, another = calls
+    body = f"""
+import torch
+group = team.group
+if team.rank == 0:
+    group.enter("one", check=False)
+    {one}
+else:
+    group.enter("another", check=False)
+    {another}
+"""
+    (tmp_path / "train.py").write_text(JOIN + body)
+    here = hosts(2)
+    here.start((1, 1), "train.py")
+    first, second = here.end()
+    assert [first.code, second.code] == [1, 1], first.stderr + second.stderr
+    # The other one may find the store gone with the first, before it knows why.
+    assert "paceline.errors.CollectiveMismatchError: workers do not meet: " in first.stderr
+
+
 WAITING = (
     JOIN
     + """
@@ -240,11 +311,12 @@ for step in range(1000):
     time.sleep(0.01)
 """
 SUM = "team.all_reduce(data, name='much')"
+FEW = "team.all_reduce(data[:8].clone(), name='few')"
 MESSAGE = "[group.send_bytes(data, other) for other in range(3)] if team.rank == 3 else group.receive_bytes(3)"
 
 
 @pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True], ids=["meanwhile", "before"])
-@pytest.mark.parametrize("operation", [SUM, MESSAGE], ids=["sum", "message"])
+@pytest.mark.parametrize("operation", [SUM, FEW, MESSAGE], ids=["sum", "few", "message"])
 def test_a_worker_that_dies_on_another_host(hosts: Hosts, tmp_path: Path, operation: str, late: bool) -> None:
     """Meanwhile, or before the others begin what they cannot end: gloo then refuses to start it."""
     (tmp_path / "train.py").write_text(JOIN + DYING.format(operation=operation, late=late))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 from agents import journal, until
@@ -98,25 +99,149 @@ def test_what_pods_may_and_what_becomes_of_them(tmp_path: Path) -> None:
     assert found["ConfigMap"]["data"] == {"script": "print('here')\n"}
 
 
+def the_same_job(jobs: dict[str, Any], alone: dict[str, Any], **labels: str) -> None:
+    """What a JobSet holds is that Job, with these labels besides, whose first pod has another name."""
+    assert jobs["network"] == {"enableDNSHostnames": False}
+    (inner,) = jobs["replicatedJobs"]
+    template = inner.pop("template")
+    assert inner == {"name": "node", "replicas": 1}
+    whole = {"apiVersion": "batch/v1", "kind": "Job", **template}
+    kubernetes_validate.validate(json.loads(json.dumps(whole)), "1.37", strict=True)
+    assert template["metadata"]["labels"] == {**alone["metadata"]["labels"], **labels}
+    variables = template["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "PACELINE_FIRST", "value": "train-bcdfg-node-0-0.train-bcdfg"} in variables
+    text = json.dumps(template["spec"]).replace("-node-0-0.", "-0.")
+    assert json.loads(text) == {k: v for k, v in alone["spec"].items() if k != "ttlSecondsAfterFinished"}
+
+
 def test_a_job_set_holds_the_same_job(tmp_path: Path) -> None:
     """Its schema is not here: the fields that are used are written down, and the Job in it is held by its own."""
     alone = by_kind(manifests(job(tmp_path, **FULL, **LIMITED)))
-    found = by_kind(manifests(job(tmp_path, **FULL, **LIMITED, in_set=True)))
+    found = by_kind(manifests(job(tmp_path, **FULL, **LIMITED, shape="jobset")))
     set_ = found.pop("JobSet")
     assert found == {kind: one for kind, one in alone.items() if kind != "Job"}
     assert (set_["apiVersion"], set_["metadata"]) == ("jobset.x-k8s.io/v1alpha2", alone["Job"]["metadata"])
     assert set_["spec"].keys() == {"replicatedJobs", "network", "ttlSecondsAfterFinished"}
-    assert set_["spec"]["network"] == {"enableDNSHostnames": False}
-    (jobs,) = set_["spec"]["replicatedJobs"]
-    template = jobs.pop("template")
-    assert jobs == {"name": "hosts", "replicas": 1}
-    inner = {"apiVersion": "batch/v1", "kind": "Job", **template}
-    kubernetes_validate.validate(json.loads(json.dumps(inner)), "1.37", strict=True)
-    assert template["metadata"]["labels"] == alone["Job"]["metadata"]["labels"]
-    variables = template["spec"]["template"]["spec"]["containers"][0]["env"]
-    assert {"name": "PACELINE_FIRST", "value": "train-bcdfg-hosts-0-0.train-bcdfg"} in variables
-    text = json.dumps(template["spec"]).replace("-hosts-0-0.", "-0.")
-    assert json.loads(text) == {k: v for k, v in alone["Job"]["spec"].items() if k != "ttlSecondsAfterFinished"}
+    the_same_job(set_["spec"], alone["Job"])
+
+
+def fields(required: str = "", **properties: Any) -> dict[str, Any]:
+    """A structural schema of an object that has no other fields."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
+
+
+NAME, COUNT, ANY = {"type": "string", "minLength": 1, "maxLength": 253}, {"type": "integer", "minimum": 1}, {}
+META = fields(
+    "name labels", name={**NAME, "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}, namespace=NAME, labels=ANY
+)
+REPLICATED = fields(
+    "name template", name=NAME, replicas=COUNT, groupName=NAME, dependsOn=ANY, template=fields(metadata=ANY, spec=ANY)
+)
+JOBS = fields(
+    replicatedJobs={"type": "array", "items": REPLICATED},
+    network=fields(
+        enableDNSHostnames={"type": "boolean"}, subdomain=NAME, publishNotReadyAddresses={"type": "boolean"}
+    ),
+    **dict.fromkeys(("successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator", "managedBy"), ANY),
+    ttlSecondsAfterFinished=COUNT,
+)
+TRAIN_JOB = fields(
+    "runtimeRef",
+    runtimeRef=fields("name", name=NAME, apiGroup=NAME, kind=NAME),
+    trainer=fields(
+        image=NAME, command=ANY, args=ANY, env=ANY, numNodes=COUNT, resourcesPerNode=ANY, numProcPerNode=ANY
+    ),
+    **dict.fromkeys(("initializer", "runtimePatches", "managedBy", "activeDeadlineSeconds"), ANY),
+    suspend={"type": "boolean"},
+)
+RUNTIME = fields(
+    mlPolicy=fields(numNodes=COUNT, torch=ANY, mpi=ANY, flux=ANY),
+    podGroupPolicy=ANY,
+    template=fields(metadata=ANY, spec=JOBS),
+)
+
+
+def test_a_train_job_refers_to_a_runtime_that_holds_the_same_job(tmp_path: Path) -> None:
+    """Kubeflow Trainer's schemas are not here: their fields are written down above, and the Job in it is held by its
+    own. It takes the runtime only with one replica, and a container `node`, in the job that it is to train in.
+    """
+    alone = by_kind(manifests(job(tmp_path, **FULL, **LIMITED)))
+    made = manifests(job(tmp_path, **FULL, **LIMITED, shape="trainjob"))
+    *_, runtime, train = made
+    assert made[:-2] == [one for kind, one in alone.items() if kind != "Job"]
+    for one, kind, schema in ((runtime, "TrainingRuntime", RUNTIME), (train, "TrainJob", TRAIN_JOB)):
+        whole = fields(
+            "apiVersion kind metadata spec", apiVersion=NAME, kind={"const": kind}, metadata=META, spec=schema
+        )
+        jsonschema.validate(json.loads(json.dumps(one)), whole)
+        assert one["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+        assert one["metadata"]["labels"].items() >= alone["Job"]["metadata"]["labels"].items()
+    assert runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] == "torch"
+    assert train["spec"] == {
+        "runtimeRef": {
+            "apiGroup": "trainer.kubeflow.org",
+            "kind": "TrainingRuntime",
+            "name": runtime["metadata"]["name"],
+        }
+    }
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 3}
+    jobs = runtime["spec"]["template"]["spec"]
+    inner = jobs["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert [container["name"] for container in inner["containers"]] == ["node"]
+    the_same_job(jobs, alone["Job"], **{"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
+
+
+# A server for `create`, `get` and `patch`, which refuses a TrainJob without its runtime, as Kubeflow Trainer does.
+KUBECTL = """#!{python}
+import json, os, sys
+path = os.environ["THINGS"]
+things = json.load(open(path)) if os.path.exists(path) else dict()
+words = [word for word in sys.argv[1:] if not word.startswith("--")]
+verb = words[0]
+if verb == "create":
+    given = json.load(sys.stdin)
+    for one in given["items"] if given["kind"] == "List" else [given]:
+        name = one["metadata"]["name"]
+        if one["kind"] == "TrainJob" and "trainingruntime/" + one["spec"]["runtimeRef"]["name"] not in things:
+            sys.exit("specified trainingRuntime must be created before the TrainJob is created")
+        things[one["kind"].lower() + "/" + name] = one
+elif verb == "get":
+    print("uid-of-" + things["/".join(words[1:3])]["metadata"]["name"], end="")
+else:
+    for part, change in json.loads(words[3]).items():
+        things["/".join(words[1:3])][part].update(change)
+json.dump(things, open(path, "w"))
+"""
+
+
+@pytest.mark.parametrize(("shape", "kind"), [("job", "Job"), ("jobset", "JobSet"), ("trainjob", "TrainJob")])
+@pytest.mark.usefixtures("with_a_script")
+def test_all_belongs_to_one_thing_which_begins_when_all_is_there(
+    shape: str, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kubectl = Path("bin", "kubectl")
+    kubectl.parent.mkdir()
+    kubectl.write_text(KUBECTL.format(python=sys.executable))
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{kubectl.parent.absolute()}:/usr/bin:/bin")
+    monkeypatch.setenv("THINGS", str(Path("things.json").absolute()))
+    assert main(["launch", "kubernetes", "--as", shape, *ALL, "--detach", "train.py"]) == 0
+    things = json.loads(Path("things.json").read_text())
+    (owner,) = [one for one in things.values() if one["kind"] == kind]
+    assert owner["spec"]["suspend"] is False
+    name = owner["metadata"]["name"]
+    expected = [{"apiVersion": owner["apiVersion"], "kind": kind, "name": name, "uid": f"uid-of-{name}"}]
+    others = [one for one in things.values() if one is not owner]
+    assert [one["metadata"].get("ownerReferences") for one in others] == [expected] * len(others)
+    assert {one["kind"] for one in others} == {"Secret", "ConfigMap", "Service", "NetworkPolicy"} | (
+        {"TrainingRuntime"} if shape == "trainjob" else set()
+    )
+    assert f"to end it, with a checkpoint: kubectl delete {shape} {name}\n" in capsys.readouterr().err
 
 
 def test_a_script_that_is_no_unicode_goes_along(tmp_path: Path) -> None:
@@ -148,7 +273,7 @@ def pod(number: int, made: int = 0, state: dict[str, Any] | None = None, **statu
         "creationTimestamp": f"2026-01-01T00:00:0{made}Z",
         "annotations": {INDEX: str(number)},
     }
-    statuses = {"containerStatuses": [{"name": "paceline", "state": state}]} if state is not None else {}
+    statuses = {"containerStatuses": [{"name": "node", "state": state}]} if state is not None else {}
     return {"metadata": about, "status": {"phase": "Pending", **statuses, **status}}
 
 
@@ -279,8 +404,9 @@ def test_a_dry_run_shows_all_but_secrets(
     assert variables["PACELINE_AGAIN"]["value"].endswith(
         "--env KEY --plan shard=2 --steps 9 --dry-run --quiet train.py --lr 1"
     )
-    assert main(["launch", "kubernetes", "--as", "jobset", *again[2:]]) == 0
-    assert [one["kind"] for one in json.loads(capsys.readouterr().out)["items"]][-1] == "JobSet"
+    for shape, last in (("jobset", ["NetworkPolicy", "JobSet"]), ("trainjob", ["TrainingRuntime", "TrainJob"])):
+        assert main(["launch", "kubernetes", "--as", shape, *again[2:]]) == 0
+        assert [one["kind"] for one in json.loads(capsys.readouterr().out)["items"]][-2:] == last
     for script in (["/app/train.py"], ["-m", "train.it"]):
         assert main(["launch", "kubernetes", *ALL, "--dry-run", *script]) == 0
         found = by_kind(json.loads(capsys.readouterr().out)["items"])

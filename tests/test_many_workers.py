@@ -157,6 +157,7 @@ def test_what_a_generation_asks_grows_with_its_workers(hosts: int, each: int, mo
         worker.start()
     for worker in workers:
         worker.join()
+    assert len(made) == size
     assert [[*host] for host in made[0].hosts] == [[*range(at, at + each)] for at in range(0, size, each)]
     for one in made:
         one.close()

@@ -39,12 +39,14 @@ from paceline.world import (
     inherited_warm,
     pulse_descriptor,
     reached_at,
+    read_call,
     read_nodes,
     read_world,
     slurm_job,
     standstill,
     starts_cold,
     take_token,
+    trainjob_server,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -331,6 +333,12 @@ def asked() -> Iterator[str]:
     pod = Asked(JOB_COMPLETION_INDEX="0", PACELINE_FIRST="first")
     assert read_nodes(pod) == (0, 0, "", 0)
     yield from pod.names - {""}
+    called = Asked(PACELINE_CALL="/function:/value")
+    assert read_call(called) == ("/function", "/value")
+    yield from called.names
+    told = Asked(KUBEFLOW_TRAINER_SERVER_URL="https://a")
+    assert trainjob_server(told) == {"url": "https://a", "certificate": "", "token": ""}
+    yield from told.names
     assert 'variable("PACELINE_AGAIN")' in (SOURCE / "launch" / "local.py").read_text()
     yield "PACELINE_AGAIN"
 

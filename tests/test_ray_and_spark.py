@@ -529,6 +529,7 @@ def test_a_function_runs_on_the_session_of_a_program(on: Launched, tmp_path: Pat
     values, alone = (next(line for line in said if line.startswith(word)) for word in ("values", "alone"))
     assert values.removeprefix("values ") == alone.removeprefix("alone ")
     assert said.index(values) == 6, said
+    assert [event["workers"] for event in journal(tmp_path / "run", "generation")][-1:] == [[0, 1]]
     assert list((tmp_path / "long" / "checkpoints").glob("step-*/manifest.json"))
     assert (tmp_path / "long" / "token").read_text().strip() not in told + error
     assert f"continue with: paceline.launch(train, ..., where='{on.engine}', run_dir='long')\n" in error

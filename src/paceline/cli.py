@@ -329,7 +329,7 @@ def _launching(add: Callable[..., Any]) -> None:
         "Makes a Job with a pod a host, and follows it to the end. The script goes along, unless its path is absolute.",
     )
     option("-N", "--nodes", least=1, metavar="N", help="how many hosts")
-    option("--as", dest="shape", choices=("job", "jobset"), default="job", help="what is made (default: job)")
+    option("--as", dest="shape", choices=["job", "jobset", "trainjob"], default="job", help="its kind (default: job)")
     option("--image", metavar="IMAGE", help="the pods' image: it has Python and Paceline")
     option("--namespace", metavar="NAME", help="where they run (default: kubectl's)")
     option("--claim", metavar="NAME", help="a PersistentVolumeClaim that all hosts may write, for the run folder")

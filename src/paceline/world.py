@@ -302,6 +302,14 @@ def gpus(env: Mapping[str, str] | None = None) -> int:
     return sum(1 for name in os.listdir("/dev") if re.fullmatch("nvidia[0-9]+", name))
 
 
+def address_towards(host: str, port: int = 9, family: int = socket.AF_INET) -> str:
+    """Of ours, from which another host is reached; nothing is sent. OSError: there is no way to it."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
 def reached_at(env: Mapping[str, str] | None = None) -> str:
     """The address of ours at which ssh reached us, if it did."""
     words = (os.environ if env is None else env).get("SSH_CONNECTION", "").split()
@@ -358,6 +366,24 @@ def read_nodes(env: Mapping[str, str] | None = None) -> tuple[int, int, str, int
             f"the variables of {' and '.join(found)} disagree about the nodes", "unset those of another start"
         )
     return next(iter(found.values()))
+
+
+def read_call(env: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Where the function is that a worker is to call, and where its value goes."""
+    function, _, value = (os.environ if env is None else env)["PACELINE_CALL"].partition(":")
+    return function, value
+
+
+def trainjob_server(env: Mapping[str, str] | None = None) -> dict[str, str] | None:
+    """Where Kubeflow Trainer wants to know how far we are, if it does: a URL, and files of its CA and our token."""
+    env, name = os.environ if env is None else env, "KUBEFLOW_TRAINER_SERVER_"
+    if not env.get(f"{name}URL"):
+        return None
+    return {
+        "url": env[f"{name}URL"],
+        "certificate": env.get(f"{name}CA_CERT", ""),
+        "token": env.get(f"{name}TOKEN", ""),
+    }
 
 
 def take_token(env: Mapping[str, str] | None = None) -> bytes | None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.engine import ENGINE, Operation, Steps
-from paceline.comm.hosts import Between, Hosts, LinkError, address_towards
+from paceline.comm.hosts import Between, Hosts, LinkError, own_address
 from paceline.comm.links import Pair
 from paceline.comm.messages import Mailbox
 from paceline.comm.nccl import Nccl
@@ -104,7 +104,7 @@ class Channel:
             what or Asked("all_reduce", flat.dtype),
             len(flat),
             detail,
-            lambda fp: self.hosts.all_reduce(flat, reduction, fp, arena, between, self.hosts.ask(fp)),
+            lambda fp: self.hosts.all_reduce(flat, reduction, fp, arena, between, self.hosts.ask(fp, flat.nbytes)),
             manner,
         )
 
@@ -331,4 +331,4 @@ def _own_address(store: dist.Store) -> str:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     host, port = getattr(store, "host", ""), getattr(store, "port", 0)
-    return address_towards(host, port) if host else ""
+    return own_address(host, port) if host else ""

@@ -35,13 +35,14 @@ from paceline.comm.shared import Arena, Condition, MismatchError, Shared, host_k
 from paceline.comm.status import Ask, agree, asker, beside
 from paceline.comm.tensors import Reduction
 from paceline.errors import PeerLostError, UsageError, first_line
-from paceline.world import gloo_interface
+from paceline.world import address_towards, gloo_interface
 
 FOREVER = timedelta(days=7)  # waiting is our own: gloo's deadline only has to be longer than any honest pause
 KEPT_BYTES = 64 << 20
 MESH = 64  # workers of several hosts that all connect with all from the start
 CHUNK, FLIGHT = 1 << 17, 8  # bytes that go to another worker at a time or more, and how many such are under way
 FEW = 1 << 12  # bytes that each leader sends to all, and all add up: a sum takes twice as many messages in a row
+ROOM = 504  # bytes that travel with the question whether all come to the same: of up to MESH who ask each other
 AT_A_TIME = 0.01  # seconds that such a piece may take
 SIOCGIFADDR = 0x8915
 
@@ -58,7 +59,9 @@ class Gloo:
     interpreter's end (which aborts). So the last references are kept here for a while.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, devices: Sequence[Any], threads: int = FLIGHT) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, devices: Sequence[Any], threads: int = FLIGHT, room: int = ROOM
+    ) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # To connect: all have come. gloo waits five times as long for a peer that does not connect.
         options._timeout = store.timeout / 5  # type: ignore[attr-defined]
@@ -68,7 +71,7 @@ class Gloo:
         self.group._set_default_timeout(FOREVER)
         self.rank, self.size = rank, size
         self.flow = Flow()
-        self.chunk = CHUNK
+        self.chunk, self.room = CHUNK, room if size <= MESH else 0
         self._under, self._sent, self._since = 0, 0.0, 0.0  # what shares the link now, what of it has gone, since when
         self._abandoned = False
         self._recent: deque[tuple[Any, int]] = deque()
@@ -146,13 +149,27 @@ class Gloo:
             self._abandoned = True
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
-    def same(self, fp: int) -> Steps:
-        """Raises MismatchError unless all have the same fingerprint: gloo ends the process over sizes that differ."""
-        everyone = torch.empty(self.size, dtype=torch.int64)
-        mine = torch.tensor([fp])
-        yield from self.run(lambda: self.group._allgather_base(everyone, mine), 8)
-        if bool((everyone != fp).any()):
+    def same(self, fp: int, flat: torch.Tensor | None = None) -> Any:
+        """Raises MismatchError unless all have the same fingerprint: gloo ends the process over sizes that differ, so
+        here all are of one size. Up to `room` bytes come along: everybody's `flat`, as rows.
+        """
+        mine = torch.zeros(1 + self.room // 8, dtype=torch.int64)
+        everyone, mine[0] = torch.empty(self.size, len(mine), dtype=torch.int64), fp
+        data = mine.new_empty(0) if flat is None else flat
+        mine[1:].view(torch.uint8)[: data.nbytes] = raw_bytes(data)
+        yield from self.run(lambda: self.group._allgather_base(everyone.view(-1), mine), everyone.nbytes)
+        if bool((everyone[:, 0] != fp).any()):
             raise MismatchError
+        return everyone.view(torch.uint8)[:, 8 : 8 + data.nbytes].contiguous().view(data.dtype) if data.nbytes else None
+
+    def gather_same(self, fp: int, flat: torch.Tensor, answer: Steps | None = None) -> Any:
+        """`same`, unless it was asked ahead, and everybody's flat tensor of one length, as rows: in one message where
+        that fits.
+        """
+        if answer is None and 0 < flat.nbytes <= self.room:
+            return (yield from self.same(fp, flat))
+        yield from answer or self.same(fp)
+        return (yield from self.all_gather(flat))
 
     def all_gather(self, flat: torch.Tensor) -> Any:
         """Everybody's flat tensor of one length, as rows."""
@@ -264,8 +281,9 @@ class Hosts:
             if len(self.hosts) < self.size <= MESH:
                 self.gloo = self._all()
             if self.leads:
-                self.leaders = Gloo(dist.PrefixStore("leaders", store), self.here, len(self.hosts), self._devices)
-                self._ahead = Gloo(dist.PrefixStore("ahead", store), self.here, len(self.hosts), self._devices)
+                who = self.here, len(self.hosts), self._devices
+                self.leaders = Gloo(dist.PrefixStore("leaders", store), *who)
+                self._ahead = Gloo(dist.PrefixStore("ahead", store), *who, room=0)
             if len(self.hosts) == self.size:
                 self.gloo = self.leaders
             self._mesh = self.gloo
@@ -323,12 +341,12 @@ class Hosts:
         whole = torch.frombuffer(memory, dtype=torch.uint8).view(len(ranks), step)
         return [row[:size] for row in whole.unbind(0)]
 
-    def ask(self, fp: int) -> Steps | None:
+    def ask(self, fp: int, size: int) -> Steps | None:
         """Asks the other leaders now whether they come to a sum with this fingerprint, which others may be before: on a
-        long link the answer takes as long as a bucket. What hears the answer; None: there is nobody to ask. All ask for
-        the same sums, in the order in which they are made.
+        long link the answer takes as long as a bucket. What hears the answer; None: there is nobody to ask, or so few
+        bytes go along with the question. All ask for the same sums, in the order in which they are made.
         """
-        if self._ahead is None:
+        if self._ahead is None or self.leaders is None or 0 < size <= self.leaders.room:
             return None
         answer = self._ahead.same(fp)
         return _from(next(answer), answer)
@@ -370,28 +388,36 @@ class Hosts:
             else:
                 yield from collectives.reduce(shared, flat, 0, reduction.of, fp)
         if self.leaders is not None:
-            yield from answer or self.leaders.same(asked)
-            steps = self._between(flat, reduction) if between is None else between(self.leaders, flat)
+            steps = self._among_leaders(flat, reduction, asked, between, answer)
             # Within a host another part follows; and all hosts do alike, or some would be ahead of others.
             yield from steps if len(self.hosts) == self.size else not_last(steps)
         if shared is not None:
             yield from collectives.broadcast(shared, flat, 0, fp)
 
-    def _between(self, flat: torch.Tensor, reduction: Reduction) -> Steps:
+    def _among_leaders(
+        self, flat: torch.Tensor, reduction: Reduction, fp: int, between: Between | None, answer: Steps | None
+    ) -> Steps:
         assert self.leaders is not None
-        if reduction.gloo is not None and not 0 < flat.nbytes <= FEW:
+        if between is None and (reduction.gloo is None or 0 < flat.nbytes <= FEW):
+            rows = yield from self.leaders.gather_same(fp, flat, answer)
+            flat.copy_(functools.reduce(reduction.of, rows.unbind(0)))
+            return
+        yield from answer or self.leaders.same(fp)
+        if between is None:
             yield from last(self.leaders.all_reduce(flat, reduction.gloo))
         else:
-            rows = yield from last(self.leaders.all_gather(flat))
-            flat.copy_(functools.reduce(reduction.of, rows.unbind(0)))
+            yield from between(self.leaders, flat)
 
     def broadcast(self, flat: torch.Tensor, root: int, fp: int) -> Steps:
         host, place = self.place(root)
         if self.shared is not None and host == self.here:
             yield from collectives.broadcast(self.shared, flat, place, fp)
         if self.leaders is not None:
-            yield from self.leaders.same(fp)
-            yield from self.leaders.broadcast(flat, host)
+            if 0 < flat.nbytes <= self.leaders.room:
+                flat.copy_((yield from self.leaders.same(fp, flat))[host])
+            else:
+                yield from self.leaders.same(fp)
+                yield from self.leaders.broadcast(flat, host)
         if self.shared is not None and host != self.here:
             yield from collectives.broadcast(self.shared, flat, 0, fp)
 
@@ -410,8 +436,7 @@ class Hosts:
         if not self.several:  # a lone worker
             whole = block[None]
         elif self.leaders is not None:
-            yield from self.leaders.same(fp)
-            rows = yield from self.leaders.all_gather(block.view(-1))
+            rows = yield from self.leaders.gather_same(fp, block.view(-1))
             whole.copy_(rows.view_as(whole))
         if self.shared is not None:
             yield from collectives.broadcast(self.shared, whole.view(-1), 0, fp)
@@ -467,8 +492,7 @@ class Hosts:
             yield from self.barrier(fp)  # as in `_pair`
             self._mesh = yield from in_thread(self._all)
         net = self._mesh
-        yield from net.same(fp)
-        collectives.meet((yield from net.all_gather(collectives.lengths(outs, ins))))
+        collectives.meet((yield from net.gather_same(fp, collectives.lengths(outs, ins))))
         takes = [len(out) for out in outs]
         taken = yield from net.exchange(torch.cat(list(ins)), [len(part) for part in ins], takes)
         for out, part in zip(outs, taken.split(takes), strict=True):
@@ -545,22 +569,18 @@ def _seen_from_others(address: str, elsewhere: str) -> str:
     """A host's file often gives its own name an address of the loopback, which leads nobody here: then the address on
     the way to a worker `elsewhere` counts.
     """
-    return address_towards(elsewhere, 1) if elsewhere and address and _is_loopback(address) else address
+    return own_address(elsewhere, 1) if elsewhere and address and _is_loopback(address) else address
 
 
 def _is_loopback(address: str) -> bool:
     return bool(ip_address(address.partition("%")[0]).is_loopback)
 
 
-def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to `host`: which interface its peers can reach it by. Empty if unknown."""
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # a datagram socket sends nothing to connect
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+def own_address(host: str, port: int) -> str:
+    """Of this machine, where its peers on the way to `host` can reach it. Empty if unknown."""
+    with suppress(OSError):
+        return address_towards(host, port, socket.AF_UNSPEC)
+    return ""
 
 
 def interface_of(address: str) -> str:

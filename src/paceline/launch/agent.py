@@ -6,6 +6,7 @@ No torch.
 from __future__ import annotations
 
 import math
+import os
 import selectors
 import signal
 import socket
@@ -123,8 +124,8 @@ class Agent:
         orders = self._link.newest
         return self._ending.verdict(self._workers.all, self._stop, self._at_once, self._leaving, orders)
 
-    def look_after(self, process: Child, what: str) -> None:
-        """Says so if a process beside the run ends before it, which changes nothing else."""
+    def look_after(self, process: Child, what: str, said: int) -> None:
+        """Repeats what a process beside the run has `said`, and says so if it ends before it; nothing else changes."""
         if process.status is not None:
             return  # in an attempt before this one, which said so
 
@@ -134,7 +135,14 @@ class Agent:
             self._workers.selector.unregister(process.pidfd)
             self.say(f"{what} {how}: the run goes on without it", always=True)
 
+        def says() -> None:
+            if not (text := os.read(said, 1 << 12)):
+                self._workers.selector.unregister(said)
+            for line in text.decode().splitlines():
+                self.say(f"{line}: the run goes on without it", always=True)
+
         self._workers.selector.register(process.pidfd, selectors.EVENT_READ, ends)
+        self._workers.selector.register(said, selectors.EVENT_READ, says)
 
     @property
     def in_pieces(self) -> bool:

@@ -21,9 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from paceline.errors import PacelineError
-from paceline.launch.joining import address_towards
 from paceline.observe.figures import plural, size_of
-from paceline.world import gloo_interface, gpus, memory_free, read_nodes, read_world, slurm_job
+from paceline.world import address_towards, gloo_interface, gpus, memory_free, read_nodes, read_world, slurm_job
 
 SHM = Path("/dev/shm")
 LEAST_SHM = 1 << 30  # bytes from which on nothing is said

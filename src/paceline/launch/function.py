@@ -19,11 +19,11 @@ from paceline.errors import LaunchError, UsageError, first_line
 from paceline.launch.engines.engine import Engine, Host
 from paceline.launch.engines.launcher import HostJob, Launcher
 from paceline.observe.figures import plural
-from paceline.world import read_world
+from paceline.world import read_call, read_world
 
 T = TypeVar("T")
 LARGE = 100_000_000  # bytes that a function may carry without a word
-WAIT = 300  # seconds for an engine to place all hosts
+WAIT = 300  # seconds for an engine to place all hosts, and then for these to answer
 
 
 def launch(
@@ -55,12 +55,14 @@ def launch(
     call = _packed(function, arguments, name)
     elsewhere = f", where={where!r}" if where != "local" else ""
     again = f"paceline.launch({name}, ...{elsewhere}, run_dir={run_dir!r})"
-    options = {"script": "", "plan": plan, "run_dir": run_dir, "again": again, "environment": {"PYTHONPATH": _path()}}
+    options: dict[str, Any] = {"script": "", "plan": plan, "run_dir": run_dir, "again": again, "begin": workers}
+    options |= {"environment": {"PYTHONPATH": _path()}}
     each = workers // hosts
     asked = {"nodes": hosts, "workers": each, "hosts": [], "resources": {}, "wait": WAIT}
     engine = _Here([Host("here")]) if where == "local" else _ray(asked) if where == "ray" else _spark(asked)
     try:
-        launcher = Launcher(engine, HostJob(options, sys.executable, os.getcwd(), workers=each, call=call))
+        job = HostJob(options, sys.executable, os.getcwd(), workers=each, call=call, wait=WAIT if hosts > 1 else None)
+        launcher = Launcher(engine, job)
         code = launcher.run()
     finally:
         engine.close()
@@ -138,4 +140,4 @@ def _called(call: str, result: str) -> None:
 
 
 if __name__ == "__main__":
-    _called(*sys.argv[1:])
+    _called(*read_call())

@@ -22,6 +22,7 @@ from paceline.launch.options import LaunchOptions
 from paceline.observe.traces import short
 from paceline.team.link import Link, RefusedError
 from paceline.team.token import NAME, read_token
+from paceline.world import address_towards
 
 LONGEST = 30  # lines of a difference that are shown
 NAMELESS = 0.5  # seconds between two questions for a name
@@ -91,13 +92,6 @@ def listen(options: LaunchOptions) -> socket.socket:
         raise UsageError(f"--listen {options.listen}: {error.strerror}", cure) from error
     listener.listen(256)
     return listener
-
-
-def address_towards(host: str, port: int = 9) -> str:
-    """Of ours, from which another host is reached; nothing is sent. OSError: there is no way to it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
 
 
 def stand_by(towards: tuple[str, int], patience: float = 0.0) -> socket.socket:

@@ -38,7 +38,7 @@ from paceline.plan import Plan
 from paceline.team.lease import parse_store
 from paceline.team.link import Link
 from paceline.team.token import keep_token, make_token, read_token
-from paceline.world import parse_save_every, parse_shares, read_nodes, take_token, variable
+from paceline.world import parse_save_every, parse_shares, read_nodes, take_token, trainjob_server, variable
 
 PORT, PATIENCE = 29400, 300.0  # of the first of several nodes; seconds in which it is to begin
 FILES = 8  # that are open for a worker: three pipes, two sockets, its log, its pidfd, its pulse
@@ -67,7 +67,7 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
         options = replace(options, run_dir=str(_folder(options)), environment=environment, kept=kept)
         source = "what is in memory" if variables else "the last checkpoint"
         restarts = 0
-        with Serving(options.metrics, options.page, partial(_say, options)) as serving:
+        with Serving(options.metrics, options.page, trainjob_server(), partial(_say, options)) as serving:
             while True:
                 code, in_pieces = _begin(options, compared, serving, notifier)
                 restarts += 1
@@ -77,7 +77,7 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
                 if not again or not killed or restarts > options.max_restarts:  # too often
                     notifier.end(_folder(options), code)
                     return code
-                notifier.failed = False
+                notifier.failed, options = False, replace(options, begin=1)
                 print(f"starting again with {source} ({restarts} of {options.max_restarts})", file=sys.stderr)
 
 
@@ -126,13 +126,14 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
         link = Link(listener.getsockname(), make_token(folder), introduction(options, folder, numbers, listener))
         given = {name: getattr(options, name) for name in GIVEN}
         link.run = {
-            name: getattr(options, name) for name in ("script", "workers", "max_restarts", "min_workers", "store")
+            name: getattr(options, name)
+            for name in ("script", "workers", "max_restarts", "min_workers", "begin", "store")
         }
         link.run |= {"same": likeness(options), "given": given}
         with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
             agent = Agent(options, folder, journal, progress, link, numbers, listener)
             if (served := serving.start(folder)) is not None:
-                agent.look_after(served, "the process that serves figures")
+                agent.look_after(served, "the process that serves figures", serving.said)
             with signals() as wakeup:
                 return agent.run(wakeup), agent.in_pieces
 

@@ -21,20 +21,18 @@ class LaunchOptions:
     `verbose`: it ends with all figures of the report.
     `cold_start`: each worker imports for itself what it needs; `kept`: where a run leaves its warm process for the next
     one of the same command. `checkpoints`: a folder or URL for them, other than the run folder's own; of which the
-    newest `keep` stay; `mirror`: steps between two copies of a lone worker's state in memory;
-    `tensorboard`: whether its files are written; `heal`: whether workers take a majority's weights;
-     `metrics`, `page`: where Prometheus scrapes the run,
-    and its live page; `notify`: a shell command that hears of a failure, a hang and the end. `environment`: further
-    variables for the workers. `max_restarts`: how often workers that were lost to one cause are started again; 0: any
-    loss ends the run. With fewer than `min_workers` it pauses. `hang_timeout`: seconds after which a worker that does
-    nothing is ended; 0: never, None: as the console is. `join`: the run folder or HOST:PORT of a run that these workers
-    are to join, `token_file` its token; `listen`: the address at which other hosts reach this one; `store`: the etcd
-    that decides who keeps the coordinator. `nodes`: ``auto`` where each node starts by itself; `token`: the
-    run's own, where no file holds it; `patience`: seconds
-    in which the run to join may begin; `heard` is told where its coordinator listens, once it does; `again`: the
-    command that goes on with this run, where it is not `paceline run`; `epoch`: of the coordinator that begins, higher
-    than that of one which agents may still know by its name. `address` and `size` (workers that the run began with) are
-    found out.
+    newest `keep` stay; `mirror`: steps between two copies of a lone worker's state in memory; `tensorboard`: whether
+    its files are written; `heal`: whether workers take a majority's weights; `metrics`, `page`: where Prometheus
+    scrapes the run, and its live page; `notify`: a shell command that hears of a failure, a hang and the end.
+    `environment`: further variables for the workers. `max_restarts`: how often workers that were lost to one cause are
+    started again; 0: any loss ends the run. With fewer than `min_workers` it pauses, and until there were `begin` once.
+    `hang_timeout`: seconds after which a worker that does nothing is ended; 0: never, None: as the console is. `join`:
+    the run folder or HOST:PORT of a run that these workers are to join, `token_file` its token; `listen`: the address
+    at which other hosts reach this one; `store`: the etcd that decides who keeps the coordinator. `nodes`: ``auto``
+    where each node starts by itself; `token`: the run's own, where no file holds it; `patience`: seconds in which the
+    run to join may begin; `heard` is told where its coordinator listens, once it does; `again`: the command that goes
+    on with this run, where it is not `paceline run`; `epoch`: of the coordinator that begins, higher than that of one
+    which agents may still know by its name. `address` and `size` (workers that the run began with) are found out.
     """
 
     script: str
@@ -64,6 +62,7 @@ class LaunchOptions:
     max_restarts: int = 10
     hang_timeout: int | None = None
     min_workers: int = 1
+    begin: int = 1
     join: str | None = None
     token_file: str | None = None
     listen: str | None = None

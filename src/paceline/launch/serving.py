@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from paceline.launch.joining import address_of
 from paceline.launch.processes import Child
 from paceline.observe.reading import KEY, reading_key, write_targets
 
+FAREWELL = 12.0  # seconds to tell of the end: in a pod all ends with us
 BUSY = 20.0  # seconds to wait for a port where an ended run may still serve its last figures
 PAGE = "page"  # in the run folder: the address of the live page, with its key
 ALL = ("0.0.0.0", "::", "*")
@@ -39,20 +41,23 @@ def check_serving(metrics: str | None, page: str | None) -> None:
 
 
 class Serving(AbstractContextManager["Serving"]):
-    """The process that serves `metrics` and the live `page` at their addresses, from `start` on; it goes by itself
-    after the end. Without an address there is none. `say` prints a line.
+    """The process that serves `metrics` and the live `page` at their addresses and tells the server `trainjob`, from
+    `start` on; it goes by itself after the end. Where nobody wants to know there is none. `say` prints a line.
     """
 
-    def __init__(self, metrics: str | None, page: str | None, say: Callable[[str], None]) -> None:
-        self._metrics, self._page, self._say = metrics, page, say
+    def __init__(
+        self, metrics: str | None, page: str | None, trainjob: Mapping[str, str] | None, say: Callable[[str], None]
+    ) -> None:
+        self._metrics, self._page, self._trainjob, self._say = metrics, page, trainjob, say
         self._process: subprocess.Popen[bytes] | None = None
+        self.said = -1  # the descriptor of what it says
         self._child: Child | None = None
 
     def start(self, folder: Path) -> Child | None:
         """Once, for all attempts of a run in this folder, that nobody else uses. UsageError: it cannot be."""
-        if self._child is not None or (self._metrics is None and self._page is None):
+        if self._child is not None or (self._metrics is None and self._page is None and self._trainjob is None):
             return self._child
-        given: dict[str, Any] = {"folder": str(folder.absolute())}
+        given: dict[str, Any] = {"folder": str(folder.absolute()), "trainjob": self._trainjob}
         with ExitStack() as stack:
             for name, address in (("metrics", self._metrics), ("page", self._page)):
                 if address is not None:
@@ -65,12 +70,15 @@ class Serving(AbstractContextManager["Serving"]):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.observe.serving", json.dumps(given)],
                 stdin=subprocess.PIPE,  # whose end is the run's
-                stdout=log,
+                stdout=subprocess.PIPE,
                 stderr=log,
                 pass_fds=[given[name] for name in ("metrics", "page") if name in given],
                 start_new_session=True,
             )
             os.close(log)
+        assert self._process.stdout is not None
+        self.said = os.dup(self._process.stdout.fileno())
+        self._process.stdout.close()
         self._child = Child(self._process.pid, self._process)
         return self._child
 
@@ -99,6 +107,12 @@ class Serving(AbstractContextManager["Serving"]):
         if self._process is not None and self._child is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
+            end = time.monotonic() + (FAREWELL if self._trainjob is not None else 0.0)
+            while select.select([self.said], [], [], max(end - time.monotonic(), 0.0))[0]:
+                if not (text := os.read(self.said, 1 << 12)):
+                    break
+                self._say(text.decode().strip())
+            os.close(self.said)
             os.close(self._child.pidfd)
             self._process.returncode = 0  # it is not waited for
 

@@ -248,6 +248,7 @@ class Workers:
 
     def _start(self, rank: int, life: int, listener: socket.socket, store: tuple[str, int], newcomer: bool) -> None:
         place = self.numbers.index(rank) if rank in self.numbers else None  # of a parameter server
+        few = len(self.numbers) < max(self._options.min_workers, self._options.begin)
         self._output.open(rank)
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
         orders, theirs = socket.socketpair()
@@ -263,7 +264,7 @@ class Workers:
                 PACELINE_RANK=str(rank),
                 PACELINE_LOCAL_RANK=str(place or 0),
                 PACELINE_NEWCOMER="1" if newcomer else None,
-                PACELINE_HOLD="1" if not newcomer and len(self.numbers) < self._options.min_workers else None,
+                PACELINE_HOLD="1" if few and not newcomer else None,
                 PACELINE_STORE=f"{store[0]}:{store[1]}",
                 PACELINE_BEGAN=str(self._began),
                 **({"CUDA_VISIBLE_DEVICES": ""} if place is None else {}),  # GPUs are for workers

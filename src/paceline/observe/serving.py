@@ -2,9 +2,11 @@
 
     GET /metrics    with the run's reading key as bearer token, where Prometheus is to scrape
     and the live page at an address of its own, see `paceline.observe.live`
+    and tells Kubeflow Trainer of it, where it wants to know, see `paceline.observe.trainjob`
 
 It follows the journal and nothing else: whoever ends or floods it costs the run nothing. After the run's end (its
 standard input is closed) the last figures stay until they were scraped once, or for 15 seconds; the page for these.
+What it prints is said on the run's console.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ NICE = 10  # the training goes before
 
 async def serve(given: Mapping[str, Any]) -> None:
     """Answers until the run has ended and the last figures were seen. `given` has the run's `folder`, and listening
-    sockets: for `metrics`, and for the `page` that is asked for by `hosts`.
+    sockets: for `metrics`, and for the `page` that is asked for by `hosts`; and the `trainjob` server that is told.
     """
     folder, loop = Path(given["folder"]), asyncio.get_running_loop()
     ended, scraped = asyncio.Event(), asyncio.Event()
@@ -43,17 +46,24 @@ async def serve(given: Mapping[str, Any]) -> None:
         from paceline.observe.live import Views, routes
 
         _answer(given["page"], routes(Views(folder, key, given["hosts"])))
+    telling = []
+    if given.get("trainjob") is not None:
+        from paceline.observe.trainjob import report
+
+        telling = [asyncio.create_task(report(folder, given["trainjob"], ended))]
     over = loop.create_future()
     loop.add_reader(0, lambda: None if os.read(0, 1 << 10) or over.done() else over.set_result(None))
     await over
     loop.remove_reader(0)
     ended.set()
-    seen = scraped.wait() if given.get("page") is None else asyncio.sleep(LINGER)
-    try:
-        await asyncio.wait_for(seen, LINGER)
-        await asyncio.sleep(0.2)  # the answer is on its way
-    except TimeoutError:
-        pass
+    await asyncio.gather(*telling)
+    os.close(1)  # there is nothing more to say
+    if given.get("page") is not None:
+        await asyncio.sleep(LINGER)
+    elif given.get("metrics") is not None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(scraped.wait(), LINGER)
+            await asyncio.sleep(0.2)  # the answer is on its way
     if given.get("metrics") is not None:
         write_targets(folder, [])
     os._exit(0)  # readers that stand still are not waited for

@@ -212,6 +212,8 @@ class Service:
         if said.get("leaving"):
             self._coordinator.leaving.add(session.agent)
         self._coordinator.report(session.agent, workers, int(said["step"]), now)
+        if len(self._coordinator.roster.entered) >= self._coordinator.min_workers:  # so many as it was to begin with
+            self._coordinator.min_workers = self._run["run"]["min_workers"]
         if said.get("over") and not self._coordinator.ended:
             self._coordinator.ended = True
             self._coordinator.version += 1
@@ -488,7 +490,8 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     journal = Journal(folder)
     run = given["run"]
     roster = last_generation(folder, given["since"], given["generation"])
-    coordinator = Coordinator(run["max_restarts"], run["min_workers"], journal.write, roster, given["epoch"])
+    least = max(run["min_workers"], 0 if given["again"] else run["begin"])
+    coordinator = Coordinator(run["max_restarts"], least, journal.write, roster, given["epoch"])
     coordinator.version = time.time_ns() // 1_000_000  # beyond all of a coordinator before this one
     if given["again"]:
         coordinator.merges.last = last_merge(folder, given["since"])

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.joining import address_towards, likeness
+from paceline.launch.joining import likeness
 from paceline.launch.local import launch
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
-from paceline.world import gpus, reached_at
+from paceline.world import address_towards, gpus, reached_at
 
 MARK = b"\x1epaceline "
 SILENCE = 15.0  # seconds without a byte, after which the connection counts as broken
@@ -91,9 +91,11 @@ def _called(heard: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO]:
     if job["call"]:
         for piece in _pieces(heard, job["call"]):
             both[0].write(piece)
-        places = [f"/proc/{os.getpid()}/fd/{memory.fileno()}" for memory in both]
+        # Not as arguments: those are the same on all hosts.
+        places = ":".join(f"/proc/{os.getpid()}/fd/{memory.fileno()}" for memory in both)
+        job["options"]["environment"] |= {"PACELINE_CALL": places}
         module = "paceline.launch.function"
-        job["options"] |= {"script": find_module(module), "module": module, "arguments": places}
+        job["options"] |= {"script": find_module(module), "module": module}
     return both
 
 

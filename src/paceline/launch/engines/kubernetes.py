@@ -45,6 +45,7 @@ LOOK = 1.0  # seconds between two looks
 FAREWELL = 15.0  # seconds for the other hosts to end after the first one
 LINES = 50  # of another host that failed are shown
 KINDS = "job,service,secret,configmap,networkpolicy"
+OWNERS = {"job": "", "jobset": "jobset,", "trainjob": "trainjob,trainingruntime,"}  # by the shape: kinds beside those
 FLAGS = ("save_every", "keep", "checkpoints", "mirror", "max_restarts", "min_workers", "hang_timeout")
 SWITCHES = ("cold_start", "quiet", "verbose")
 Pod = Mapping[str, Any]
@@ -90,9 +91,12 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
     with signals() as wakeup, ExitStack() as made:
         follower = Follower(kubectl, job, wakeup)
         owner["spec"]["suspend"] = True  # until the others are there
-        create(kubectl, owner)
-        made.callback(follower.remove)
-        possess(kubectl, owner, others)
+        there = [others.pop()] if job.shape == "trainjob" else []  # which is refused without its runtime
+        for number, thing in enumerate([*there, owner]):
+            create(kubectl, thing)
+            if not number:
+                made.callback(follower.remove)
+        possess(kubectl, owner, others, there)
         _say(f"job {job.name}, {spans('host', range(job.hosts))}, run folder {options['run_dir']}")
         if not given["detach"]:
             return follower.run()
@@ -138,7 +142,7 @@ def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[st
         cwd=given["cwd"],
         setup=given["setup"] or "",
         claim=given["claim"],
-        in_set=given["shape"] == "jobset",
+        shape=given["shape"],
         resources={"requests": {"cpu": given["cpus"] or str(workers), **limits}, "limits": limits},
         restarts=options["max_restarts"],
         again=again,
@@ -165,15 +169,18 @@ def create(kubectl: Kubectl, manifest: Mapping[str, Any]) -> None:
     _checked(kubectl("create", "--validate=warn", "--filename=-", stdin=json.dumps(manifest)))
 
 
-def possess(kubectl: Kubectl, job: Manifest, others: Sequence[Manifest]) -> None:
-    """Creates what is the Job's, and goes with it; then it begins."""
+def possess(kubectl: Kubectl, job: Manifest, others: Sequence[Manifest], there: Sequence[Manifest] = ()) -> None:
+    """Creates what is the Job's, and goes with it, as what is `there` already will; then it begins."""
     kind, name = str(job["kind"]).lower(), job["metadata"]["name"]
     made = kubectl("get", kind, name, "--output=jsonpath={.metadata.uid}")
-    owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": name, "uid": made.stdout}
+    owners = [{"apiVersion": job["apiVersion"], "kind": job["kind"], "name": name, "uid": made.stdout}]
     for other in others:
-        other["metadata"]["ownerReferences"] = [owner]
+        other["metadata"]["ownerReferences"] = owners
     create(kubectl, {"apiVersion": "v1", "kind": "List", "items": others})
-    _checked(kubectl("patch", kind, name, "--type=merge", "--patch", '{"spec": {"suspend": false}}'))
+    held = {"metadata": {"ownerReferences": owners}}
+    for thing, change in [*((one, held) for one in there), (job, {"spec": {"suspend": False}})]:
+        which = str(thing["kind"]).lower(), thing["metadata"]["name"]
+        _checked(kubectl("patch", *which, "--type=merge", "--patch", json.dumps(change)))
 
 
 def _checked(done: subprocess.CompletedProcess[str]) -> None:
@@ -242,7 +249,7 @@ class Follower:
 
     def __init__(self, kubectl: Kubectl, job: PodJob, wakeup: socket.socket) -> None:
         self._kubectl, self._job, self._wakeup = kubectl, job, wakeup
-        self._own, self._set = f"--selector={LABEL}={job.name}", "jobset," if job.in_set else ""
+        self._own, self._owners = f"--selector={LABEL}={job.name}", OWNERS[job.shape]
         self._told: int | None = None  # the signal that asked for a stop
         self._at_once = False
         self._said = ""
@@ -258,7 +265,7 @@ class Follower:
         """The exit code. All that was made is still there."""
         while True:
             self._listen(LOOK)
-            found = self._kubectl.items("get", f"{self._set}job,pods", self._own)
+            found = self._kubectl.items("get", f"{self._owners}job,pods", self._own)
             if self._at_once:
                 return self._asked
             if found is None:
@@ -267,8 +274,8 @@ class Follower:
             pods = [one for one in found if one["kind"] == "Pod"]
             self._pods = newest(pods)
             jobs = [one for one in found if one["kind"] == "Job"]
-            if not jobs and any(one["kind"] == "JobSet" for one in found):
-                self._tell(f"waiting for the job {self._job.job}, which JobSet's controller makes")
+            if not jobs and (whose := [one["kind"] for one in found if one["kind"].lower() == self._job.shape]):
+                self._tell(f"waiting for the job {self._job.job}, which the controller of {whose[0]}s makes")
                 continue
             if not jobs:
                 _say(f"the job {self._job.name} is gone: somebody has deleted it")
@@ -281,7 +288,7 @@ class Follower:
 
     def remove(self) -> None:
         """Removes all that was made, and waits for it; once more told to stop, without waiting for the pods' ends."""
-        kinds = self._set + KINDS
+        kinds = self._owners + KINDS
         command = self._kubectl.command("delete", kinds, self._own, "--cascade=foreground", "--ignore-not-found")
         self._followed = ""  # nothing is to be stopped any more but this
         streams = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)

@@ -42,7 +42,8 @@ class HostJob:
     """What runs on each host: `python` in the folder `cwd`, after the lines of shell in `setup`. `options` are those of
     `paceline run` (`LaunchOptions`); `files` an archive that is unpacked there; `call` a function that
     is called instead of a script; `listen` where the first host listens.
-    `detach`: once all hosts are of the run it goes on without us.
+    `detach`: once all hosts are of the run it goes on without us. `wait`: seconds in which all hosts must come, where
+    the run is not to begin without some.
     """
 
     options: Mapping[str, Any]
@@ -54,6 +55,7 @@ class HostJob:
     files: bytes = b""
     detach: bool = False
     call: bytes = b""
+    wait: float | None = None
 
     @property
     def script(self) -> str:
@@ -290,10 +292,11 @@ class Launcher:
         self._say("come back with `paceline watch`, `paceline logs -f` or `paceline stop`, and that folder")
 
     def _check(self, now: float) -> None:
-        """Lets the first host begin once all have answered, or some have not for too long."""
+        """Lets the first host begin once all have answered, or some have not for too long. LaunchError: it cannot."""
         first, silent = self._hosts[0], [host for host in self._hosts if host.like is None]
-        waits = [host for host in silent if host.process is not None]
-        if (waits and now - self._began < ANSWER) or self.told is not None:
+        whole, seconds = self._job.wait is not None, self._job.wait or ANSWER
+        waits = [host for host in silent if host.process is not None or (whole and host.due < math.inf)]
+        if (waits and now - self._began < seconds) or self.told is not None:
             return
         unlike = [host for host in silent if host.process is None and not (host.end and host.end.passing)]
         if unlike or len({self._row(host)[1:] for host in self._hosts if host.like}) > 1:
@@ -303,7 +306,10 @@ class Launcher:
             what = f"the first host {first.place.name} does not answer ({why}), and it is to keep the coordinator"
             raise LaunchError(what, "name another one first, or bring it back")
         for host in waits:
-            why = self._engine.missing(host.place) or f"it has said nothing for {ANSWER:.0f} s"
+            why = (host.end and host.end.text) or self._engine.missing(host.place) or "it says nothing"
+            if whole:
+                what = f"{host.place.name} has not answered within {seconds:.0f} s ({why}), and all hosts are to begin"
+                raise LaunchError(what, "see why, or ask for fewer hosts")
             self._say(f"{host.place.name} does not answer yet ({why}): the run begins without it")
         self._checked = True
         self._order(first)

@@ -1,6 +1,8 @@
 """What `paceline launch kubernetes` asks a cluster for, as data: a Job with one pod a host, and what its pods need.
 
-Its fields are those of Kubernetes 1.31 (https://kubernetes.io/docs/reference/kubernetes-api/). No torch.
+Its fields are those of Kubernetes 1.31 (https://kubernetes.io/docs/reference/kubernetes-api/), of JobSet's v1alpha2
+(https://jobset.sigs.k8s.io/docs/reference/) and of Kubeflow Trainer's v1alpha1 (https://github.com/kubeflow/trainer).
+No torch.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from paceline.team.coordinator import STOPPED
 
 LABEL = "paceline/run"  # on all that belongs to a run: its name
 INDEX = "batch.kubernetes.io/job-completion-index"  # the annotation of a pod that numbers it
-CONTAINER, HOSTS = "paceline", "hosts"
+CONTAINER = HOSTS = "node"  # a JobSet's Job, and its container: Kubeflow Trainer and its tools know them by this name
+TRAINER = "trainer.kubeflow.org"
 RUNS, TOKEN, SCRIPTS = "/mnt/run", "/mnt/paceline", "/mnt/script"  # where a container has them
 USER = 1000
 GRACE = 120  # seconds for a checkpoint, as before a time limit of Slurm's
@@ -34,7 +37,7 @@ class PodJob:
     """What runs in each of `hosts` pods of `image`: `command`, of which the first word is found there, in the folder
     `cwd`, after the lines of shell in `setup`. `script` is a file here that goes along. `values` are variables for the
     workers, `again` is the command that goes on with the run. The run folder is on the `claim`, if there is one.
-    `resources` are those of a container. Where it is `in_set`, the Job is the one of a JobSet.
+    `resources` are those of a container. The Job is alone, or as its `shape` says the one of a JobSet or of a TrainJob.
     """
 
     name: str
@@ -51,12 +54,12 @@ class PodJob:
     resources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     restarts: int = 10
     again: str = ""
-    in_set: bool = False
+    shape: str = "job"
 
     @property
     def job(self) -> str:
         """What the Job is called, after which its pods are: a JobSet makes it of names and a number."""
-        return f"{self.name}-{HOSTS}-0" if self.in_set else self.name
+        return self.name if self.shape == "job" else f"{self.name}-{HOSTS}-0"
 
 
 def run_name(stem: str) -> str:
@@ -67,9 +70,14 @@ def run_name(stem: str) -> str:
 
 
 def manifests(job: PodJob, shown: bool = False) -> list[Manifest]:
-    """All of it, the Job or JobSet last. `shown`: without the Secret's values."""
+    """All of it, last what all else belongs to. `shown`: without the Secret's values."""
     found = [_secret(job, shown), *([] if job.script is None else [_script(job, job.script)]), _service(job)]
-    return [*found, _policy(job), _set(job) if job.in_set else _job(job)]
+    shapes = {
+        "job": lambda: [_job(job)],
+        "jobset": lambda: [_set(job)],
+        "trainjob": lambda: [_runtime(job), _train(job)],
+    }
+    return [*found, _policy(job), *shapes[job.shape]()]
 
 
 def literal(text: str) -> str:
@@ -145,15 +153,34 @@ def _job(job: PodJob) -> Manifest:
 
 
 def _set(job: PodJob) -> Manifest:
-    """A JobSet (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/) of this one Job. It fails with it; names
-    are those of our own service.
-    """
+    """A JobSet of this one Job. It fails with it; names are those of our own service."""
+    return _thing(job, "JobSet", "jobset.x-k8s.io/v1alpha2", spec={**_jobs(job), "ttlSecondsAfterFinished": KEPT})
+
+
+def _jobs(job: PodJob, **labels: str) -> Manifest:
+    """What a JobSet is to hold: the Job, with these labels of its own."""
     inner = _job(job)
-    del inner["spec"]["ttlSecondsAfterFinished"]  # the set would make another one
-    template = {"metadata": {"labels": inner["metadata"]["labels"]}, "spec": inner["spec"]}
-    spec: Manifest = {"replicatedJobs": [{"name": HOSTS, "replicas": 1, "template": template}]}
-    spec |= {"network": {"enableDNSHostnames": False}, "ttlSecondsAfterFinished": KEPT}
-    return _thing(job, "JobSet", "jobset.x-k8s.io/v1alpha2", spec=spec)
+    del inner["spec"]["ttlSecondsAfterFinished"]  # another one would be made
+    template = {"metadata": {"labels": {**inner["metadata"]["labels"], **labels}}, "spec": inner["spec"]}
+    jobs = [{"name": HOSTS, "replicas": 1, "template": template}]
+    return {"replicatedJobs": jobs, "network": {"enableDNSHostnames": False}}
+
+
+def _runtime(job: PodJob) -> Manifest:
+    """What a TrainJob refers to, and has to be there before it: Kubeflow Trainer makes the JobSet of it. A runtime of
+    the cluster's would not do: a TrainJob cannot bring rules for failures, a service or a completion mode to one.
+    """
+    jobs = _jobs(job, **{f"{TRAINER}/trainjob-ancestor-step": "trainer"})
+    spec = {"mlPolicy": {"numNodes": job.hosts}, "template": {"spec": jobs}}
+    made = _thing(job, "TrainingRuntime", f"{TRAINER}/v1alpha1", spec=spec)
+    made["metadata"]["labels"][f"{TRAINER}/framework"] = "torch"  # without it Kubeflow's SDK does not see it
+    return made
+
+
+def _train(job: PodJob) -> Manifest:
+    """It stays after its end until it is deleted, as TrainJobs do."""
+    runtime = {"apiGroup": TRAINER, "kind": "TrainingRuntime", "name": job.name}
+    return _thing(job, "TrainJob", f"{TRAINER}/v1alpha1", spec={"runtimeRef": runtime})
 
 
 def _pod(job: PodJob) -> Manifest:

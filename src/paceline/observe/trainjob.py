@@ -1,0 +1,93 @@
+"""Tells Kubeflow Trainer how far a run is, for the `trainerStatus` of its TrainJob. No torch.
+
+As https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from asyncio import Event
+from collections.abc import Mapping
+from contextlib import suppress
+from http.client import HTTPException, HTTPSConnection
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from paceline.errors import first_line
+from paceline.observe.figures import total
+from paceline.observe.metrics import values_of
+from paceline.observe.summary import Newest, Summary
+
+EVERY = 5.0  # seconds between two posts, as Kubeflow wants it at most
+PATIENCE = 5.0  # seconds for an answer
+MOST, LONGEST, LARGEST = 256, 64, 2**31 - 1  # metrics; characters of a name or value; a number of seconds
+
+
+def status(summary: Summary) -> dict[str, Any]:
+    """What is posted. The steps of several trainers are one count; what is not known is left out."""
+    newest = [records[-1] for records in summary.steps.values()]
+    done = sum(int(record.get("step") or 0) for record in newest)
+    aims: dict[Any, Any] = {grid.get("trainer"): grid.get("steps") for grid in summary.grids}
+    aim = sum(aims.values()) if aims and None not in aims.values() else 0
+    told: dict[str, Any] = {"lastUpdatedTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(summary.heard))}
+    left = 0 if summary.finished else max(aim - done, 0)
+    seconds, steps = total(newest, "seconds"), total(newest, "steps")
+    if aim or summary.finished:
+        told["progressPercentage"] = min(done * 100 // aim, 100) if left else 100
+        if steps or not left:
+            told["estimatedRemainingSeconds"] = min(round(left * seconds / steps), LARGEST) if left else 0
+    values: dict[str, Any] = {"step": done}
+    for record in newest:
+        values |= values_of(record)
+    values |= {name: curve[-1][1] for name, curve in summary.series.items()}
+    found = (
+        {"name": name[:LONGEST], "value": f"{value:.7g}"}
+        for name, value in values.items()
+        if name and not isinstance(value, str)
+    )
+    return {"trainerStatus": {**told, "metrics": list(islice(found, MOST))}}
+
+
+def post(server: Mapping[str, str], body: Mapping[str, Any]) -> None:
+    """`server` has its ``url``, and the files of its ``certificate`` and our ``token``, which both change now and then.
+    OSError, HTTPException, ValueError: it does not take it.
+    """
+    where = urlsplit(server["url"])
+    context = ssl.create_default_context(cafile=server["certificate"] or None)
+    token = Path(server["token"]).read_text().strip()
+    # By itself: what is in the cluster is not asked for by way of a proxy.
+    connection = HTTPSConnection(where.hostname or "", where.port, timeout=PATIENCE, context=context)
+    try:
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        connection.request("POST", where.path, json.dumps(body), headers)
+        answer = connection.getresponse()
+        answer.read()
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise HTTPException(f"{answer.status} {answer.reason}")
+
+
+async def report(folder: Path, server: Mapping[str, str], ended: Event) -> None:
+    """Posts what is new until the run has `ended`, and then its end. That it cannot it prints once."""
+    newest, sent, told = Newest(folder, EVERY, status), -1, False
+    while True:
+        last = ended.is_set()
+        number, body = await asyncio.to_thread(newest.get, last)
+        try:
+            if number > sent:
+                await asyncio.to_thread(post, server, body)
+                sent = number
+        except (OSError, HTTPException, ValueError) as error:
+            if not told:
+                print(f"Kubeflow Trainer does not take how far the run is ({first_line(error)})", flush=True)
+            told = True
+        if last:
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), EVERY)
