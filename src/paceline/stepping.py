@@ -172,12 +172,11 @@ class Stepper:
             began = time.perf_counter()
             undo.callback(self._again)
             self._begin(step, deal, name)
-            loaded = time.perf_counter()
+            step.spent = {"data": time.perf_counter() - began}
             undo.callback(self.replica.abort)
             with self.streams.lent():
                 computed = self._compute(step, deal, name, began)
             self._end(step)
-            step.spent = {"data": loaded - began, "compute": computed - loaded}
             norm = yield partial(self._norm, step)
             undo.pop_all()
         reduced = time.perf_counter()
@@ -246,7 +245,7 @@ class Stepper:
                 self.trainer, whole=bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
             )
             sums = step.sums = self.replica.run(step.whole.micro_batches, options, step.ahead.sum)
-            computed = time.perf_counter()
+            step.spent["compute"] = (computed := time.perf_counter()) - began - step.spent.get("data", 0.0)
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
             alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
             divided = step.whole.fine and alone
@@ -562,7 +561,8 @@ class Stepper:
             "spread_squares": sums.spread[1] ** 2,
             **run.saving.fields,
         }
-        packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, self.spent)
+        spent = self.spent | step.spent
+        packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, spent)
         rows = layout.rows(sums.parts if speaks else [], whole.count) if self.plan.exact else []
         with PULSE.waiting():  # also where NCCL does
             summed = self.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)

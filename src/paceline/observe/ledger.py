@@ -39,7 +39,7 @@ class Ledger:
         lanes: Mapping[int, Sequence[float]] = NOBODY,
     ) -> None:
         """Adds a turn of so many `steps`: `spent` seconds by part on this worker; `workers` are everybody's seconds of
-        computing, and `lanes` those of the step before by part.
+        computing, and `lanes` those by part: data and compute of this step, the rest of the one before.
         """
         self._steps.append(_Step(step, samples, spent, workers, steps, lanes))
 
