@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ NICE = 10  # the training goes before
 
 
 async def serve(given: Mapping[str, Any]) -> None:
-    """Answers until the run has ended and the last figures were seen. `given` has the run's `folder`, and listening
-    sockets: for `metrics`, and for the `page` that is asked for by `hosts`.
+    """Answers until the run has ended and the last figures were seen. `given` has a `folder` of the run and its name,
+    listening sockets: for `metrics`, and for the `page` that is asked for by `hosts`; and the `targets` that stand in
+    the folders `told`.
     """
     folder, loop = Path(given["folder"]), asyncio.get_running_loop()
     ended, scraped = asyncio.Event(), asyncio.Event()
@@ -37,7 +39,7 @@ async def serve(given: Mapping[str, Any]) -> None:
     if given.get("metrics") is not None:
         from paceline.observe.scraping import Figures, ScrapeHandler  # needs the client of Prometheus
 
-        about = {"figures": Figures(folder), "key": key, "ended": ended, "scraped": scraped}
+        about = {"figures": Figures(folder, given["run"]), "key": key, "ended": ended, "scraped": scraped}
         _answer(given["metrics"], [("/metrics", ScrapeHandler, about)])
     if given.get("page") is not None:
         from paceline.observe.live import Views, routes
@@ -54,8 +56,9 @@ async def serve(given: Mapping[str, Any]) -> None:
         await asyncio.sleep(0.2)  # the answer is on its way
     except TimeoutError:
         pass
-    if given.get("metrics") is not None:
-        write_targets(folder, [])
+    for place in given["told"]:
+        with suppress(OSError):
+            write_targets(Path(place), [], instead_of=given["targets"])
     os._exit(0)  # readers that stand still are not waited for
 
 
