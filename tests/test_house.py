@@ -35,7 +35,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # that differ were healed, hosts were looked at before a run, and Kubernetes could be asked for pods; 42,800 until
 # servers took codes and exact sums, delayed momentum, and did not wait for late workers.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 45_000, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 45_250, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [

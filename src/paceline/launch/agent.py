@@ -424,7 +424,7 @@ class Agent:
             self._link.move(self._own)
             try:
                 self.serve()
-            except UsageError as error:
+            except (UsageError, OSError) as error:
                 self.say(f"nobody serves figures now: {error}", always=True)
 
     def _move(self, address: tuple[str, int]) -> None:

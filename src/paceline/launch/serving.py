@@ -63,7 +63,7 @@ class Serving(AbstractContextManager["Serving"]):
             check_serving(self._metrics, self._page)  # what is installed on this host
         key, begun = reading_key(folder), self._begun or folder
         shared = begun != folder and _has(begun, key)
-        given: dict[str, Any] = {"folder": str(folder.absolute()), "run": begun.name, "targets": []}
+        given: dict[str, Any] = {"folder": str(folder.absolute()), "run": begun.absolute().name, "targets": []}
         given["told"] = [str(place.absolute()) for place in (folder, *([begun] if shared else []))]
         with ExitStack() as stack:
             for name, address in (("metrics", self._metrics), ("page", self._page)):

@@ -30,7 +30,7 @@ from tornado.web import RequestHandler
 
 from paceline.observe.drawing import STYLE as DRAWN
 from paceline.observe.journal import NAME
-from paceline.observe.page import STYLE, Wanted, around, team_of
+from paceline.observe.page import STYLE, Chosen, around, team_of
 from paceline.observe.summary import Newest, Summary
 
 OFTEN = 1.0  # seconds for which a view is not made anew
@@ -121,13 +121,13 @@ POLICY = (
 )
 
 
-class View:
+class Panels:
     """The panels of a summary, for all who want something of the team opened."""
 
     def __init__(self, summary: Summary) -> None:
         self._summary, self._around = summary, around(summary)
 
-    def html(self, wanted: Wanted) -> str:
+    def html(self, wanted: Chosen) -> str:
         before, after = self._around
         return before + team_of(self._summary, wanted) + after
 
@@ -136,12 +136,12 @@ class Views:
     """A run's panels, made at most so often however many ask. `key` is the reading key; who had it has a session."""
 
     def __init__(self, folder: Path, key: str, hosts: Collection[str]) -> None:
-        self._newest = Newest(folder, OFTEN, View)
+        self._newest = Newest(folder, OFTEN, Panels)
         self.folder, self.key, self.hosts = folder, key, hosts
         self.sessions: deque[str] = deque(maxlen=SESSIONS)
         self.streams = 0
 
-    def look(self) -> tuple[int, View]:
+    def look(self) -> tuple[int, Panels]:
         """With the number of the last event that the panels hold."""
         return self._newest.get()
 
@@ -219,7 +219,7 @@ class Page(RequestHandler):
     async def _view(self) -> None:
         number, view = self._views.look()
         asked, find = self.get_query_arguments("open"), self.get_query_argument("find", "")
-        wanted = Wanted(frozenset(asked), find, self.get_query_argument("seeks", "") == "true")
+        wanted = Chosen(frozenset(asked), find, self.get_query_argument("seeks", "") == "true")
         self.set_header("X-Event", str(number))
         self.set_header("Content-Type", "text/html; charset=utf-8")
         self.finish(view.html(wanted))

@@ -15,7 +15,7 @@ from paceline.observe.journal import Event
 from paceline.observe.summary import Rows, Summary, facts
 from paceline.observe.team import HEAD as HEADINGS
 from paceline.observe.team import SHOWN as FEW
-from paceline.observe.team import Member, by_host, members, told
+from paceline.observe.team import OneWorker, by_host, members, told
 
 SHOWN = 1 << 19  # bytes of a picture that the page holds itself, at most
 HOSTS = 32  # that are listed at once, the slowest
@@ -87,7 +87,7 @@ def _name(summary: Summary) -> str:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Chosen:
     """What a reader has `opened` of very many workers, by `data-of`, and whom they look for: a worker's number or a
     host's name. Who `seeks` it for the first time gets it opened.
     """
@@ -129,14 +129,14 @@ def around(summary: Summary) -> tuple[str, str]:
     return _header(summary, _name(summary)) + before, body + foot
 
 
-def team_of(summary: Summary, wanted: Wanted | None) -> str:
+def team_of(summary: Summary, wanted: Chosen | None) -> str:
     """The workers; of very many their hosts, each to be opened. Without `wanted` all that can be opened is there."""
     team = members(summary)
     few = len(team) <= FEW or len({member.host for member in team}) == 1
     return section("Team", (_workers(team) if few else _hosts(team, wanted)) if team else "")
 
 
-def _workers(team: Sequence[Member], found: str = "") -> str:
+def _workers(team: Sequence[OneWorker], found: str = "") -> str:
     rows = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in HEADINGS)}</tr>"]
     for member in team:
         cells = (*(f"<td>{escape(cell)}</td>" for cell in member.row[:-1]), f"<td>{_lane(member.lane)}</td>")
@@ -145,7 +145,7 @@ def _workers(team: Sequence[Member], found: str = "") -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _hosts(team: Sequence[Member], wanted: Wanted | None) -> str:
+def _hosts(team: Sequence[OneWorker], wanted: Chosen | None) -> str:
     """The slowest first, and the rest as one."""
     hosts = by_host(team)
     find = wanted.find if wanted is not None else ""

@@ -16,7 +16,7 @@ HEAD = ("worker", "", "host", "share", "computing", "others waited for it", "whe
 
 
 @dataclass(frozen=True)
-class Member:
+class OneWorker:
     """A worker of a run: its part of the global batch, and of a step its seconds of computing, those that others waited
     for it, those of the `step` itself and where the worker's went, as far as that is known.
     """
@@ -50,7 +50,7 @@ class Member:
         return (self.worker, self.state, self.host, self.share, computed, waited, parts)
 
 
-def members(summary: Summary) -> list[Member]:
+def members(summary: Summary) -> list[OneWorker]:
     """All workers, by number. Their seconds are those of the newest record of steps, and of very many workers those of
     the newest that tells of each.
     """
@@ -63,7 +63,7 @@ def members(summary: Summary) -> list[Member]:
     hosts = summary.hosts | {worker: event["host"] for event in summary.loaded for worker in event["workers"]}
 
     return [
-        Member(
+        OneWorker(
             worker,
             "up" if states[worker] else "ended" if summary.outcome else "lost",
             hosts.get(worker, ""),
@@ -77,15 +77,15 @@ def members(summary: Summary) -> list[Member]:
     ]
 
 
-def by_host(team: Sequence[Member]) -> list[tuple[str, list[Member]]]:
+def by_host(team: Sequence[OneWorker]) -> list[tuple[str, list[OneWorker]]]:
     """The hosts and their workers; who has the slowest comes first."""
-    found: dict[str, list[Member]] = {}
+    found: dict[str, list[OneWorker]] = {}
     for member in team:
         found.setdefault(member.host, []).append(member)
     return sorted(found.items(), key=lambda host: -max(member.slowness for member in host[1]))
 
 
-def told(team: Sequence[Member]) -> str:
+def told(team: Sequence[OneWorker]) -> str:
     """What all of them, or those of a host, come to."""
     up = sum(member.state == "up" for member in team)
     worst = max(team, key=lambda member: member.slowness)
@@ -99,7 +99,7 @@ def told(team: Sequence[Member]) -> str:
     return ", ".join(parts)
 
 
-def slowest(team: Sequence[Member]) -> tuple[list[Member], int]:
+def slowest(team: Sequence[OneWorker]) -> tuple[list[OneWorker], int]:
     """Of very many workers those, by number, and how many more there are."""
     most = sorted(team, key=lambda member: -member.slowness)[:SHOWN]
     return sorted(most, key=lambda member: (len(member.worker), member.worker)), len(team) - len(most)
