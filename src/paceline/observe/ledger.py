@@ -71,8 +71,9 @@ class Ledger:
                 waited_for[first] = waited_for.get(first, 0.0) + one.workers[first] - one.workers[second]
         computed: dict[int, float] = {}
         for one in self._steps:
-            self._made += one.steps
-            sums = computed if len(one.workers) <= TOLD else self._each
+            many = len(one.workers) > TOLD
+            self._made += one.steps * many
+            sums = self._each if many else computed
             for worker, seconds in one.workers.items():
                 sums[worker] = sums.get(worker, 0.0) + seconds
         lanes: dict[str, float] = {}
