@@ -22,6 +22,8 @@ from networks import hosts as hosts
 from oracle import apart
 from safetensors.torch import load_file
 
+from paceline.observe.summary import Summary
+from paceline.observe.team import members
 from paceline.team.chaos import read_log
 
 pytestmark = pytest.mark.root
@@ -236,6 +238,22 @@ def test_another_host_takes_over(cluster: Callable[[int], Cluster], undisturbed:
         assert "has taken over: this host's workers come to it as new ones" in here.agents[0].text
     here.end(-9 if how == "kill" else 0, 0, 0)
     same(here, undisturbed, first=1)
+
+
+def test_who_joined_has_a_share_and_hears_where_a_stop_saved(cluster: Callable[[int], Cluster]) -> None:
+    here = cluster(2)
+    here.spread(1, 1)
+    here.stop(0)
+    here.end(75, 75)
+    (stopped,) = here.agents[0].events("stopped")
+    path = f"checkpoints/step-{stopped['step']:012d}"
+    assert (here.agents[0].folder / path / "manifest.json").exists()
+    assert f"stopped after step {stopped['step']}; saved run-0/{path}\n" in here.agents[0].text
+    assert all(member.share for member in members(Summary(here.agents[0].folder))), "also who came later has one"
+    where = "in the folder of the run's first worker"
+    assert f"stopped after step {stopped['step']}; saved {path} {where}\ncontinue with: paceline run --join " in (
+        here.agents[1].text
+    )
 
 
 def test_nothing_to_take_over(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def served(folder: Path) -> Iterator[Served]:
     """The process alone, for a folder that holds a journal."""
     listener = socket.create_server(("127.0.0.1", 0))
     given = {"folder": str(folder), "page": listener.fileno(), "hosts": ["127.0.0.1", "localhost", "::1"]}
+    given |= {"run": folder.name, "told": [], "targets": []}
     command = [sys.executable, "-m", "paceline.observe.serving", json.dumps(given)]
     process = subprocess.Popen(
         command, env=environment(), stdin=subprocess.PIPE, pass_fds=[listener.fileno()], stderr=subprocess.PIPE
@@ -254,6 +255,57 @@ class Browser:
         self.process.wait()
 
 
+def write_many(folder: Path, workers: int = 1000, each: int = 8) -> Journal:
+    """A run of very many workers, so many on a host; worker 517 takes three times as long, and worker 803 is lost."""
+    journal = Journal(folder)
+    journal.write("start", workers=workers, script="train.py", resumed_from=None)
+    for first in range(0, workers, each):
+        about = {str(worker): [0.0, 10] for worker in range(first, min(workers, first + each))}
+        journal.write("loaded", host=f"node{first // each}", workers=about)
+    journal.write("formed", workers=[*range(workers)])
+    journal.write("lost", workers=[803], why="was killed by SIGKILL", step=5)
+    computed = {str(worker): 0.6 if worker == 517 else 0.2 + worker / 1e5 for worker in range(workers)}
+    journal.write("step", **step(10, waited_for={"517": 0.4}))
+    journal.write("each", trainer=0, step=10, steps=10, computed=computed)
+    return journal
+
+
+def test_a_thousand_workers_are_their_hosts_until_one_is_opened(tmp_path: Path) -> None:
+    write_many(tmp_path)
+    with served(tmp_path) as run:
+        cookie = run.session().partition(";")[0]
+
+        def view(query: str = "") -> str:
+            return run.ask(f"/view?{query}", Cookie=cookie)[2]
+
+        whole = view()
+        assert whole.count("<details") == 33
+        assert len(whole) < 40_000
+        of_all = "1,000 workers, 999 up, computing 20.5 ms a step, its slowest 60 ms (worker 517), others waited 40 ms"
+        assert f'<p class="soft">on 125 hosts {of_all}</p>' in whole
+        slow = "8 workers, computing 20.5 ms a step, its slowest 60 ms (worker 517), others waited 40 ms"
+        assert re.findall(r'<details data-of="(.*?)"><summary><b>.*?</b> (.*?)</summary>', whole)[0] == (
+            "host node64",
+            slow,
+        )
+        assert "<summary>and 93 faster hosts</summary>" in whole
+        opened = view("open=host+node64")
+        assert '<details data-of="host node64" open>' in opened
+        assert [f"<td>{worker}</td>" in opened for worker in (511, 512, 517, 519, 520)] == [False, *[True] * 3, False]
+        assert 'aria-label="load and compute 41%, reduce, wait and others 59%"' in opened
+        found = view("find=3&seeks=true")  # it is among the rest
+        assert re.findall(r'<details data-of="([^"]*)" open>', found) == ["more", "host node0"]
+        assert re.findall(r'<tr id="found" aria-current="true" tabindex="-1"><td>(\d+)</td>', found) == ["3"]
+        assert " open>" not in view("find=3")
+        assert 'open><summary id="found" aria-current="true"><b>node100</b> 8 workers, 7 up, ' in view(
+            "find=node100&seeks=true"
+        )
+        assert "there is no worker or host &lt;b&gt;" in view("find=%3Cb%3E&seeks=true")
+    report = render(Summary(tmp_path))
+    assert report.count("<details") == 33 + 93
+    assert "<td>517</td>" in report
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here: apt-get install chromium")
 def test_a_browser_follows_a_run_to_its_end_and_runs_nothing_of_its(tmp_path: Path) -> None:
@@ -292,5 +344,52 @@ def test_a_browser_follows_a_run_to_its_end_and_runs_nothing_of_its(tmp_path: Pa
             run.process.stdin.close()
             run.process.stdin = None
             until(lambda: str(browser.says(said)).startswith("no connection: the run has ended"))
+        finally:
+            browser.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here: apt-get install chromium")
+def test_a_browser_goes_from_hosts_to_a_worker_by_keyboard(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    journal = write_many(folder)
+    with served(folder) as run:
+        browser = Browser(tmp_path / "browser")
+
+        def key(name: str, code: int, text: str = "") -> None:
+            for kind in ("keyDown", "keyUp"):
+                browser.call("Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=code, text=text)
+
+        def newer() -> None:
+            journal.write("step", **step(20, loss=1.0))
+            until(lambda: browser.says(said) == f"live, up to event {len(read_journal(folder))}")
+
+        said = "document.querySelector('#live')?.textContent"
+        focus = "document.activeElement.textContent"
+        try:
+            browser.call("Page.navigate", url=f"http://127.0.0.1:{run.port}/#{reading_key(folder)}")
+            until(lambda: browser.says("document.querySelectorAll('main details').length") == 33)
+            shot = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
+            (tmp_path / "hosts.png").write_bytes(shot)
+            key("Tab", 9)
+            assert browser.says("document.activeElement.labels[0].textContent") == "Worker or host: "
+            key("Tab", 9)
+            assert browser.says(focus).startswith("node64 8 workers")
+            key("Enter", 13, "\r")
+            until(lambda: "load and compute 41%" in browser.says("document.querySelector('main details').innerHTML"))
+            newer()
+            assert browser.says(focus).startswith("node64 8 workers"), "what is new leaves the reader where they are"
+            assert browser.says("document.querySelector('main details').open")
+            key("Enter", 13, "\r")
+            until(lambda: not browser.says("document.querySelector('main details table') !== null"))
+            browser.says("document.querySelector('#find input').focus()")
+            browser.call("Input.insertText", text="3")
+            key("Enter", 13, "\r")
+            until(lambda: str(browser.says(focus)).startswith("3upnode0"))
+            shot = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
+            (tmp_path / "found.png").write_bytes(shot)
+            newer()
+            assert str(browser.says(focus)).startswith("3upnode0")
+            assert browser.says("document.querySelectorAll('img, main script').length") == 0
         finally:
             browser.close()

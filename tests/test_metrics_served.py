@@ -10,14 +10,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from agents import until
+from clusters import Cluster
+from clusters import cluster as cluster
 from journals import write_run
 from launching import environment, free_port, paceline, train_basics
+from networks import Host
+from networks import hosts as hosts
 from prometheus_client.parser import text_string_to_metric_families
 from warm import Process
 
@@ -82,14 +86,15 @@ def answers(port: int, key: str) -> bool:
         return False
 
 
-def serving_process(folder: Path) -> int:
-    told = json.dumps(str((folder / "out").absolute()))
+def serving_process(folder: Path, run: str = "out") -> int:
+    """That which serves from this run folder."""
+    told = f'"folder": {json.dumps(str((folder / run).absolute()))}'
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = entry.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"paceline.observe.serving" in words and told in entry.read_text():
+        if b"paceline.observe.serving" in words and told.encode() in b" ".join(words):
             return int(entry.parent.name)
     return 0
 
@@ -156,7 +161,7 @@ def test_text_is_read_by_the_parser_whatever_a_name_holds(tmp_path: Path) -> Non
 
     class Once:
         def collect(self):
-            return families(Summary(tmp_path / "out", Reader(tmp_path / "out")))
+            return families(Summary(tmp_path / "out", Reader(tmp_path / "out")), "out")
 
     found = figures(generate_latest(Once()).decode())
     assert found["paceline_value"][bad] == 2.5
@@ -181,7 +186,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     )
     joins = paceline("run", "--join", "out", "--page", "127.0.0.1:0", "train.py", cwd=tmp_path, code=2)
     assert joins.stderr == (
-        "paceline: a run is served where it was begun, and --join comes to one; "
+        "paceline: a run is served beside its coordinator, and --join comes to one; "
         "give --metrics and --page to the command that begins it\n"
     )
     monkeypatch.setattr("paceline.launch.serving.find_spec", lambda name: None)
@@ -202,6 +207,54 @@ def test_rules_and_dashboard_name_what_there_is(capsys: pytest.CaptureFixture[st
     for option, first in ((), "| Prometheus"), (("--rules",), "# Made by"), (("--dashboard",), "{"):
         assert main(["metrics", *option]) == 0
         assert capsys.readouterr().out.startswith(first)
+
+
+# ---- several hosts
+
+
+def told_from(host: Host, folder: Path, path: str, key: str, port: int, *options: str) -> str:
+    """What `curl` on this host is told where the file of targets says that figures are, by the port of another."""
+    (told,) = json.loads((folder / "metrics.json").read_text())
+    url = f"http://{told['targets'][0].rpartition(':')[0]}:{port}{path}"
+    head = f"Authorization: Bearer {key}"
+    asked = host.command("curl", "--silent", "--fail", "--max-time", "5", "--header", head, *options, url)
+    return subprocess.run(asked, capture_output=True, text=True).stdout
+
+
+def step_of(text: str) -> float:
+    return sum(float(value) for value in re.findall(r'^paceline_step{run="run-0".*} (\S+)$', text, re.MULTILINE))
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_figures_and_the_page_go_on_where_the_coordinator_does(cluster: Callable[[int], Cluster]) -> None:
+    """The first host is lost. The folder of the run is one that all see, as that of a cluster often is."""
+    here = cluster(2)
+    first, second = here.network.hosts
+    here.spread(1, 1, options=["--metrics", f"{first.address}:9464", "--page", f"{first.address}:9465"])
+    begun, then = (agent.folder for agent in here.agents)
+    key = (begun / "reading_key").read_text().strip()
+    here.until(lambda: step_of(told_from(second, begun, "/metrics", key, 9464)) > 2)
+    here.agents[0].kill()
+    here.until(lambda: "no word from the coordinator" in here.agents[1].text)
+    paceline("run", "--take-over", then, cwd=here.folder)
+    here.members(1, agent=1)
+    targets = [{"targets": [f"{second.address}:9464"]}]
+    here.until(lambda: json.loads((begun / "metrics.json").read_text()) == targets)
+    assert json.loads((then / "metrics.json").read_text()) == targets
+    before = here.status(1)["step"]
+    here.until(lambda: step_of(told_from(second, begun, "/metrics", key, 9464)) > before)
+    for folder in begun, then:
+        assert (folder / "page").read_text() == f"http://{second.address}:9465/#{key}\n"
+        assert (folder / "page").stat().st_mode & 0o777 == 0o600
+    jar = str(here.folder / "cookies")
+    told_from(second, then, "/session", key, 9465, "--cookie-jar", jar)
+    view = told_from(second, then, "/view", "", 9465, "--cookie", jar)
+    assert "Running, at step " in view
+    here.until(lambda: not serving_process(here.folder, "run-0"))  # it has waited for a last question
+    assert json.loads((begun / "metrics.json").read_text()) == targets, "it does not take back what is another's"
+    here.end(-9, 0)
+    here.until(lambda: json.loads((begun / "metrics.json").read_text()) == [])
 
 
 # ---- a real Prometheus

@@ -23,6 +23,7 @@ from journals import GRID, step, write_run
 from rich.console import Console
 
 from paceline.errors import UsageError
+from paceline.observe import ledger
 from paceline.observe.journal import Journal, effective_steps, read_journal
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
@@ -558,3 +559,19 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         Summary(tmp_path)
     assert str(caught.value) == f"{tmp_path} is no run folder: it has no journal.jsonl; name one that --run-dir made"
+
+
+def test_what_each_of_very_many_workers_computed_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "SELDOM", 0.0)
+    kept = ledger.Ledger()
+    for number in range(1, 5):
+        kept.add(number, 8, {"compute": 0.1}, {worker: worker / 1000 for worker in range(65)})
+        if number == 2:
+            assert (kept.take(0)["computed"], kept.take(0)["steps"]) == ({}, 0)
+    kept.take(0)
+    told = {"steps": 4, "computed": {worker: pytest.approx(4 * worker / 1000) for worker in range(65)}}
+    assert kept.each() == told
+    assert kept.each() is None, "nothing is told twice"
+    kept.add(5, 8, {"compute": 0.1}, dict.fromkeys(range(64), 0.5))
+    assert kept.take(0)["computed"] == dict.fromkeys(range(64), 0.5), "of fewer in every record"
+    assert kept.each() is None

@@ -4,6 +4,7 @@ own.
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from networks import hosts as hosts
 from oracle import apart
 from safetensors.torch import load_file
 from test_launchers_of_others import needs, weights
+from test_metrics_served import told_from
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
 DIGITS = Path(__file__).parents[1] / "examples" / "digits.py"
@@ -140,6 +142,7 @@ def test_two_hosts_train_what_one_worker_trains(shore: Callable[[int], Shore], t
     assert here.nobody()
 
 
+WORKER_1_UP = 'paceline_worker_up{run="run",worker="1"} 1.0'
 SLOWLY = """
 from basics import *
 import os, time
@@ -160,6 +163,23 @@ def begun(
     process = here.start("--hosts", "a,b", "--run-dir", "run", "--min-workers", "2", *words, "train.py")
     until(lambda: (here.folder / "run/journal.jsonl").exists() and journal(here.folder / "run", "formed"), 200)
     return process
+
+
+def test_figures_and_the_page_are_served_from_the_first_host(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+    here, run = shore(2), tmp_path / "run"
+    process = begun(here, "--metrics", "127.0.0.1:9464", "--page", "127.0.0.1:9465")
+    key = (run / "reading_key").read_text().strip()
+    figures = lambda: told_from(here.hosts[0], run, "/metrics", key, 9464)
+    until(lambda: WORKER_1_UP in figures(), 60)
+    jar = str(tmp_path / "cookies")
+    told_from(here.hosts[0], run, "/session", key, 9465, "--cookie-jar", jar)
+    assert "Running, at step " in told_from(here.hosts[0], run, "/view", "", 9465, "--cookie", jar)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=100)
+    assert process.returncode == 75, error
+    assert "live page: http://127.0.0.1:9465/, whose address with its key is in run/page\n" in error
+    assert "paceline_running" in figures(), "the last ones, once"
+    until(lambda: json.loads((run / "metrics.json").read_text()) == [])
 
 
 def test_a_launcher_that_dies_leaves_a_checkpoint(shore: Callable[[int], Shore], tmp_path: Path) -> None:

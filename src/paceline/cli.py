@@ -258,6 +258,11 @@ def _running(option: Callable[..., Any]) -> None:
     option("--verbose", action="store_true", help="end with all figures of the report")
 
 
+def _served(option: Callable[..., Any], at: str = "there") -> None:
+    option("--metrics", metavar="ADDR:PORT", help=f"serve figures to Prometheus {at}, with the run's reading_key")
+    option("--page", metavar="ADDR:PORT", help=f"serve the live page {at}, with the run's reading_key")
+
+
 def _launching(add: Callable[..., Any]) -> None:
     does = "Starts one agent a host, which brings its workers to one run; the first host keeps the coordinator."
     option = add(
@@ -356,6 +361,7 @@ def _far(option: Callable[..., Any], engine: str) -> None:
     own, there = ("the path of this one",) * 2 if engine != "kubectl" else ("python", "the run's volume")
     if engine != "kubectl":
         option("--listen", metavar="ADDR[:PORT]", help="where the others reach the first host (default: found out)")
+        _served(option, "from the first host")
     option("--python", metavar="PATH", help=f"the hosts' Python (default: {own})")
     option("--cwd", metavar="DIR", help=f"the folder to run in (default: {there})")
     option("--setup", metavar="SHELL", help="what a shell runs there first, as 'module load cuda'")
@@ -410,8 +416,7 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
     _running(option)
     option("--shares", metavar="A,B,..", help="weights of unequal workers in dealing rows, as 3,1")
     option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
-    option("--metrics", metavar="ADDR:PORT", help="serve figures to Prometheus there, with the run's reading_key")
-    option("--page", metavar="ADDR:PORT", help="serve the live page there, with the run's reading_key")
+    _served(option)
     option("--notify", metavar="COMMAND", help="a shell command that gets a JSON object at a failure, a hang, the end")
     option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")

@@ -544,8 +544,7 @@ class Run:
         path = f"checkpoints/{folder_of(saved)}" if self.folder and saved else None
         self._close_account()
         self.journal.write("stopped", step=self.step, why=why)
-        if self.main:
-            self.team.world.tell("stopped", step=self.step, checkpoint=path)
+        self.team.world.tell("stopped", step=self.step, checkpoint=path)
         if self.progress is not None:
             then = f"; the same command continues from {self.folder}"
             self.say(f"stopped at step {self.step}{then if path else ': there is no run folder, nothing was saved'}")

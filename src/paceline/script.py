@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -73,15 +74,16 @@ def code(folder: Path) -> dict[str, Any]:
     """
     script = Path(sys.argv[0])
     place = script.resolve().parent if script.is_file() else Path.cwd()
-    commit = _git(place, "rev-parse", "HEAD")
+    diffs = "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD"
+    asked = ("rev-parse", "HEAD"), ("config", "--get", "remote.origin.url"), diffs
+    with ThreadPoolExecutor(len(asked)) as at_once:
+        commit, remote, diff = at_once.map(lambda words: _git(place, *words), asked)
     if not commit:
         return {}
-    remote = _git(place, "config", "--get", "remote.origin.url") or b""
     told: dict[str, Any] = {
         "commit": commit.decode(),
-        "remote": without_secrets(remote.decode(errors="replace")) or None,
+        "remote": without_secrets((remote or b"").decode(errors="replace")) or None,
     }
-    diff = _git(place, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
     told |= {"dirty": None if diff is None else bool(diff), "diff": None}
     if diff:
         told["diff"] = f"changes-{hashlib.sha256(diff).hexdigest()[:12]}.diff"

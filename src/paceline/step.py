@@ -129,7 +129,7 @@ class Agreed:
     last update, loading, forward and backward; `unused` are the numbers of the parameters that got no gradient on any
     worker; `tune` are those that want codecs to be chosen again; `digests` are of each worker's weights before the
     step, in steps that compare them, and `look` wishes that the next one does; `spent` is where the time of each worker
-    went in the step before, by part. `spread` are squares of gradients, as
+    went, by part: data and compute of this step, the rest of the one before. `spread` are squares of gradients, as
     sums, of some rows or tokens of each worker, `spread_count` and `spread_squares` how many, and the squares of that.
     """
 
@@ -189,7 +189,7 @@ class VectorLayout:
         spent: Mapping[str, float] = NOWHERE,
     ) -> list[float]:
         """One worker's part. Fields that are not given are 0; a worker without rows has no metrics. `spent` are its
-        seconds of the step before, by part.
+        seconds by part, as far as they are known by now.
         """
         vector = [float(fields.get(name, 0.0)) for name in _FIELDS]
         for name in self.metrics:

@@ -15,7 +15,7 @@ import torch
 
 from paceline.agreement import Weights
 from paceline.arguments import peak_memory
-from paceline.data.balance import Balance
+from paceline.data.balance import Balance, Change
 from paceline.data.loader import Place
 from paceline.errors import MetricError, UsageError
 from paceline.inner import Inner
@@ -135,8 +135,7 @@ class Stepper:
         if self.grid is not None and not apart:
             never = self.run.reverse or plan.one_by_one
             self.balance = Balance(self.grid, self.operations.members, never, unit)
-        if plan.precision == "fp16":
-            self.scaling = LossScale()
+        self.scaling = LossScale() if plan.precision == "fp16" else None
         self.run.measures.append(self.measure)
         self.run.own.append(self.replica.own)
 
@@ -172,12 +171,11 @@ class Stepper:
             began = time.perf_counter()
             undo.callback(self._again)
             self._begin(step, deal, name)
-            loaded = time.perf_counter()
+            step.spent = {"data": time.perf_counter() - began}
             undo.callback(self.replica.abort)
             with self.streams.lent():
                 computed = self._compute(step, deal, name, began)
             self._end(step)
-            step.spent = {"data": loaded - began, "compute": computed - loaded}
             norm = yield partial(self._norm, step)
             undo.pop_all()
         reduced = time.perf_counter()
@@ -246,7 +244,7 @@ class Stepper:
                 self.trainer, whole=bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
             )
             sums = step.sums = self.replica.run(step.whole.micro_batches, options, step.ahead.sum)
-            computed = time.perf_counter()
+            step.spent["compute"] = (computed := time.perf_counter()) - began - step.spent.get("data", 0.0)
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
             alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
             divided = step.whole.fine and alone
@@ -451,10 +449,9 @@ class Stepper:
         operations, group = self.operations, self.run.team.group
         if self.housed == operations.number:
             return
-        balance = self.balance
+        balance, own = self.balance, self.replica.own
         group.enter(name)
         self.replica.rehouse()
-        own = self.replica.own
         shares, known = None if balance is None else balance.state(), own.known(operations.done)
         common = [group.links, own.chosen] if group.rank == 0 else []
         said = group.gather_json([shares, self.weights.kind, common, known])
@@ -464,7 +461,7 @@ class Stepper:
             self.run.journal.write("links", **measured)
             self.run.say(f"the link between hosts: {links_of(measured)}", once=True)
         if balance is not None:
-            balance.reform(operations.members, said[0][0])  # of who is here longest
+            self._dealt(balance, balance.reform(operations.members, said[0][0]))  # of who is here longest
         self.weights.kinds, self.weights.due = [kind for _, kind, *_ in said], True
         for text in own.formed([known for *_, known in said], resumed=operations.number == 0):
             self.run.say(text, once=True)
@@ -483,15 +480,17 @@ class Stepper:
     def _weigh(self, balance: Balance, step: Step) -> None:
         """What a step tells of the workers' speeds."""
         balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.strict + step.agreed.whole > 0)
-        change = balance.learn(step.agreed.seconds) if step.whole.full else None
-        if change is not None:
-            about = {"trainer": self.trainer, "step": self.done, "workers": balance.workers}
-            self.run.journal.write("shares", **about, **dataclasses.asdict(change))
+        self._dealt(balance, balance.learn(step.agreed.seconds) if step.whole.full else None)
         for what, why in balance.news:
             self.run.decide(self.trainer, what, why)
         balance.news.clear()
         for what, why in balance.settled():
             self.run.say(f"{what}: {why}")
+
+    def _dealt(self, balance: Balance, change: Change | None) -> None:
+        if change is not None:
+            about = {"trainer": self.trainer, "step": self.done, "workers": balance.workers}
+            self.run.journal.write("shares", **about, **dataclasses.asdict(change))
 
     def _tell(self, news: dict[str, tuple[str, str]]) -> None:
         """What somebody has observed, once: a decision and its reason, or what people would not know otherwise."""
@@ -562,7 +561,8 @@ class Stepper:
             "spread_squares": sums.spread[1] ** 2,
             **run.saving.fields,
         }
-        packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, self.spent)
+        spent = self.spent | step.spent
+        packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, spent)
         rows = layout.rows(sums.parts if speaks else [], whole.count) if self.plan.exact else []
         with PULSE.waiting():  # also where NCCL does
             summed = self.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)

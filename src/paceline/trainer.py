@@ -390,6 +390,8 @@ class Trainer(Telling):
             figures = self._ledger.take(self._group.sent)
             own = {name: getattr(report, name) for name in ("step", "epoch", "loss", "metrics", "lr", "grad_norm")}
             self._run.show("step", trainer=self._number, **own, **figures, account=account.take())
+            if (each := self._ledger.each()) is not None:
+                self._run.journal.write("each", trainer=self._number, step=report.step, **each)
 
     # -- beside training ----------------------------------------------------------------------------------------
 

@@ -66,13 +66,13 @@ def slowest(units: int, counts: Sequence[int], costs: Sequence[WorkerCost]) -> f
 
 @dataclass(frozen=True)
 class Change:
-    """New shares, as parts of the global batch by rank, and the seconds of the slowest worker: seen, then expected. Or
-    a worker that had none is tried once more.
+    """New shares, as parts of the global batch by rank, and the seconds of the slowest worker: seen, then expected; not
+    where the team has changed. Or a worker that had none is tried once more.
     """
 
     parts: tuple[float, ...]
-    before: float
-    expected: float
+    before: float | None = None
+    expected: float | None = None
     trial: int | None = None
 
 
@@ -134,13 +134,15 @@ class Balance:
         costs = {str(worker): [cost.fixed, cost.rate] for worker, cost in self._costs.items()}
         return {"fine": self.fine, "whole": self.whole, "costs": costs}
 
-    def reform(self, workers: Sequence[int], said: Mapping[str, Any]) -> None:
-        """Another team, of whose workers this much is known."""
-        self.workers, self.fine, self.whole = tuple(workers), said["fine"], said["whole"]
+    def reform(self, workers: Sequence[int], said: Mapping[str, Any]) -> Change | None:
+        """Another team, of whose workers this much is known: its shares, where others are of it than before."""
+        before, self.workers = self.workers, tuple(workers)
+        self.fine, self.whole = said["fine"], said["whole"]
         self._costs = {int(worker): WorkerCost(*cost) for worker, cost in said["costs"].items()}
         self._earlier, self._idle, self._changed, self._steps = {}, {}, [], 0
         self._trial = self._before = None
         self._begin(solve(self.units, self._known()) if self._costs else ())
+        return Change(self.parts) if self.workers != before else None
 
     def _known(self) -> list[WorkerCost]:
         """What the members cost; of one that has not been measured the same as of others."""

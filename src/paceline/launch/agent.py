@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, UsageError
 from paceline.launch.checkup import at_launch
 from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess
 from paceline.launch.ending import Ending
@@ -27,6 +27,7 @@ from paceline.launch.hangs import Hangs
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import Child, end_sessions
+from paceline.launch.serving import Serving
 from paceline.launch.traffic import Traffic
 from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.figures import plural, ranks
@@ -49,7 +50,8 @@ GIVEN_UP = 6.0  # seconds without a coordinator, after which workers that all ha
 class Agent:
     """Hears of everything in one loop: what workers say and print, their ends and stops, orders, and our own signals.
 
-    `numbers` are those of its workers. The coordinator that it keeps, or may keep one day, listens on `standby`.
+    `numbers` are those of its workers. The coordinator that it keeps, or may keep one day, listens on `standby`, and
+    what is `serving` the run's figures stands beside it.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class Agent:
         link: Link,
         numbers: list[int],
         standby: socket.socket,
+        serving: Serving,
     ) -> None:
         self._options, self._folder, self._journal, self._progress = options, folder, journal, progress
-        self._link, self._standby = link, standby
+        self._link, self._standby, self._serving = link, standby, serving
+        self._served: Child | None = None
         self._coordinator: CoordinatorProcess | None = None
         store, own = link.run.get("store"), standby.getsockname()[:2]
         self._lease = Lease(store, own) if store else None
@@ -124,16 +128,19 @@ class Agent:
         orders = self._link.newest
         return self._ending.verdict(self._workers.all, self._stop, self._at_once, self._leaving, orders)
 
-    def look_after(self, process: Child, what: str, said: int) -> None:
-        """Repeats what a process beside the run has `said`, and says so if it ends before it; nothing else changes."""
-        if process.status is not None:
-            return  # in an attempt before this one, which said so
+    def serve(self) -> None:
+        """Figures and the live page, if they are asked for, and who else is told. What that process says is repeated,
+        and its end is told; nothing else changes. UsageError: they cannot be served.
+        """
+        served, said = self._serving.start(self._folder, self._own[0]), self._serving.said
+        if served is None or served is self._served or served.status is not None:  # it ended in an attempt before
+            return
 
         def ends() -> None:
-            status = process.status or 0
+            status = served.status or 0
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
-            self._workers.selector.unregister(process.pidfd)
-            self.say(f"{what} {how}: the run goes on without it", always=True)
+            self._forget_served()
+            self.say(f"the process that serves figures {how}: the run goes on without it", always=True)
 
         def says() -> None:
             if not (text := os.read(said, 1 << 12)):
@@ -141,8 +148,16 @@ class Agent:
             for line in text.decode().splitlines():
                 self.say(f"{line}: the run goes on without it", always=True)
 
-        self._workers.selector.register(process.pidfd, selectors.EVENT_READ, ends)
+        self._served = served
+        self._workers.selector.register(served.pidfd, selectors.EVENT_READ, ends)
         self._workers.selector.register(said, selectors.EVENT_READ, says)
+
+    def _forget_served(self) -> None:
+        """Another process serves from now on, or none."""
+        for one in () if self._served is None else (self._served.pidfd, self._serving.said):
+            with suppress(KeyError):  # it has said all
+                self._workers.selector.unregister(one)
+        self._served = None
 
     @property
     def in_pieces(self) -> bool:
@@ -417,6 +432,10 @@ class Agent:
         self._coordinator = CoordinatorProcess(self._standby, self._folder, given, self._workers.selector, self.say)
         if again:
             self._link.move(self._own)
+            try:
+                self.serve()
+            except (UsageError, OSError) as error:
+                self.say(f"nobody serves figures now: {error}", always=True)
 
     def _move(self, address: tuple[str, int]) -> None:
         """Another host has taken over: our workers come to it as new ones."""
@@ -433,6 +452,8 @@ class Agent:
         host, port = address
         self.say(f"the host at {host}:{port} has taken over: this host's workers come to it as new ones")
         self._ending.first = self._held_back = False
+        self._forget_served()
+        self._serving.stop()
 
     def _still(self) -> float:
         """When the next stopped worker is to be reported."""

@@ -112,8 +112,10 @@ class Ending:
         told = self._events.get("stopped", {})
         newest = self._newest_checkpoint()
         again = "continue with"
-        if told.get("checkpoint"):
+        if told.get("checkpoint") and (self.first or (self._folder / told["checkpoint"]).exists()):
             saved = f" after step {told['step']}; saved {short(self._folder / told['checkpoint'])}"
+        elif told.get("checkpoint"):
+            saved = f" after step {told['step']}; saved {told['checkpoint']} in the folder of the run's first worker"
         elif newest is not None:
             saved = f"; the last checkpoint is of step {newest}"
         else:

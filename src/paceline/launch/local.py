@@ -102,6 +102,7 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     if not first and count != 1:
         raise UsageError("the variables of this node do not say where the first one is", "say --listen and --join")
     where: dict[str, Any] = {"join" if rank else "listen": f"{first}:{PORT}"} if count != 1 else {}
+    where |= {"metrics": None, "page": None} if rank else {}
     if rank and options.run_dir is not None:
         where["run_dir"] = str(Path(options.run_dir, "hosts", f"node-{rank}"))
     workers = gpus if options.workers == 1 and gpus else options.workers
@@ -130,10 +131,10 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
             for name in ("script", "workers", "max_restarts", "min_workers", "begin", "store")
         }
         link.run |= {"same": likeness(options), "given": given}
+        link.run["served"] = [options.metrics, options.page, str(folder.absolute())]
         with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
-            agent = Agent(options, folder, journal, progress, link, numbers, listener)
-            if (served := serving.start(folder)) is not None:
-                agent.look_after(served, "the process that serves figures", serving.said)
+            agent = Agent(options, folder, journal, progress, link, numbers, listener, serving)
+            agent.serve()
             with signals() as wakeup:
                 return agent.run(wakeup), agent.in_pieces
 
@@ -147,13 +148,15 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
     standby = stand_by(address, options.patience)
     link = Link(address, token, introduction(options, folder, [], standby))
     options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
+    metrics, page, begun = link.run["served"]
     with (
+        Serving(metrics, page, trainjob_server(), partial(_say, options), Path(begun)) as serving,
         _held(folder, options.patience, notifier) if own else _open(folder, notifier) as journal,
         Progress(Console(stderr=True)) as progress,
     ):
         if own:
             keep_token(folder, token)  # it may be this host that is joined one day
-        agent = Agent(options, folder, journal, progress, link, numbers, standby)
+        agent = Agent(options, folder, journal, progress, link, numbers, standby, serving)
         if options.heard is not None:
             options.heard(link.address)
         with signals() as wakeup:
@@ -219,7 +222,7 @@ def _check(options: LaunchOptions) -> None:
         TensorBoard()
     check_serving(options.metrics, options.page)
     if options.join is not None and (options.metrics or options.page):
-        what = "a run is served where it was begun, and --join comes to one"
+        what = "a run is served beside its coordinator, and --join comes to one"
         raise UsageError(what, "give --metrics and --page to the command that begins it")
     if options.store is not None:
         parse_store(options.store)

@@ -1,4 +1,4 @@
-"""Starts the process that serves a run's figures, beside the coordinator. No torch."""
+"""Starts the process that serves a run's figures, beside the coordinator, wherever that is kept. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.launch.joining import address_of
 from paceline.launch.processes import Child
+from paceline.observe.journal import replace_file
 from paceline.observe.reading import KEY, reading_key, write_targets
+from paceline.observe.traces import short
 
 FAREWELL = 12.0  # seconds to tell of the end: in a pod all ends with us
 BUSY = 20.0  # seconds to wait for a port where an ended run may still serve its last figures
@@ -42,28 +44,44 @@ def check_serving(metrics: str | None, page: str | None) -> None:
 
 class Serving(AbstractContextManager["Serving"]):
     """The process that serves `metrics` and the live `page` at their addresses and tells the server `trainjob`, from
-    `start` on; it goes by itself after the end. Where nobody wants to know there is none. `say` prints a line.
+    `start` on; it goes by itself after the end. Where nobody wants to know there is none. `say` prints a line. Where
+    another host began the run, its folder there is `begun`.
     """
 
     def __init__(
-        self, metrics: str | None, page: str | None, trainjob: Mapping[str, str] | None, say: Callable[[str], None]
+        self,
+        metrics: str | None,
+        page: str | None,
+        trainjob: Mapping[str, str] | None,
+        say: Callable[[str], None],
+        begun: Path | None = None,
     ) -> None:
-        self._metrics, self._page, self._trainjob, self._say = metrics, page, trainjob, say
+        self._metrics, self._page, self._trainjob, self._say, self._begun = metrics, page, trainjob, say, begun
         self._process: subprocess.Popen[bytes] | None = None
         self.said = -1  # the descriptor of what it says
         self._child: Child | None = None
 
-    def start(self, folder: Path) -> Child | None:
-        """Once, for all attempts of a run in this folder, that nobody else uses. UsageError: it cannot be."""
+    def start(self, folder: Path, own: str) -> Child | None:
+        """Once, for all attempts of a run in this folder, that nobody else uses; `own` is the address of this host.
+        UsageError: it cannot be.
+        """
         if self._child is not None or (self._metrics is None and self._page is None and self._trainjob is None):
             return self._child
-        given: dict[str, Any] = {"folder": str(folder.absolute()), "trainjob": self._trainjob}
+        if self._begun is not None:
+            check_serving(self._metrics, self._page)  # what is installed on this host
+        key, begun = reading_key(folder), self._begun or folder
+        shared = begun != folder and _has(begun, key)
+        given: dict[str, Any] = {"folder": str(folder.absolute()), "run": begun.absolute().name, "targets": []}
+        given["trainjob"] = self._trainjob
+        given["told"] = [str(place.absolute()) for place in (folder, *([begun] if shared else []))]
         with ExitStack() as stack:
             for name, address in (("metrics", self._metrics), ("page", self._page)):
                 if address is not None:
-                    listener = stack.enter_context(_listener(f"--{name}", address, self._say))
+                    address = address if self._begun is None else _here(address, own)
+                    patience = BUSY if self._begun is None else 0.0
+                    listener = stack.enter_context(_listener(f"--{name}", address, self._say, patience))
                     given[name] = listener.fileno()
-                    given["hosts"] = self._tell(name, folder, address_of(address)[0], listener.getsockname()[1])
+                    self._tell(given, name, key, address_of(address)[0], listener.getsockname()[1])
             logs = folder / "logs"
             logs.mkdir(mode=0o700, exist_ok=True)
             log = os.open(logs / "serving.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -82,28 +100,25 @@ class Serving(AbstractContextManager["Serving"]):
         self._child = Child(self._process.pid, self._process)
         return self._child
 
-    def _tell(self, name: str, folder: Path, host: str, port: int) -> list[str]:
-        """People and programs where it is; the names by which it may be asked for."""
-        names = [
-            "127.0.0.1",
-            "localhost",
-            "::1",
-            host.lower(),
-            *([socket.gethostname().lower()] if host in ALL else []),
-        ]
-        host = socket.gethostname() if host in ALL else host
-        key = reading_key(folder)
+    def _tell(self, given: dict[str, Any], name: str, key: str, host: str, port: int) -> None:
+        """People and programs where it is; and the process by which names it may be asked for."""
+        every, here = host in ALL, socket.gethostname()
+        given["hosts"] = ["127.0.0.1", "localhost", "::1", host.lower(), *([here.lower()] if every else [])]
+        folders, host = [Path(place) for place in given["told"]], here if every else host
         if name == "metrics":
-            write_targets(folder, [f"{host}:{port}"])
-            self._say(f"figures for Prometheus: http://{host}:{port}/metrics, with the key in {folder / KEY}")
-        else:
-            path = folder / PAGE
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                file.write(f"http://{host}:{port}/#{key}\n")
-            self._say(f"live page: http://{host}:{port}/, whose address with its key is in {path}")
-        return names
+            given["targets"] = [f"{host}:{port}"]
+            for folder in folders:
+                write_targets(folder, given["targets"])
+            where = short(folders[0] / KEY)
+            self._say(f"figures for Prometheus: http://{host}:{port}/metrics, with the key in {where}")
+            return
+        for folder in folders:
+            replace_file(folder / PAGE, f"http://{host}:{port}/#{key}\n")
+        where = short(folders[0] / PAGE)
+        self._say(f"live page: http://{host}:{port}/, whose address with its key is in {where}")
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """Another host serves from now on."""
         if self._process is not None and self._child is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -115,12 +130,32 @@ class Serving(AbstractContextManager["Serving"]):
             os.close(self.said)
             os.close(self._child.pidfd)
             self._process.returncode = 0  # it is not waited for
+        self._process, self._child, self.said = None, None, -1
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
-def _listener(option: str, address: str, say: Callable[[str], None]) -> socket.socket:
-    """Bound before anything starts, so that a port that is taken is an error."""
+def _has(folder: Path, key: str) -> bool:
+    """Whether the folder of a run of another host's is here as well: it has the same key."""
+    try:
+        return (folder / KEY).read_text().strip() == key
+    except OSError:
+        return False
+
+
+def _here(address: str, own: str) -> str:
+    """What stands on this host for an address of another one: the same port, at the address that this one is known by,
+    unless it was on the loopback, or all addresses.
+    """
     host, port = address_of(address)
-    end, told = time.monotonic() + BUSY, False
+    return address if host in (*ALL, "localhost", "::1") or host.startswith("127.") else f"{own}:{port}"
+
+
+def _listener(option: str, address: str, say: Callable[[str], None], patience: float) -> socket.socket:
+    """Bound before anything starts, so that a port that is taken for so many seconds is an error."""
+    host, port = address_of(address)
+    end, told = time.monotonic() + patience, False
     while True:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -14,6 +14,7 @@ WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 22  # room for the ticks' labels
 SHOWN = 240  # raw points in a chart, at most
 PARTS = {"compute": 0, "reduce": 1, "data": 2, "update": 3, "other": 5}
+PARTS |= {"load and compute": 0, "reduce, wait and others": 1}  # where no more is known
 COLOURS = 6
 SMOOTH_FROM = 20  # fewer points are joined as they are
 

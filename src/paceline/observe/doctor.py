@@ -4,9 +4,11 @@ The model of a step, for what-ifs. Worker w needs F seconds for its update, and 
 rows of a global batch, its pace: D of it for waiting for rows, the rest for forward and backward. All wait for the
 slowest, and C seconds come on top. What would be is replayed: in each record, with its own T of each worker and its
 C, rows are dealt so that by the usual T all end together, and the slowest takes max(F + T * part) + C; the usual of
-these is told. With the loader fixed D is none. Who comes is as the usual worker was in other records. Twice the link
-halves the seconds that sums between hosts take: those that worker 0 spends on sums without waiting for the slowest. Of
-the records of steps of the present team, without the first tenth, the medians count. No torch.
+these is told. With the loader fixed each T is without its D, which is of the same records: who computes a part of a
+micro-batch loads all of it, so that of few rows each takes longer. Who comes is as the usual worker was in other
+records. Twice the link halves the seconds that sums between hosts take: those that worker 0 spends on sums without
+waiting for the slowest. Of the records of steps of the present team, without the first tenth and in any case without
+the first one, the medians count. No torch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
@@ -53,6 +55,7 @@ KINDS = (
 
 _WHERE = r"\bworkers? (\d+(?:, \d+)*) (?:is in|are in|(ended after)) "
 NOBODY: Mapping[int, int] = {}
+NONE: Mapping[int, float] = {}
 _Change = tuple[int, Mapping[int, float]]
 
 
@@ -71,7 +74,7 @@ class Verdict:
 class UsualStep:
     """What a usual step is made of: seconds in all, C, those of the link, by worker T `pace` and D `loading`; `slowest`
     is the part of the records in which each was that, and `parts` what each has of the rows now. `fixed` is F, and
-    `records` have C and T of each. It is `known` from enough of them.
+    `records` have C, and T and D of each. It is `known` from enough of them.
     """
 
     whole: float
@@ -82,13 +85,13 @@ class UsualStep:
     slowest: Mapping[int, float]
     parts: Mapping[int, float]
     fixed: Mapping[int, float]
-    records: Sequence[tuple[float, Mapping[int, float]]]
+    records: Sequence[tuple[float, Mapping[int, float], Mapping[int, float]]] = field(repr=False)
     known: bool = True
 
     def dealt(self, pace: Mapping[int, float], as_of: Mapping[int, int] = NOBODY) -> float:
         """With workers of this pace, which otherwise vary as they did, or `as_of` others did elsewhere."""
         speed, found = sum(1 / max(seconds, 1e-6) for seconds in pace.values()), list[float]()
-        for place, (rest, _) in enumerate(self.records):
+        for place, (rest, *_) in enumerate(self.records):
             own = []
             for w in pace:
                 who = as_of.get(w, w)
@@ -101,9 +104,14 @@ class UsualStep:
         """Of the pace what is not loading."""
         return max(1e-6, self.pace[worker] - self.loading.get(worker, 0.0))
 
+    def loaded(self) -> UsualStep:
+        """With rows that are there when they are wanted."""
+        without = [(rest, {w: own[w] - waits[w] for w in own}, NONE) for rest, own, waits in self.records]
+        return replace(self, pace={w: self.computing(w) for w in self.pace}, loading=NONE, records=without)
+
     def what_if(self) -> dict[str, float]:
         """Seconds of a step if it were so."""
-        found = {"loader fixed": self.dealt({worker: self.computing(worker) for worker in self.pace})}
+        found = {"loader fixed": (loaded := self.loaded()).dealt(loaded.pace)}
         if len(self.pace) > 1:
             worst = max(self.pace, key=lambda worker: self.pace[worker])
             found["rows dealt by speed"] = self.dealt(self.pace)
@@ -137,29 +145,31 @@ def usual_step(summary: Summary) -> UsualStep | None:
     """Of the first trainer's records; None where there is none yet, or of more workers than they tell of."""
     records = [r for r in next(iter(summary.steps.values()), []) if r.get("steps") and r.get("computed")]
     team = [record for record in records if record["computed"].keys() == records[-1]["computed"].keys()]
-    team = team[len(team) // 10 :]
     if not team:
         return None
+    team = team[max(len(team) // 10, len(team) > 1) :]  # much is looked at in a first step
     workers = [int(worker) for worker in team[-1]["computed"]]
     changes = _changes(summary, team[-1].get("trainer"))
     dealt = [_dealt(workers, changes, record) for record in team]
     fixed = {w: median((r.get("lanes") or {}).get(f"{w} update", 0.0) / r["steps"] for r in team) for w in workers}
+    waiting = {w: _waiting(summary, w, team, records) for w in workers}
 
-    def paces(least: float) -> list[dict[int, float]]:
-        """In each record, of the workers that had so large a part of the rows."""
-        return [
-            {
-                w: max(0.0, record["computed"][str(w)] - fixed[w] * record["steps"]) / parts[w]
-                for w in workers
-                if parts[w] > least * record["steps"]
-            }
-            for record, parts in zip(team, dealt, strict=True)
-        ]
+    def paces(least: float) -> list[tuple[dict[int, float], dict[int, float]]]:
+        """T and D in each record, of the workers that had so large a part of the rows."""
+        found = list[tuple[dict[int, float], dict[int, float]]]()
+        for place, (record, parts) in enumerate(zip(team, dealt, strict=True)):
+            some = [w for w in workers if parts[w] > least * record["steps"]]
+            own = {w: max(0.0, record["computed"][str(w)] - fixed[w] * record["steps"]) for w in some}
+            waits = {w: min(own[w], waiting[w][place]) / parts[w] for w in some}
+            found.append(({w: own[w] / parts[w] for w in some}, waits))
+        return found
 
     most, some = paces(1 / (2 * len(workers))), paces(FEW)  # of very few rows each takes longer
-    found = {w: [one[w] for one in most if w in one] or [one[w] for one in some if w in one] for w in workers}
-    pace = {worker: median(seconds) for worker, seconds in found.items() if seconds}
-    slowest = [max(one, key=lambda worker: one[worker]) for one in most if one]
+    found = {w: [one for one in most if w in one[0]] or [one for one in some if w in one[0]] for w in workers}
+    pace, loading = (
+        {w: median(one[which][w] for one in those) for w, those in found.items() if those} for which in (0, 1)
+    )
+    slowest = [max(own, key=lambda worker: own[worker]) for own, _ in most if own]
     sums, waits, rest = [], [], []
     for record in team:
         own = [record["computed"][str(worker)] for worker in workers]
@@ -173,11 +183,11 @@ def usual_step(summary: Summary) -> UsualStep | None:
         median(rest),
         max(0.0, median(s - w for s, w in zip(sums, waits, strict=True))) if len(hosts) > 1 or summary.links else 0.0,
         pace,
-        {worker: seconds * _loading(summary, worker, team, records) for worker, seconds in pace.items()},
+        loading,
         {worker: slowest.count(worker) / len(found[worker]) for worker in pace},
         {worker: dealt[-1][worker] / team[-1]["steps"] for worker in workers},
         fixed,
-        [*zip(rest, most, strict=True)],
+        [(left, *both) for left, both in zip(rest, most, strict=True)],
         len(team) >= ENOUGH[0] and sum(record["steps"] for record in team) >= ENOUGH[1],
     )
 
@@ -213,21 +223,21 @@ def _changes(summary: Summary, trainer: Any) -> list[_Change]:
     return [(0, begin), *sorted(parts, key=lambda change: change[0])]
 
 
-def _loading(summary: Summary, worker: int, team: Sequence[Event], records: Sequence[Event]) -> float:
-    """The part of its own seconds that a worker waited for rows: the usual one of its lanes, or that of its present
-    process; where nobody tells, none.
+def _waiting(summary: Summary, worker: int, team: Sequence[Event], records: Sequence[Event]) -> list[float]:
+    """Seconds that a worker waited for rows in each record of the team: those of its lanes; where none has these, the
+    part of its own seconds that its present process did; where nobody tells, none.
     """
     data, own = f"{worker} data", str(worker)
-    if lanes := [r["lanes"][data] / max(r["computed"][own], 1e-9) for r in team if data in (r.get("lanes") or {})]:
-        return float(min(1.0, median(lanes)))
-    told = [event["workers"][str(worker)] for event in summary.loaded if str(worker) in event["workers"]]
+    if any(data in (record.get("lanes") or {}) for record in team):
+        return [(record.get("lanes") or {}).get(data, 0.0) for record in team]
+    told = [event["workers"][own] for event in summary.loaded if own in event["workers"]]
     waited, steps = told[-1] if told else (0.0, 0)
     took = 0.0
     for record in reversed(records):
         if steps > 0:
-            took += (record["computed"].get(str(worker)) or 0.0) * min(1.0, steps / record["steps"])
+            took += (record["computed"].get(own) or 0.0) * min(1.0, steps / record["steps"])
         steps -= record["steps"]
-    return float(min(1.0, waited / took)) if took > 0 else 0.0
+    return [record["computed"][own] * (waited / took if took > 0 else 0.0) for record in team]
 
 
 def verdict(summary: Summary, steps: UsualStep | None) -> Verdict:

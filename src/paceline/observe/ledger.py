@@ -11,6 +11,7 @@ from paceline.step import PARTS, TOLD
 
 EVERY = 0.25  # seconds between records; a step that takes longer is a record of its own
 KEPT = 4096  # steps
+SELDOM, RARER = 10.0, 0.05  # seconds at least, and part of a run, between two looks at each of very many workers
 NOBODY: Mapping[int, Sequence[float]] = {}
 
 
@@ -25,6 +26,8 @@ class Ledger:
         self.tokens: int | None = None
         self._sent, self._last = 0, 0.0
         self._steps: list[_Step] = []
+        self._each: dict[int, float] = {}  # of very many workers, since `each` told of them, in so many steps
+        self._made, self._began, self._told = 0, time.monotonic(), time.monotonic()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -39,7 +42,7 @@ class Ledger:
         lanes: Mapping[int, Sequence[float]] = NOBODY,
     ) -> None:
         """Adds a turn of so many `steps`: `spent` seconds by part on this worker; `workers` are everybody's seconds of
-        computing, and `lanes` those of the step before by part.
+        computing, and `lanes` those by part: data and compute of this step, the rest of the one before.
         """
         self._steps.append(_Step(step, samples, spent, workers, steps, lanes))
 
@@ -68,8 +71,11 @@ class Ledger:
                 waited_for[first] = waited_for.get(first, 0.0) + one.workers[first] - one.workers[second]
         computed: dict[int, float] = {}
         for one in self._steps:
-            for worker, seconds in one.workers.items() if len(one.workers) <= TOLD else ():
-                computed[worker] = computed.get(worker, 0.0) + seconds
+            many = len(one.workers) > TOLD
+            self._made += one.steps * many
+            sums = self._each if many else computed
+            for worker, seconds in one.workers.items():
+                sums[worker] = sums.get(worker, 0.0) + seconds
         lanes: dict[str, float] = {}
         for one in self._steps:
             for worker, lane in one.lanes.items():
@@ -90,6 +96,15 @@ class Ledger:
         self._sent, self._last = sent, time.monotonic()
         self._steps.clear()
         return record
+
+    def each(self) -> dict[str, Any] | None:
+        """What each of more workers than records tell of has computed since the last time, now and then."""
+        now = time.monotonic()
+        if not self._each or now - self._told < max(SELDOM, RARER * (now - self._began)):
+            return None
+        told = {worker: float(f"{seconds:.4g}") for worker, seconds in self._each.items()}
+        steps, self._each, self._made, self._told = self._made, {}, 0, now
+        return {"steps": steps, "computed": told}
 
 
 @dataclass(frozen=True)

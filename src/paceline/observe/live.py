@@ -2,7 +2,8 @@
 
     GET /           the page, which holds nothing of the run
     GET /session    with the reading key as bearer token: a cookie for what follows
-    GET /view       the report's panels up to an event of the journal, whose number is told
+    GET /view       the report's panels up to an event of the journal, whose number is told; ?open= of very many workers
+                    what is to be opened, again and again, find= whom to mark, and seeks=true to open it
     GET /events     server-sent events: that number, whenever there are more
     GET /journal    ?from=N with the key as bearer token: the journal from that byte on, for `paceline watch HOST:PORT`
 
@@ -29,8 +30,8 @@ from tornado.web import RequestHandler
 
 from paceline.observe.drawing import STYLE as DRAWN
 from paceline.observe.journal import NAME
-from paceline.observe.page import STYLE, panels
-from paceline.observe.summary import Newest
+from paceline.observe.page import STYLE, Chosen, around, team_of
+from paceline.observe.summary import Newest, Summary
 
 OFTEN = 1.0  # seconds for which a view is not made anew
 SESSIONS, STREAMS = 1000, 600
@@ -46,20 +47,50 @@ SCRIPT = """
     const told = await fetch("/session", {headers: {Authorization: "Bearer " + key}});
     if (!told.ok) return say("this key is not the one of the run");
   }
-  let shown = -1, wanted = 0, busy = false;
+  const find = document.querySelector("#find"), opened = new Set();
+  let shown = -1, wanted = 0, busy = false, stale = false, sought = "", seeks = false;
+  const put = (fresh) => {  // what has not changed stays as it is, for who reads it
+    const at = main.contains(document.activeElement) ? document.activeElement.closest("details")?.dataset.of : null;
+    const old = [...main.childNodes];
+    fresh.forEach((node, place) => {
+      if (!old[place]) main.append(node);
+      else if (!old[place].isEqualNode(node)) old[place].replaceWith(node);
+    });
+    old.slice(fresh.length).forEach((node) => node.remove());
+    const groups = [...main.querySelectorAll("details")];
+    if (at && !main.contains(document.activeElement))
+      groups.find((group) => group.dataset.of === at)?.querySelector("summary").focus({preventScroll: true});
+    groups.forEach((group) => group.open && opened.add(group.dataset.of));
+    find.hidden = !groups.length;
+  };
   const show = async () => {
     if (busy) return;
     busy = true;
-    while (wanted > shown) {
-      const view = await fetch("/view");
+    while (stale || wanted > shown) {
+      const ask = new URLSearchParams([...[...opened].map((of) => ["open", of]), ["find", sought], ["seeks", seeks]]);
+      const seeking = seeks;
+      stale = seeks = false;
+      const view = await fetch("/view?" + ask);
       if (!view.ok) { say("open the address that stands in the file page of the run folder"); break; }
-      const parsed = new DOMParser().parseFromString(await view.text(), "text/html");
-      main.replaceChildren(...parsed.body.childNodes);
+      put([...new DOMParser().parseFromString(await view.text(), "text/html").body.childNodes]);
       shown = Number(view.headers.get("X-Event"));
       say("live, up to event " + shown);
+      if (seeking) document.querySelector("#found")?.focus();
     }
     busy = false;
   };
+  const again = () => { stale = true; show().catch(() => { busy = false; }); };
+  main.addEventListener("toggle", ({target}) => {
+    const of = target.dataset.of;
+    if (of === undefined || !main.contains(target) || target.open === opened.has(of)) return;
+    if (target.open) opened.add(of); else opened.delete(of);
+    again();
+  }, true);
+  find.querySelector("input").addEventListener("change", ({target}) => {
+    sought = target.value.trim();
+    seeks = sought !== "";
+    again();
+  });
   const stream = new EventSource("/events");
   stream.onopen = () => { if (shown >= 0) say("live, up to event " + shown); };
   stream.onmessage = (event) => { wanted = Number(event.data); show().catch(() => { busy = false; }); };
@@ -67,7 +98,10 @@ SCRIPT = """
     : "no connection: the run has ended, or what serves this page; up to event " + shown);
 })();
 """
-LIVE = "#live{position:sticky;top:0;margin:0;padding:.4rem 1.5rem;background:var(--wash);color:var(--soft)}"
+LIVE = (
+    "#live{position:sticky;top:0;margin:0;padding:.4rem 1.5rem;background:var(--wash);color:var(--soft)}"
+    "#find{display:block;padding:.6rem 1.5rem}#find[hidden]{display:none}"
+)
 
 
 def _hash(text: str) -> str:
@@ -77,7 +111,8 @@ def _hash(text: str) -> str:
 SHELL = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Paceline</title>'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    f'<style>{STYLE}{LIVE}</style></head><body><p id="live" role="status">connecting</p><main></main>'
+    f'<style>{STYLE}{LIVE}</style></head><body><p id="live" role="status">connecting</p>'
+    '<label id="find" hidden>Worker or host: <input type="search" spellcheck="false"></label><main></main>'
     f"<noscript>Without JavaScript: paceline watch, or report.html</noscript><script>{SCRIPT}</script></body></html>\n"
 )
 POLICY = (
@@ -86,19 +121,29 @@ POLICY = (
 )
 
 
+class Panels:
+    """The panels of a summary, for all who want something of the team opened."""
+
+    def __init__(self, summary: Summary) -> None:
+        self._summary, self._around = summary, around(summary)
+
+    def html(self, wanted: Chosen) -> str:
+        before, after = self._around
+        return before + team_of(self._summary, wanted) + after
+
+
 class Views:
     """A run's panels, made at most so often however many ask. `key` is the reading key; who had it has a session."""
 
     def __init__(self, folder: Path, key: str, hosts: Collection[str]) -> None:
-        self._newest = Newest(folder, OFTEN, panels)
+        self._newest = Newest(folder, OFTEN, Panels)
         self.folder, self.key, self.hosts = folder, key, hosts
         self.sessions: deque[str] = deque(maxlen=SESSIONS)
-        self.streams, self.html, self.number = 0, "", -1
+        self.streams = 0
 
-    def look(self) -> int:
-        """The number of the last event that the panels hold."""
-        self.number, self.html = self._newest.get()
-        return self.number
+    def look(self) -> tuple[int, Panels]:
+        """With the number of the last event that the panels hold."""
+        return self._newest.get()
 
 
 class Page(RequestHandler):
@@ -172,10 +217,12 @@ class Page(RequestHandler):
         self.finish()
 
     async def _view(self) -> None:
-        self._views.look()
-        self.set_header("X-Event", str(self._views.number))
+        number, view = self._views.look()
+        asked, find = self.get_query_arguments("open"), self.get_query_argument("find", "")
+        wanted = Chosen(frozenset(asked), find, self.get_query_argument("seeks", "") == "true")
+        self.set_header("X-Event", str(number))
         self.set_header("Content-Type", "text/html; charset=utf-8")
-        self.finish(self._views.html)
+        self.finish(view.html(wanted))
 
     async def _events(self) -> None:
         views, told = self._views, -1
@@ -186,7 +233,7 @@ class Page(RequestHandler):
         views.streams += 1
         try:
             while True:
-                number = views.look()
+                number, _ = views.look()
                 self.write(f"id: {number}\ndata: {number}\n\n" if number > told else ":\n\n")
                 told = number
                 await self.flush()  # a slow reader waits here, and holds nothing but its connection

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from paceline.observe.figures import duration, number, plural, shares_of, size_o
 from paceline.observe.journal import Event
 from paceline.observe.summary import Rows, Summary, facts
 from paceline.observe.team import HEAD as HEADINGS
-from paceline.observe.team import lanes_of, team
+from paceline.observe.team import SHOWN as FEW
+from paceline.observe.team import OneWorker, by_host, members, told
 
 SHOWN = 1 << 19  # bytes of a picture that the page holds itself, at most
+HOSTS = 32  # that are listed at once, the slowest
 TINY = 96  # pixels across, with fewer of which a picture is shown larger than it is
 TIMES = "\u00d7"
 STYLE = """
@@ -58,6 +61,9 @@ tr+tr td,tr+tr th{border-top:1px solid var(--rule)}th{color:var(--soft);width:8r
 td.wide{vertical-align:middle}td.num{text-align:right;white-space:nowrap;padding-right:0;width:1%}
 pre{background:var(--wash);padding:1rem 1.1rem;border-radius:6px;margin:.4rem 0 1rem;white-space:pre-wrap;
  font:.875rem/1.55 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace}
+details{border-top:1px solid var(--rule)}summary{padding:.35rem 0;cursor:pointer}
+summary b{font-weight:600;margin-right:.6rem}details table{margin:0 0 .8rem 1.1rem;width:auto}
+details details{margin-left:1.1rem}[aria-current]{background:var(--wash)}
 footer{margin-top:2.5rem;color:var(--soft);font-size:.875rem}
 @media (max-width:32rem){main{padding:1.4rem 1rem 3rem}h1{font-size:1.6rem}th{width:7rem}
  .figures{grid-template-columns:1fr 1fr}.figures b{font-size:1.35rem}}@media print{section,figure{break-inside:avoid}}
@@ -80,10 +86,27 @@ def _name(summary: Summary) -> str:
     return escape(summary.script.rsplit("/", 1)[-1] or "A run")
 
 
-def panels(summary: Summary) -> str:
-    """What it shows, also live: made of the journal up to the event that it names last. A section whose data is missing
-    is left out.
+@dataclass(frozen=True)
+class Chosen:
+    """What a reader has `opened` of very many workers, by `data-of`, and whom they look for: a worker's number or a
+    host's name. Who `seeks` it for the first time gets it opened.
     """
+
+    opened: Collection[str] = ()
+    find: str = ""
+    seeks: bool = False
+
+
+def panels(summary: Summary) -> str:
+    """What it shows: made of the journal up to the event that it names last. A section whose data is missing is left
+    out.
+    """
+    before, after = around(summary)
+    return before + team_of(summary, None) + after
+
+
+def around(summary: Summary) -> tuple[str, str]:
+    """All of it that stands before the team, and behind."""
     tables = facts(summary)
     curves = "".join(_curve(*curve) for curve in curves_of(summary) if len(curve[1]) > 1)
     sections = {
@@ -96,32 +119,56 @@ def panels(summary: Summary) -> str:
         "What happened": table(tables["What happened"]),
         "Environment": table(tables["Environment"]),
     }
-    body = section("Curves", f'<div class="many">{curves}</div>' if curves else "")
-    body += section("Team", _team(summary))
-    body += section("Workers", "".join(map(draw, summary.explained)) + table(tables["Workers"]))
+    before = section("Curves", f'<div class="many">{curves}</div>' if curves else "")
+    body = section("Workers", "".join(map(draw, summary.explained)) + table(tables["Workers"]))
     body += f'<div class="two">{"".join(section(*one) for one in sections.items())}</div>'
     media = "".join(_medium(summary.folder, event) for event in summary.media)
     body += section("Logged pictures and histograms", f'<div class="many">{media}</div>' if media else "")
     body += section("Logged text", _texts(summary))
     foot = f"<footer>{escape(str(summary.folder))}, up to event {summary.number}</footer>"
-    return _header(summary, _name(summary)) + body + foot
+    return _header(summary, _name(summary)) + before, body + foot
 
 
-def _team(summary: Summary) -> str:
-    rows, more = team(summary)
-    if not rows:
-        return ""
-    lanes = lanes_of(next((records[-1] for records in summary.steps.values()), {}))
-    cells = [
-        [f"<th>{escape(cell)}</th>" for cell in HEADINGS],
-        *(
-            [*(f"<td>{escape(cell)}</td>" for cell in row[:-1]), f"<td>{_lane(lanes.get(row[0]) or {})}</td>"]
-            for row in rows
-        ),
-    ]
-    rest = f'<p class="soft">and {plural(more, "faster one")}</p>' if more else ""
-    lines = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
-    return f"<table>{lines}</table>{rest}"
+def team_of(summary: Summary, wanted: Chosen | None) -> str:
+    """The workers; of very many their hosts, each to be opened. Without `wanted` all that can be opened is there."""
+    team = members(summary)
+    few = len(team) <= FEW or len({member.host for member in team}) == 1
+    return section("Team", (_workers(team) if few else _hosts(team, wanted)) if team else "")
+
+
+def _workers(team: Sequence[OneWorker], found: str = "") -> str:
+    rows = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in HEADINGS)}</tr>"]
+    for member in team:
+        cells = (*(f"<td>{escape(cell)}</td>" for cell in member.row[:-1]), f"<td>{_lane(member.lane)}</td>")
+        mark = ' id="found" aria-current="true" tabindex="-1"' if member.worker == found else ""
+        rows.append(f"<tr{mark}>{''.join(cells)}</tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _hosts(team: Sequence[OneWorker], wanted: Chosen | None) -> str:
+    """The slowest first, and the rest as one."""
+    hosts = by_host(team)
+    find = wanted.find if wanted is not None else ""
+    there = next((place for place, (name, of) in enumerate(hosts) if find in (name, *(m.worker for m in of))), None)
+    there = there if find else None
+    lost = f'<p class="bad">there is no worker or host {escape(find)}</p>' if find and there is None else ""
+
+    def opens(key: str, title: str, inner: Callable[[], str], has: bool, found: str = "") -> str:
+        opened = wanted is not None and (key in wanted.opened or (wanted.seeks and has))
+        content = inner() if opened or wanted is None else ""
+        about = f'data-of="{escape(key)}"{" open" * opened}'
+        return f"<details {about}><summary{found}>{title}</summary>{content}</details>"
+
+    def host(place: int) -> str:
+        name, of = hosts[place]
+        about = f"<b>{escape(name or 'an unknown host')}</b> {escape(told(of))}"
+        mark = ' id="found" aria-current="true"' if place == there and find == name else ""
+        return opens(f"host {name}", about, lambda: _workers(of, find), place == there, mark)
+
+    rest = range(HOSTS, len(hosts))
+    more = opens("more", f"and {plural(len(rest), 'faster host')}", lambda: "".join(map(host, rest)), there in rest)
+    whole = f'<p class="soft">on {len(hosts):,} hosts {escape(told(team))}</p>'
+    return whole + lost + "".join(map(host, range(min(HOSTS, len(hosts))))) + (more if rest else "")
 
 
 def _lane(spent: dict[str, float]) -> str:

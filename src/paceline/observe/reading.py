@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import secrets
 from pathlib import Path
 
 from paceline.observe.journal import replace_file
+from paceline.team.token import NAME as TOKEN
 
 KEY = "reading_key"
 TARGETS = "metrics.json"  # what Prometheus's file_sd reads
 
 
 def reading_key(folder: Path) -> str:
-    """The key for reading a run, mode 0600 in its folder, made if there is none: 32 random bytes in hexadecimal. It is
-    not the run's token, and nothing can be changed with it.
+    """The key for reading a run, mode 0600 in its folder: 32 bytes in hexadecimal, made of the run's token, so that all
+    hosts have the same; of a folder without one they are random. Nobody finds the token by it, and nothing can be
+    changed with it.
     """
-    path = folder / KEY
-    if not path.exists():
-        replace_file(path, secrets.token_hex(32) + "\n")
-    return path.read_text().strip()
+    path, token = folder / KEY, folder / TOKEN
+    if token.exists():
+        key = hmac.new(token.read_bytes().strip(), b"reading", "sha256").hexdigest()
+    else:
+        key = path.read_text().strip() if path.exists() else secrets.token_hex(32)
+    if not path.exists() or path.read_text().strip() != key:
+        replace_file(path, key + "\n")
+    return key
 
 
-def write_targets(folder: Path, targets: list[str]) -> None:
-    """Where the figures are, for Prometheus's file_sd; no target once the run has ended."""
-    text = json.dumps([{"targets": targets}] if targets else []) + "\n"
-    half = folder / f".{TARGETS}"
-    half.write_text(text)
-    half.replace(folder / TARGETS)
+def write_targets(folder: Path, targets: list[str], instead_of: list[str] | None = None) -> None:
+    """Where the figures are, for Prometheus's file_sd; no target once the run has ended. With `instead_of` only where
+    these are there.
+    """
+    path, half = folder / TARGETS, folder / f".{TARGETS}"
+    if instead_of is not None and (not path.exists() or json.loads(path.read_text()) != _told(instead_of)):
+        return
+    half.write_text(json.dumps(_told(targets)) + "\n")
+    half.replace(path)
+
+
+def _told(targets: list[str]) -> list[dict[str, list[str]]]:
+    return [{"targets": targets}] if targets else []

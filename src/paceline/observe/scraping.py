@@ -19,10 +19,10 @@ OFTEN = 0.25  # seconds for which figures are not read again
 
 
 class Figures:
-    """All of the table, as the client of Prometheus collects it; read again at most so often."""
+    """All of the table of a run of this name, as the client of Prometheus collects it; read again at most so often."""
 
-    def __init__(self, folder: Path) -> None:
-        self._newest = Newest(folder, OFTEN, lambda summary: [*families(summary)])
+    def __init__(self, folder: Path, run: str) -> None:
+        self._newest = Newest(folder, OFTEN, lambda summary: [*families(summary, run)])
 
     def collect(self) -> Iterator[Any]:
         yield from self._newest.get()[1]
@@ -32,14 +32,14 @@ class Figures:
         self._newest.get(anew=True)
 
 
-def families(summary: Summary) -> Iterator[Any]:
-    """The table's figures of a run, labelled with the name of its folder."""
+def families(summary: Summary, run: str) -> Iterator[Any]:
+    """The table's figures of a run, labelled with its name."""
     for metric in METRICS:
         labels = ["run", *(["trainer"] if metric.record else []), *([metric.label] if metric.label else [])]
         kind = CounterMetricFamily if metric.counter else GaugeMetricFamily
         family = kind(metric.name, metric.meaning, labels=labels)
         for (trainer, label), value in metric.values(summary):
-            given = [summary.folder.name, *([trainer] if metric.record else []), *([label] if metric.label else [])]
+            given = [run, *([trainer] if metric.record else []), *([label] if metric.label else [])]
             family.add_metric(given, value)
         yield family
 

@@ -31,8 +31,9 @@ NICE = 10  # the training goes before
 
 
 async def serve(given: Mapping[str, Any]) -> None:
-    """Answers until the run has ended and the last figures were seen. `given` has the run's `folder`, and listening
-    sockets: for `metrics`, and for the `page` that is asked for by `hosts`; and the `trainjob` server that is told.
+    """Answers until the run has ended and the last figures were seen. `given` has a `folder` of the run and its name,
+    listening sockets: for `metrics`, and for the `page` that is asked for by `hosts`; the `targets` that stand in the
+    folders `told`; and the `trainjob` server that is told.
     """
     folder, loop = Path(given["folder"]), asyncio.get_running_loop()
     ended, scraped = asyncio.Event(), asyncio.Event()
@@ -40,7 +41,7 @@ async def serve(given: Mapping[str, Any]) -> None:
     if given.get("metrics") is not None:
         from paceline.observe.scraping import Figures, ScrapeHandler  # needs the client of Prometheus
 
-        about = {"figures": Figures(folder), "key": key, "ended": ended, "scraped": scraped}
+        about = {"figures": Figures(folder, given["run"]), "key": key, "ended": ended, "scraped": scraped}
         _answer(given["metrics"], [("/metrics", ScrapeHandler, about)])
     if given.get("page") is not None:
         from paceline.observe.live import Views, routes
@@ -64,8 +65,9 @@ async def serve(given: Mapping[str, Any]) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(scraped.wait(), LINGER)
             await asyncio.sleep(0.2)  # the answer is on its way
-    if given.get("metrics") is not None:
-        write_targets(folder, [])
+    for place in given["told"]:
+        with suppress(OSError):
+            write_targets(Path(place), [], instead_of=given["targets"])
     os._exit(0)  # readers that stand still are not waited for
 
 

@@ -45,7 +45,8 @@ class Summary:
     name, with its step.
     `samples_per_second` is that of the last attempt without the first tenth of its steps. `time` are seconds on worker
     0, `bytes_moved` what it sent, `waited_for` the seconds a worker kept the others waiting. `made` and `made_by` are
-    counts of all trainers, with what was done again; `up` says which workers are of the team, `hosts` where they
+    counts of all trainers, with what was done again; `each` is the last record of what each of very many workers
+    computed; `up` says which workers are of the team, `hosts` where they
     were. `loaded` says how long workers waited for rows, `sent` are bytes between hosts by link (``a to b``), `hang`
     says who stands still since the last step. `collectives` are calls, bytes and seconds waited by kind. Of several
     trainers, `steps_done`, `samples`, speed and times are the first one's.
@@ -108,6 +109,7 @@ class Summary:
         self.hosts = {str(e["worker"]): str(e.get("host") or "") for e in processes if str(e["worker"]) in here}
         self.loaded = [event for event in last if event["event"] == "loaded"]
         self.sent = _sent(self.loaded)
+        self.each: Event = next((e for e in reversed(last) if e["event"] == "each"), {})
         moved = ("step", "evaluate", "formed", "lost")
         self.config = config_of(events)
         self.environment: Event = next((e for e in reversed(last) if e["event"] == "environment"), {})

@@ -110,8 +110,8 @@ class Timeline:
 
     def _steps(self) -> Iterator[Span]:
         """The parts of steps; of more workers than have such, on worker 0, and on the others what they computed and the
-        rest. A record is of one step, or has the sums of several: they are drawn one after another. Others' parts are
-        those of a step earlier.
+        rest. A record is of one step, or has the sums of several: they are drawn one after another. Others'
+        seconds of reduce, update and other are those of a step earlier.
         """
         for begin, end, record in self.records:
             steps, last = record.get("steps") or 1, int(record.get("step") or 0)

@@ -21,7 +21,7 @@ from paceline.observe.charts import thin
 from paceline.observe.figures import duration, number, plural, rate_of, shares_of, size_of
 from paceline.observe.journal import NAME
 from paceline.observe.summary import Newest, Rows, Summary, facts
-from paceline.observe.team import HEAD, a_step, happened, team
+from paceline.observe.team import HEAD, a_step, happened, members, slowest
 
 EVERY = 0.5  # seconds between two looks
 QUIET = 1.0  # seconds without news after which a run that has ended is over
@@ -206,8 +206,8 @@ def _workers(summary: Summary) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
     for name in HEAD:
         table.add_column(name, no_wrap=True)
-    rows, more = team(summary)
-    for worker, state, *rest in rows:
+    shown, more = slowest(members(summary))
+    for worker, state, *rest in (member.row for member in shown):
         table.add_row(worker, Text(state, "green" if state == "up" else "dim"), *map(_clean, rest))
     if more:
         table.add_row("", Text(f"and {plural(more, 'faster one')}", "dim"))

@@ -61,7 +61,7 @@ def hosted() -> int:
     where: dict[str, Any] = {"listen": order["listen"] or _own_address(order["towards"])}
     if order["join"]:
         folder = Path(options.run_dir or ".", "hosts", order["name"])
-        where = {"join": order["join"], "run_dir": str(folder), "patience": PATIENCE}
+        where = {"join": order["join"], "run_dir": str(folder), "patience": PATIENCE, "metrics": None, "page": None}
     options = replace(options, **where, heard=lambda address: _say("listens", address=address))
     broken = threading.Event()
     with _relayed(1, broken) as out, _relayed(2, broken) as error:
