@@ -135,10 +135,10 @@ def run_to_s3(folder: Path, trouble: str, *options: str, code: int = 0) -> Any:
 
 
 def test_a_run_keeps_them_behind_a_url_and_goes_on_from_there(s3: Proxy, tmp_path: Path) -> None:
-    stopped = run_to_s3(tmp_path, "", "--steps", "19")
+    stopped = run_to_s3(tmp_path, "", "--steps", "19", "--save-every", "10")
     assert "--checkpoints s3://bucket/runs/a" in stopped.stderr
     assert not (tmp_path / "out/checkpoints").exists()
-    again = run_to_s3(tmp_path, "")
+    again = run_to_s3(tmp_path, "", "--save-every", "10")
     assert "resuming from step 19 of s3://bucket/runs/a" in again.stderr
     told = json.loads(paceline("inspect", "s3://bucket/runs/a", "--json", cwd=tmp_path).stdout)
     assert (told["step"], told["checkpoints"][0]["path"]) == (60, "s3://bucket/runs/a/step-000000000060")

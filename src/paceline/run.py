@@ -38,7 +38,7 @@ from paceline.observe.profiling import Profiles
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
-from paceline.script import changed_since, code, module_name, packages, script_text, versions
+from paceline.script import VERSIONS, changed_since, code, module_name, packages, script_text
 from paceline.serving import ParameterServer
 from paceline.step import Agreed
 from paceline.strategies.job import Job
@@ -235,7 +235,7 @@ class Run:
             module=module_name(),
             argv=sys.argv,
             script_sha256=hashlib.sha256(script_text().encode()).hexdigest(),
-            versions=versions(),
+            versions=VERSIONS,
             seed=seed,
             threads=torch.get_num_threads(),
             device=str(device),
@@ -530,7 +530,7 @@ class Run:
             "workers": self.team.size,
             "generation": self.team.operations.number,
             "best": best_now(self),
-            "versions": versions(),
+            "versions": VERSIONS,
         }
 
     # -- the end ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from paceline.observe.journal import replace_file
 MOST_DIFF = 1_000_000  # bytes that are kept
 _GIT = 5.0  # seconds for each of its answers
 _LIMIT = 200_000  # characters that are kept
+VERSIONS = {"python": sys.version.split()[0], "torch": torch.__version__, "paceline": version("paceline")}
 
 
 def script_text() -> str:
@@ -44,10 +45,6 @@ def module_name() -> str | None:
     """The script's name where ``python -m`` runs it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec.name.removesuffix(".__main__") if spec is not None and spec.origin == sys.argv[0] else None
-
-
-def versions() -> dict[str, str]:
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "paceline": version("paceline")}
 
 
 def packages() -> dict[str, str]:
