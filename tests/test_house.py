@@ -34,8 +34,8 @@ PACKAGE = ROOT / "src" / "paceline"
 # had copies, rows of gradients travelled alone, what is not finite was explained, runs were told side by side, replicas
 # that differ were healed, hosts were looked at before a run, and Kubernetes could be asked for pods; 42,800 until
 # servers took codes and exact sums, delayed momentum, and did not wait for late workers; 45,000 until tables were
-# trained out of step, Kubeflow Trainer could be asked for a TrainJob and is told how far it is, and figures and the page
-# followed a take-over and showed many workers by host.
+# trained out of step, Kubeflow Trainer could be asked for a TrainJob and is told how far it is, and figures and the
+# page followed a take-over and showed many workers by host.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
 MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 45_600, 600, 80, 9
 

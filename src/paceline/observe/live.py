@@ -22,6 +22,7 @@ import secrets
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from paceline.observe.page import STYLE, Chosen, around, team_of
 from paceline.observe.summary import Newest, Summary
 
 OFTEN = 1.0  # seconds for which a view is not made anew
-SESSIONS, STREAMS = 1000, 600
+SESSIONS, STREAMS, VIEWS = 1000, 600, 64
 ASKS = "/view", "/events", "/journal"  # for a session, the last one for the key
 PIECE = 1 << 20  # bytes of the journal at a time
 SCRIPT = """
@@ -122,12 +123,13 @@ POLICY = (
 
 
 class Panels:
-    """The panels of a summary, for all who want something of the team opened."""
+    """The panels of a summary, made once for all who want the same of the team opened."""
 
     def __init__(self, summary: Summary) -> None:
         self._summary, self._around = summary, around(summary)
+        self.html = lru_cache(VIEWS)(self._html)
 
-    def html(self, wanted: Chosen) -> str:
+    def _html(self, wanted: Chosen) -> str:
         before, after = self._around
         return before + team_of(self._summary, wanted) + after
 
