@@ -1,6 +1,6 @@
 """What workers that are not in step deliver where some are slow, beside an event simulation of the same law.
 
-    python benchmarks/stragglers.py [--tick 0.05] [--tickets 1000] [--record FILE]
+    python benchmarks/stragglers.py [--tick 0.05] [--tickets 1000] [--law L ..] [--staleness K ..] [--record FILE]
 
 Four workers, whose ticks take so many seconds by sleeping, and one parameter server. *random*: a tick in twenty takes
 eight times as long. *quarter*: the first worker's ticks all take four times as long. A ticket is one tick. With
@@ -99,6 +99,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tick", type=float, default=0.05)
     parser.add_argument("--tickets", type=int, default=1000)
+    parser.add_argument("--law", nargs="*", choices=[*BOUNDS], default=[*BOUNDS])
+    parser.add_argument("--staleness", nargs="*", help="of those of a law (default: all)")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--script", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -106,8 +108,8 @@ def main() -> None:
     if options.script:
         return script(options.script, options.tick, options.tickets, options.out)
     found: dict[str, dict[str, object]] = {}
-    for law, bounds in BOUNDS.items():
-        for bound in bounds:
+    for law in options.law:
+        for bound in options.staleness or BOUNDS[law]:
             limit = math.inf if bound == "inf" else float(bound)
             others = statistics.mean(simulated(law, limit, options.tickets, str(seed)) for seed in range(DRAWS))
             same, mine = (

@@ -17,9 +17,8 @@ from typing import Any
 KEPT = 1000  # collectives
 # Turn (from 1), number in its group (0: a message), begun and ended (monotonic seconds; 0: under way, negative: it
 # failed then), bytes, and texts: group, name, call site.
-_RECORD, _TEXTS, _ENDED = struct.Struct("qqddq152s"), struct.Struct("24s88s40s"), struct.Struct("d")
+_RECORD, _ENDED = struct.Struct("qqddq24s88s40s"), struct.Struct("d")
 _AT = struct.calcsize("qqd")  # where the end is written
-_KNOWN = 4096  # texts that are kept ready
 SIZE = KEPT * _RECORD.size  # bytes
 
 
@@ -28,7 +27,6 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self._turns, self._newest = itertools.count(1), 0
-        self._texts: dict[tuple[str, str, str], bytes] = {}
         self._ring: Any = bytearray(SIZE)
 
     def take(self, ring: Any) -> None:
@@ -39,13 +37,8 @@ class FlightRecorder:
     def begin(self, group: str, number: int, name: str, site: str, size: int) -> int:
         """A collective of so many bytes begins; its turn."""
         turn = self._newest = next(self._turns)
-        what = group, name, site
-        texts = self._texts.get(what)
-        if texts is None:
-            if len(self._texts) >= _KNOWN:
-                self._texts = {}
-            texts = self._texts[what] = _TEXTS.pack(*map(str.encode, what))
-        _RECORD.pack_into(self._ring, turn % KEPT * _RECORD.size, turn, number, time.monotonic(), 0.0, size, texts)
+        about = turn, number, time.monotonic(), 0.0, size
+        _RECORD.pack_into(self._ring, turn % KEPT * _RECORD.size, *about, group.encode(), name.encode(), site.encode())
         return turn
 
     def end(self, turn: int, well: bool) -> None:
@@ -65,13 +58,11 @@ def read_flight(ring: bytes) -> list[dict[str, Any]]:
     offset = time.time() - time.monotonic()
     records = [*_RECORD.iter_unpack(ring[:SIZE])]
     newest = max(record[0] for record in records)
-    found, known = [], dict[bytes, tuple[str, ...]]()  # most texts come many times
-    for place, (turn, number, begun, ended, size, texts) in enumerate(records):
+    found = []
+    for place, (turn, number, begun, ended, size, *texts) in enumerate(records):
         if turn % KEPT != place or not newest - KEPT < turn or turn <= 0:
             continue
-        if texts not in known:
-            known[texts] = tuple(text.rstrip(b"\0").decode("utf-8", "replace") for text in _TEXTS.unpack(texts))
-        group, name, site = known[texts]
+        group, name, site = (text.rstrip(b"\0").decode("utf-8", "replace") for text in texts)
         record = {"turn": turn, "group": group, "number": number, "name": name, "site": site, "bytes": size}
         record["begun"], record["ended"] = round(begun + offset, 6), round(abs(ended) + offset, 6) if ended else None
         found.append({**record, "failed": True} if ended < 0 else record)
