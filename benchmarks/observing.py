@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 from turns import record
 
 MODULES = ("paceline.observe.", "paceline.flight", "paceline.pulse", "paceline.agreement")
-WIDTH, ROWS, WARM, STEPS = 512, 168, 50, 1500
+WIDTH, ROWS, WARM, STEPS = 512, 216, 50, 1500
 
 
 class Clock(threading.local):
