@@ -17,13 +17,14 @@ ACKNOWLEDGEMENTS = {Kind.SQUARES, Kind.READ, Kind.DEAL, Kind.KEPT, Kind.BUFFERS}
 
 
 class Proxy:
-    """Listens at `port`. Instead of delivering each `lose`-th acknowledgement it cuts the connection; it delivers each
-    `double`-th push twice. `did` counts both, and what was lent instead of sent; `kinds` what was lost or came twice.
+    """Listens at `port`. Instead of delivering each `lose`-th acknowledgement of a kind it cuts the connection; it
+    delivers each `double`-th push of a kind twice: of all kinds together, those that come in turns would meet the same
+    one again and again. `did` counts both, and what was lent instead of sent; `kinds` what was lost or came twice.
     """
 
     def __init__(self, lose: int, double: int) -> None:
         self._every = {"lost": lose, "doubled": double}
-        self._seen, self.did, self.kinds = Counter[str](), Counter[str](), Counter[str]()
+        self.did, self.kinds, self._seen = Counter[str](), Counter[str](), Counter[tuple[str, int]]()
         self._lock, self._open = threading.Lock(), list[socket.socket]()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._listener.getsockname()[1]
@@ -61,8 +62,8 @@ class Proxy:
 
     def _due(self, what: str, kind: int) -> bool:
         with self._lock:
-            self._seen[what] += 1
-            if self._seen[what] % self._every[what]:
+            self._seen[what, kind] += 1
+            if self._seen[what, kind] % self._every[what]:
                 return False
             self.did[what] += 1
             self.kinds[f"{what} {Kind(kind).name}"] += 1
