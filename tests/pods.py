@@ -30,6 +30,7 @@ from urllib.parse import parse_qs, urlparse
 
 import psutil
 from agents import until
+from certificates import self_signed
 from launching import free_port
 
 from paceline.launch.engines.manifests import CONTAINER, INDEX, LABEL
@@ -105,19 +106,7 @@ class Cluster:
     def _start(self) -> None:
         key = self.folder / "sa.key"
         subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True)
-        words = [
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-subj",
-            "/CN=node",
-            "-keyout",
-            "node.key",
-            "-out",
-            "node.crt",
-        ]
-        subprocess.run(["openssl", "req", *words], check=True, capture_output=True, cwd=self.folder)
+        self_signed(self.folder, "node", "node.key", "node.crt")
         (self.folder / "tokens.csv").write_text('admin-token,admin,1,"system:masters"\n')
         self.kubeconfig.write_text(CONFIG.format(port=self.port))
         etcd, peers = free_port(), free_port()

@@ -16,6 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 from agents import until
+from certificates import self_signed
 from journals import step, write_run
 from launching import environment
 from test_metrics_served import LONG
@@ -111,18 +112,7 @@ class Trainer:
     def __init__(self, folder: Path, code: int) -> None:
         self.came: list[tuple[str, str, str, dict[str, Any]]] = []
         came = self.came
-        words = [
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-subj",
-            "/CN=localhost",
-            "-addext",
-            "subjectAltName=DNS:localhost",
-        ]
-        words += ["-keyout", "server.key", "-out", "ca.crt"]
-        subprocess.run(["openssl", "req", *words], check=True, capture_output=True, cwd=folder)
+        self_signed(folder, "localhost", "server.key", "ca.crt")
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -249,7 +248,7 @@ class Dealing(Holding):
     def _take(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
         """A push is whole here."""
         text, _, rest = bytes(frame.text).partition(b"\n")
-        gradients = {number: client.buffers[frame.trainer, number] for number in chain(*self.dense.values())}
+        gradients = {number: client.buffers[frame.trainer, number] for number in self.all_dense}
         records = torch.frombuffer(bytearray(rest), dtype=torch.float64) if rest else None
         if self.leads and not self._is_due(worker, frame.key):  # it may have come before
             self.window.dropped += 1
@@ -347,11 +346,10 @@ class Dealing(Holding):
 
     def _snapshot(self, lent: bool) -> dict[int, torch.Tensor]:
         """The weights, in memory that the next update does not touch; those that are `lent` are copied at once."""
-        numbers = chain(*self.dense.values())
         if lent:
-            return {number: self.params[number].detach().contiguous() for number in numbers}
+            return {number: self.params[number].detach().contiguous() for number in self.all_dense}
         if self._weights[0] != self.applied:
-            self._weights = self.applied, {number: self.params[number].detach().clone() for number in numbers}
+            self._weights = self.applied, {number: self.params[number].detach().clone() for number in self.all_dense}
         return self._weights[1]
 
 

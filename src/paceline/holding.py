@@ -82,21 +82,21 @@ class Holding:
             part: [number for number, owner in enumerate(owners) if owner == part]
             for part in parts_of(server, self.servers, copies)
         }
-        self.numbers = [number for numbers in self.parts.values() for number in numbers]
         first = len(self.replica.job.dense)
         self.dense, self.sparse = (
             {part: [n for n in numbers if (n >= first) is sparse] for part, numbers in self.parts.items()}
             for sparse in (False, True)
         )
+        self.all_dense, in_rows = ([*chain(*some.values())] for some in (self.dense, self.sparse))
         self.code = manner(plan.codec).code if plan.codec else None
         self.changes: dict[int, torch.Tensor] = {}  # codes of what the last step changed, by part
-        self.touched = {n: Touched(len(self.params[n]), stepper.done) for n in chain(*self.sparse.values())}
+        self.touched = {n: Touched(len(self.params[n]), stepper.done) for n in in_rows}
         self.squares = {part: [0.0] for part in self.parts}
         self._sums: dict[int, torch.Tensor] = {}
-        first_to_last = [self.params[number] for number in chain(*self.dense.values())]
+        first_to_last = [self.params[number] for number in self.all_dense]
         self.exact = ExactBuckets(first_to_last, hooks=False) if plan.exact else None
         self.ready: Key | None = None
-        others = {self.params[number] for number in {*range(len(self.params))} - {*self.numbers}}
+        others = {self.params[number] for number in {*range(len(self.params))} - {*self.all_dense, *in_rows}}
         for optimizer in self.replica.job.optimizers:
             for param in others & optimizer.state.keys():  # what it was given at first
                 del optimizer.state[param]
@@ -125,7 +125,7 @@ class Holding:
     def _add(self, clients: Sequence[Client]) -> None:
         trainer = self.trainer
         norms = dict[int, list[torch.Tensor]]()
-        for number in chain(*self.dense.values()):
+        for number in self.all_dense:
             pushed = [one.buffers[trainer, number] for one in clients]
             grad, norms[number] = self._total(number, pushed, bool(clients[0].lent))
             self.params[number].grad = grad.view(self.params[number].shape)
@@ -170,11 +170,10 @@ class Holding:
         micro_batches: int,
         largest: Sequence[float],
     ) -> None:
-        numbers = [*chain(*self.dense.values())]
-        sums.largest = [largest[number] for number in numbers]
+        sums.largest = [largest[number] for number in self.all_dense]
         sums.begin(lambda bucket: None, micro_batches)
         for one in pushed:
-            for at, number in enumerate(numbers):
+            for at, number in enumerate(self.all_dense):
                 sums.add(at, one[self.trainer, number].chunk(levels_of(self.params[number].dtype)))
         sums.make()
         found = sums.squares(micro_batches).view(-1, LEVELS).split([len(some) for some in self.dense.values()])
@@ -183,7 +182,7 @@ class Holding:
     def apply(self, step: int, told: dict[str, Any]) -> None:
         """The step, once."""
         agreed = replace(NOTHING, count=told["count"], loss=told["loss"], unused=tuple(told["unused"]))
-        before = {n: self.params[n].detach().clone() for n in chain(*self.dense.values())} if self.in_codes else {}
+        before = {n: self.params[n].detach().clone() for n in self.all_dense} if self.in_codes else {}
         self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
         if self.in_codes:
             self._round(before)

@@ -64,7 +64,7 @@ def last(steps: Generator[Condition, None, Any]) -> Generator[Condition, None, A
 def not_last(steps: Steps) -> Steps:
     """What looks like the end of an operation, and is not."""
     for until in steps:
-        yield Begun(until) if isinstance(until, Final) else until
+        yield Begun(until.until) if isinstance(until, Final) else until
 
 
 _REASONS = (RuntimeError, TypeError, ValueError, OSError, MismatchError, PacelineError)

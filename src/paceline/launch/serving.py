@@ -117,12 +117,12 @@ class Serving(AbstractContextManager["Serving"]):
         where = short(folders[0] / PAGE)
         self._say(f"live page: http://{host}:{port}/, whose address with its key is in {where}")
 
-    def stop(self) -> None:
-        """Another host serves from now on."""
+    def stop(self, patience: float = 0.0) -> None:
+        """Nobody here serves from now on. What that process has to say within so many seconds is said."""
         if self._process is not None and self._child is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            end = time.monotonic() + (FAREWELL if self._trainjob is not None else 0.0)
+            end = time.monotonic() + patience
             while select.select([self.said], [], [], max(end - time.monotonic(), 0.0))[0]:
                 if not (text := os.read(self.said, 1 << 12)):
                     break
@@ -133,7 +133,7 @@ class Serving(AbstractContextManager["Serving"]):
         self._process, self._child, self.said = None, None, -1
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.stop(FAREWELL if self._trainjob is not None else 0.0)
 
 
 def _has(folder: Path, key: str) -> bool:
