@@ -99,6 +99,7 @@ class Network:
 
     hosts: list[Host]
     folder: Path
+    switch: str
     workers: list[Worker] = field(default_factory=list)
 
     def start(
@@ -142,6 +143,12 @@ class Network:
             assert worker.code == 0, f"worker {worker.rank} ended with {worker.code}\n{worker.stdout}\n{worker.stderr}"
         return self.workers
 
+    def part(self, *hosts: Host) -> None:
+        """From now on none of these reaches another one, but all reach the rest."""
+        for host in hosts:
+            port = f"v{host.address.rpartition('.')[2]}"
+            ip("-n", self.switch, "link", "set", port, "type", "bridge_slave", "isolated", "on")
+
     def close(self) -> None:
         for worker in self.workers:
             worker.process.kill()
@@ -173,7 +180,7 @@ def network(count: int, folder: Path) -> Iterator[Network]:
             ip("-n", host.space, "addr", "add", f"{host.address}/24", "dev", "eth0")
             ip("-n", host.space, "link", "set", "eth0", "up")
             hosts.append(host)
-        made = Network(hosts, folder)
+        made = Network(hosts, folder, switch)
         stack.callback(made.close)
         yield made
 

@@ -51,6 +51,7 @@ class Shore:
 
     def __init__(self, network: Network, folder: Path, engine: str) -> None:
         self.engine, self.folder, self.here, self.hosts = engine, folder, network.hosts[-1], network.hosts[:-1]
+        self.part = network.part
         self.started: list[subprocess.Popen[str]] = []
         Path("/run/sshd").mkdir(exist_ok=True)
         for key in ("host", "client"):
@@ -191,6 +192,17 @@ def test_a_launcher_that_dies_leaves_a_checkpoint(shore: Callable[[int], Shore],
     assert (tmp_path / "run" / "checkpoints" / f"step-{stopped['step']:012d}" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("shore", ["ssh"], indirect=True)
+def test_hosts_that_are_cut_off_from_launcher_and_coordinator_end(shore: Callable[[int], Shore]) -> None:
+    """The second one's worker cannot leave a team that is gone, and nobody is there to stop it at once."""
+    here = shore(2)
+    process = begun(here)
+    process.kill()
+    for host in here.hosts:
+        host.cut()
+    until(here.nobody, 60)
+
+
 def test_a_run_that_is_let_go_is_stopped_from_elsewhere(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     """Nothing of the launcher's is left, nor of its ways to the hosts."""
     here = shore(2)
@@ -270,3 +282,56 @@ def test_what_ssh_says_is_told(shore: Callable[[int], Shore], tmp_path: Path) ->
     (tmp_path / "known").write_text("")
     _, error = here.start("--hosts", "a", "train.py").communicate(timeout=100)
     assert "\na     Host key verification failed.; " in error
+
+
+def closed(shore: Callable[[int], Shore], count: int) -> Shore:
+    """Hosts that do not reach each other: the launcher's reaches them."""
+    here = shore(count)
+    here.part(*here.hosts)
+    knock = here.hosts[0].command("bash", "-c", f"echo > /dev/tcp/{here.hosts[1].address}/22")
+    assert "No route to host" in subprocess.run(knock, capture_output=True, text=True, check=False).stderr
+    return here
+
+
+def sockets() -> list[Path]:
+    return [path for path in Path("/tmp").glob("paceline-*") if path.is_socket()]
+
+
+@pytest.mark.parametrize("shore", ["ssh"], indirect=True)
+def test_hosts_that_only_ssh_reaches(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+    """All that three hosts say to each other goes through ssh and the launcher's host. Nothing is left of that."""
+    paceline("run", "--plan", "exact", "--steps", "30", "--run-dir", "alone", DIGITS, cwd=tmp_path)
+    here, run = closed(shore, 3), tmp_path / "run"
+    words = ["--hosts", "a,b,c:2", "--tunnel", "--min-workers", "4", "--plan", "exact", "--steps", "30"]
+    process = here.start(*words, "--run-dir", "run", DIGITS)
+    until(lambda: run.exists() and journal(run, "formed"), 200)
+    assert [path.stat().st_mode & 0o777 for path in sockets()] == [0o600] * 9  # to go, to come and to ask, on each
+    _, error = process.communicate(timeout=200)
+    assert process.returncode == 0, error
+    assert sorted(journal(run, "formed")[-1]["workers"]) == [0, 1, 2, 3]
+    assert weights(run) == weights(tmp_path / "alone")
+    assert here.nobody()
+    assert not sockets()
+
+
+@pytest.mark.parametrize("shore", ["ssh"], indirect=True)
+@pytest.mark.parametrize("plan", ["exact", "server=1"])
+def test_a_host_that_only_ssh_reaches_leaves_and_comes_back(
+    shore: Callable[[int], Shore], tmp_path: Path, plan: str
+) -> None:
+    """Its connection breaks with its sshd; with another one it takes the state through a new tunnel."""
+    here, run = closed(shore, 2), tmp_path / "run"
+    process = begun(here, "--tunnel", "--plan", plan)
+    here.servers[1].kill()
+    here.hosts[1].cut()
+    until(lambda: journal(run, "lost"), 100)
+    here.hosts[1].mend()
+    here.serve(1)
+    until(lambda: len(journal(run, "formed")) > 1, 200)
+    (tmp_path / "go").touch()
+    _, error = process.communicate(timeout=200)
+    assert process.returncode == 0, error
+    found = load_file(tmp_path / "out.safetensors")
+    paceline("run", "--run-dir", "alone", "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
+    assert apart(found, load_file(tmp_path / "out.safetensors")) < 1e-12
+    until(here.nobody, 100)

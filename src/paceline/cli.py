@@ -73,7 +73,7 @@ def _run(take_over: Path | None, **options: Any) -> int | str:
 
 
 FAR = (
-    *("hosts", "hostfile", "sync", "nodes", "detach", "address", "master", "wait"),  # of one engine
+    *("hosts", "hostfile", "sync", "tunnel", "nodes", "detach", "address", "master", "wait"),  # of one engine
     *("image", "namespace", "gpus", "cpus", "memory", "claim", "shape"),  # of pods
     *("workers_per_host", "listen", "python", "cwd", "setup", "env", "engine", "dry_run"),
 )
@@ -350,6 +350,8 @@ def _by_name(option: Callable[..., Any], engine: str) -> None:
     option("--hosts", metavar="A,B:2,..", help=f"the hosts, as {engine} takes them, some with their number of workers")
     option("--hostfile", type=Path, metavar="FILE", help="a file with a host on each line")
     option("--sync", action="store_true", help="copy the files that git has here, at most 200 MB")
+    if engine == "ssh":
+        option("--tunnel", action="store_true", help="all between hosts through ssh and this machine: only ssh is open")
     if engine != "Ray":  # where `ray job submit --no-wait` does it
         option("--detach", action="store_true", help="let the run go on by itself once all hosts are of it")
     _far(option, engine)

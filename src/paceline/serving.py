@@ -25,7 +25,7 @@ from paceline.dealing import Dealing
 from paceline.errors import PacelineError
 from paceline.holding import Client, Holding, Steps
 from paceline.strategies.servers import MEET, RANKED, At
-from paceline.world import SERVERS, World
+from paceline.world import SERVERS, World, way_to
 
 GRACE = 0.5  # seconds in which a worker whose connection has gone may come again
 
@@ -97,7 +97,7 @@ class ParameterServer:
         if at is None or min(self._used) == self.number or (self._first is not None and not self._first.broken):
             return
         with suppress(OSError):  # it is not there yet, or gone
-            self._first, self._met = Connection(socket.create_connection(at[:2], MEET), lambda frame: []), at
+            self._first, self._met = Connection(socket.create_connection(way_to(*at[:2]), MEET), lambda frame: []), at
             self._first.put(Kind.HELLO, content=f"{at[2]} {-1 - self.number}".encode())
             for part in self._dealing:
                 part.stand(self._first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -18,6 +19,8 @@ from paceline.errors import UsageError, shown
 
 MOST = 999_999_999_999  # more of anything than anybody has
 SERVERS = 1_000_000  # parameter servers are numbered from here on, beside the workers
+WAY, REFUSED = b"+", b"-"  # what a tunnel says of a way that was asked for
+ASKING = 20.0  # seconds that it may take
 
 
 @dataclass(frozen=True)
@@ -304,10 +307,45 @@ def gpus(env: Mapping[str, str] | None = None) -> int:
 
 def address_towards(host: str, port: int = 9, family: int = socket.AF_INET) -> str:
     """Of ours, from which another host is reached; nothing is sent. OSError: there is no way to it."""
+    if inside := tunnel():
+        return inside[0]
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def tunnel(env: Mapping[str, str] | None = None) -> tuple[str, str] | None:
+    """Where hosts reach each other through ssh alone: this one's address, and the socket where `way_to` asks."""
+    own, _, asked = (os.environ if env is None else env).get("PACELINE_TUNNEL", "").partition("=")
+    return (own, asked) if own else None
+
+
+def enter_tunnel(own: str, asked: str) -> None:
+    """From now on, and for all processes that we start."""
+    os.environ["PACELINE_TUNNEL"] = f"{own}={asked}"
+
+
+def others_in_tunnel() -> bytes | None:
+    """What the addresses of all hosts there begin with, as they stand in a socket's address."""
+    inside = tunnel()
+    return socket.inet_aton(inside[0])[:3] if inside else None
+
+
+def way_to(host: str, port: int, later: bool = False) -> tuple[str, int]:
+    """The address itself, once one may connect to it, which takes nothing but in a tunnel: its agent is asked for a way
+    to what listens there, or will do so `later`. OSError: nothing does.
+    """
+    inside = tunnel()
+    if inside is None or host == inside[0] or host.rpartition(".")[0] != inside[0].rpartition(".")[0]:
+        return host, port
+    with socket.socket(socket.AF_UNIX) as asks:
+        asks.settimeout(ASKING)
+        asks.connect(inside[1])
+        asks.sendall(f"{host} {port}{' later' * later}\n".encode())
+        if asks.recv(1) != WAY:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    return host, port
 
 
 def reached_at(env: Mapping[str, str] | None = None) -> str:

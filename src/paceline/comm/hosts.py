@@ -34,6 +34,7 @@ from paceline.comm.links import Flow, Pair, measure
 from paceline.comm.shared import Arena, Condition, MismatchError, Shared, host_key, map_together, raw_bytes
 from paceline.comm.status import Ask, agree, asker, beside
 from paceline.comm.tensors import Reduction
+from paceline.comm.ways import with_ways
 from paceline.errors import PeerLostError, UsageError, first_line
 from paceline.world import address_towards, gloo_interface
 
@@ -67,7 +68,8 @@ class Gloo:
         options._timeout = store.timeout / 5  # type: ignore[attr-defined]
         options._devices = list(devices)
         options._threads = threads  # each is in one collective: with two of them a link of 20 ms was two thirds full
-        self.group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        self._store = with_ways(store)
+        self.group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
         self.group._set_default_timeout(FOREVER)
         self.rank, self.size = rank, size
         self.flow = Flow()

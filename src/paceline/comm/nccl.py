@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from paceline.comm.hosts import FOREVER, interface_of
 from paceline.comm.status import Ask
 from paceline.comm.tensors import Reduction
-from paceline.world import offer_nccl_interface
+from paceline.world import offer_nccl_interface, tunnel
 
 
 class Nccl:
@@ -28,7 +28,11 @@ class Nccl:
         self._shares: dict[int | None, bool] = {}
 
     def shares(self, device: torch.device, peer: int | None = None) -> bool:
-        """Whether two of the workers, or this one and a `peer`, have the same GPU. The first time all of these ask."""
+        """Whether two of the workers, or this one and a `peer`, have the same GPU, or only a tunnel between hosts, for
+        which NCCL is no way either. The first time all of these ask.
+        """
+        if tunnel() is not None:
+            return True
         if peer not in self._shares:
             self._store.set(f"device/{self._rank}", str(torch.cuda.get_device_properties(device).uuid))
             among = range(self._size) if peer is None else {self._rank, peer}

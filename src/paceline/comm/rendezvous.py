@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from paceline.comm.status import LATE, MANY, PAUSE, beside, there, workers
 from paceline.errors import LaunchError, PeerLostError, first_line
-from paceline.world import World
+from paceline.world import World, way_to
 
 
 def never() -> bool:
@@ -66,7 +66,7 @@ def _reach(world: World, given_up: Callable[[], bool]) -> None:
     while True:
         try:
             left = deadline - time.monotonic()
-            socket.create_connection((host, port), timeout=max(left, PAUSE)).close()
+            socket.create_connection(way_to(host, port), timeout=max(left, PAUSE)).close()
             return
         except OSError as error:
             if time.monotonic() > deadline or given_up():

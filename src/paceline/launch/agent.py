@@ -386,6 +386,7 @@ class Agent:
         elif self._away and not away:
             self.say(f"the coordinator {'is back' if self._link.epoch == self._epoch else 'is another one now'}")
         self._away, self._epoch = away, self._link.epoch if not away else self._epoch
+        self._at_once |= self._leaving and self._link.away > GIVEN_UP  # nobody is there whom the workers could leave
         asked = self._folder / TAKE_OVER
         if asked.exists():
             asked.unlink()

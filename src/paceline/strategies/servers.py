@@ -33,7 +33,7 @@ from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.layout import Layout
 from paceline.strategies.replica import Replica
 from paceline.strategies.sparse import pack_gradients, put_weights
-from paceline.world import World
+from paceline.world import World, way_to
 
 At = tuple[str, int, str]  # host, port, and what is to be said there first
 Said = Callable[[int, int], bytes]  # what is said of a part to a server
@@ -231,7 +231,7 @@ class Servers:
 
     def _connect(self, server: int, at: At) -> None:
         with suppress(OSError):  # it is gone again
-            link = Connection(socket.create_connection(at[:2], MEET), self._place)
+            link = Connection(socket.create_connection(way_to(*at[:2]), MEET), self._place)
             link.put(Kind.HELLO, content=f"{at[2]} {self.worker} {link.memory}".encode())
             if server in self.links:
                 self.links[server].close()

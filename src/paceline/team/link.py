@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.team.coordinator import BEAT, HELD
 from paceline.team.token import authorization
+from paceline.world import way_to
 
 ANSWER = 1.0  # seconds to wait for an answer that needs no time
 AGAIN = 0.05  # seconds between two attempts
@@ -302,6 +303,7 @@ class Wire:
         """The answer, read from JSON. RefusedError; OSError and HTTPException: there is none."""
         headers = {"Authorization": signed} if signed else {}
         if self._http.sock is None:
+            way_to(*self.address)
             self._http.connect()
         self._http.sock.settimeout(self._patience)
         if self._over:

@@ -28,6 +28,7 @@ import torch
 from paceline.checkpoint.tree import flatten, pack, packed, raw, unpack
 from paceline.observe.memory import whole_memory
 from paceline.team.commands import At
+from paceline.world import way_to
 
 MEET, LOOK = 10.0, 0.1  # seconds for a connection to come, between two looks at the orders
 HELLO, CALLS = 2.0, 16  # seconds for a connection to say who it is; how many may be there that have not yet
@@ -107,7 +108,7 @@ class Giver:
 
     def _run(self) -> None:
         try:
-            with suppress(OSError), socket.create_connection(self.at[:2], MEET) as link:
+            with suppress(OSError), socket.create_connection(way_to(*self.at[:2]), MEET) as link:
                 self._give(link)
                 link.shutdown(socket.SHUT_WR)  # a loader that was forked meanwhile has it open, too
         finally:

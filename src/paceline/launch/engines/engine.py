@@ -47,6 +47,10 @@ class Engine(ABC):
     def command(self, place: Host) -> list[str]:
         """Starts an agent: the command here that becomes ``sh`` on the host, with our standard streams."""
 
+    def way(self, place: Host) -> dict[str, str] | None:
+        """What the agent there is to know of the way to the others, where these are not reached as they are."""
+        return None
+
     def missing(self, place: Host) -> str:
         """Why a host has not answered yet, as the engine sees it; empty where it sees nothing."""
         return ""

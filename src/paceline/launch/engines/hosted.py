@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.launch.engines.tunnel import enter
 from paceline.launch.joining import likeness
 from paceline.launch.local import launch
 from paceline.launch.modules import find_module
@@ -58,6 +59,7 @@ def hosted() -> int:
     if order is None:  # the launcher is gone, or the hosts differ
         return STOPPED
     apart = _apart() if order["detach"] else None
+    leave = enter(**order["tunnel"]) if order["tunnel"] else None
     where: dict[str, Any] = {"listen": order["listen"] or _own_address(order["towards"])}
     if order["join"]:
         folder = Path(options.run_dir or ".", "hosts", order["name"])
@@ -75,7 +77,11 @@ def hosted() -> int:
                 os.write(apart, b"!")
 
         threading.Thread(target=_heed, args=(broken, go_on), name="paceline-heed", daemon=True).start()
-        code = launch(options)
+        try:
+            code = launch(options)
+        finally:
+            if leave is not None:
+                leave()
         call.close()
         value.seek(0)
         while piece := value.read(VALUE):

@@ -221,6 +221,7 @@ class Launcher:
             "towards": towards,
             "join": join,
             "detach": self._job.detach,
+            "tunnel": self._engine.way(host.place),
         }
         host.ordered, host.pause = True, 0.0
         self._send(host, json.dumps(order).encode() + b"\n")

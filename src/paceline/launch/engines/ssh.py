@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.launch.engines.engine import End, Engine, Host
+from paceline.launch.engines.tunnel import Tunnel
 
 BROKEN = 255  # ssh's own exit code
 # A terminal, the agent's and X11's forwarding are not wanted; nobody is there to answer a question.
@@ -14,11 +17,32 @@ class Ssh(Engine):
 
     name = "ssh"
 
+    def __init__(self, places: Sequence[Host], given: Sequence[str] = (), tunnelled: bool = False) -> None:
+        super().__init__(places, given)
+        self._tunnel = Tunnel([place.name for place in places]) if tunnelled else None
+        if self._tunnel:
+            self.listen = self._tunnel.addresses[places[0].name]
+
     def command(self, place: Host) -> list[str]:
-        return ["ssh", *self.given, *OPTIONS, "--", place.name, "sh"]  # quoted for any login shell
+        ways = self._tunnel.options(place.name) if self._tunnel else ()
+        return ["ssh", *self.given, *OPTIONS, *ways, "--", place.name, "sh"]  # quoted for any login shell
+
+    def way(self, place: Host) -> dict[str, str] | None:
+        return self._tunnel.way(place.name) if self._tunnel else None
+
+    def close(self) -> None:
+        if self._tunnel:
+            self._tunnel.close()
 
     def end(self, place: Host, code: int, said: str) -> End | None:
         if code != BROKEN:
             return None
-        refused = ("Permission denied", "Host key verification failed", "Could not resolve hostname", "Bad ", "no such")
+        refused = (
+            "Permission denied",
+            "Host key verification failed",
+            "Could not resolve hostname",
+            "Bad ",
+            "no such",
+            "forwarding",
+        )
         return End("failed" if any(word in said for word in refused) else "lost", said or "the connection broke")

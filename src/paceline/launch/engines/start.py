@@ -51,6 +51,9 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         stem = module or Path(script).stem
         options["run_dir"] = f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         again[3:3] = ["--run-dir", str(options["run_dir"])]
+    if given["tunnel"] and (given["detach"] or given["listen"]):
+        what = "--tunnel leads through this process, so there is no --detach, and no --listen"
+        raise UsageError(what, "leave out either")
     if where == "kubernetes":
         return launch_pods(given, options, environment, shlex.join(again))
     options |= {"environment": environment, "again": shlex.join(again)}
@@ -81,18 +84,17 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
             return 0
         engine = Spark(asked)
     elif where != "slurm":
-        kind = Mpi if where == "mpi" else Ssh
-        engine = kind(_places(where, given["hosts"], given["hostfile"]), shlex.split(given["engine"]))
+        places, own = _places(where, given["hosts"], given["hostfile"]), shlex.split(given["engine"])
+        engine = Mpi(places, own) if where == "mpi" else Ssh(places, own, bool(given["tunnel"]))
     else:
         engine = allocation(shlex.split(given["engine"]))
         if engine is None:
             return submit(job, again, given, environment)
-    if given["dry_run"]:
-        print(
-            "\n".join(f"{shlex.join(engine.command(place))} <<< {shlex.quote(job.script)}" for place in engine.places)
-        )
-        return 0
     try:
+        if given["dry_run"]:
+            for place in engine.places:
+                print(f"{shlex.join(engine.command(place))} <<< {shlex.quote(job.script)}")
+            return 0
         launcher = Launcher(engine, job)
         return engine.after(launcher.run(), launcher.told)
     finally:

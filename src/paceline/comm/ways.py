@@ -1,0 +1,41 @@
+"""gloo in a tunnel (`launch ssh --tunnel`): the way to a peer opens when gloo learns of the peer's address."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from paceline.world import others_in_tunnel, way_to
+
+
+def with_ways(store: dist.Store) -> dist.Store:
+    """The store that gloo's addresses travel by. Whoever makes a group with it keeps it as long as the group."""
+    net = others_in_tunnel()
+    return store if net is None else _WithWays(store, net)
+
+
+class _WithWays(dist.Store):
+    """A store that gloo reads its peers' addresses in: socket addresses of IPv4, somewhere among other bytes."""
+
+    def __init__(self, store: dist.Store, net: bytes) -> None:
+        super().__init__()
+        self._store = store
+        self._address = re.compile(rb"\x02\0(..)" + re.escape(net) + b"(.)", re.DOTALL)
+        self._net = ".".join(map(str, net))
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        said = self._store.get(key)
+        for port, host in self._address.findall(said):
+            try:
+                way_to(f"{self._net}.{host[0]}", int.from_bytes(port), later=True)
+            except OSError as error:
+                raise RuntimeError(str(error)) from error  # as gloo says that a peer is not reached
+        return said
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
+        self._store.wait(keys, timeout)

@@ -1,0 +1,179 @@
+"""Hosts of a run that reach each other through ssh alone, which reaches all of them from here. No torch.
+
+Each host has an address of the loopback that no other host of the run has, and what it serves listens there. Whoever
+connects to another host's asks for the way before (`paceline.world.way_to`): the agent of its own host then listens at
+that address and port itself. What comes is handed on by a socket that ssh brings to the launcher, and from there by
+one that ssh brings to the other host's agent, which connects to nothing but what listens at just that address. All
+these sockets are files that one user may open; no port is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.world import REFUSED, WAY, enter_tunnel
+
+MOST_HOSTS = 254
+PIECE = 1 << 16  # bytes that are handed on at a time
+PATIENCE = 20.0  # seconds in which a way opens, and in which one that was asked for is used
+LISTENS = "0A"  # a socket's state, in /proc/net/tcp
+
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Tunnel:
+    """The launcher's part, where the ways of all hosts meet. `close` it."""
+
+    def __init__(self, names: list[str]) -> None:
+        if len(names) > MOST_HOSTS:
+            raise UsageError(f"--tunnel has room for {MOST_HOSTS} hosts", "let the hosts reach each other")
+        net = f"127.{64 + secrets.randbelow(190)}.{secrets.randbelow(256)}"
+        self.addresses = {name: f"{net}.{number}" for number, name in enumerate(names, 1)}
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-", dir="/tmp")  # a socket's path must be short
+        self._doors: dict[str, Path] = {}  # by address: where ssh takes what is for that host
+        self._ways: dict[str, dict[str, str]] = {}
+        _serve((Path(self._folder.name, "all"), self._pass))
+
+    def options(self, name: str) -> list[str]:
+        """Those of ssh for a host's connection, by which it is reached from now on."""
+        number = secrets.token_hex(8)
+        door, (goes, comes) = (
+            Path(self._folder.name, number),
+            (f"/tmp/paceline-{number}-{end}" for end in ("go", "come")),
+        )
+        self._ways[name] = {"own": self.addresses[name], "goes": goes, "comes": comes}
+        self._doors[self.addresses[name]] = door
+        return ["-o", "ExitOnForwardFailure=yes", "-R", f"{goes}:{self._folder.name}/all", "-L", f"{door}:{comes}"]
+
+    def way(self, name: str) -> dict[str, str]:
+        """What `enter` is to be called with on that host."""
+        return self._ways[name]
+
+    async def _pass(self, reader: Reader, writer: Writer) -> None:
+        said = await reader.readline()
+        onward = await asyncio.open_unix_connection(self._doors[said.decode().split()[0]])
+        onward[1].write(said)
+        await _join((reader, writer), onward)
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+def enter(own: str, goes: str, comes: str) -> Callable[[], None]:
+    """A host's part, in its agent, from now on. What is returned removes the files that it needs."""
+    ways, asked = _Ways(own, goes), f"{comes}-ask"
+    _serve((Path(comes), ways.arrive), (Path(asked), ways.ask))
+    enter_tunnel(own, asked)
+
+    def leave() -> None:
+        for path in (goes, comes, asked):
+            with suppress(OSError):
+                os.unlink(path)
+
+    return leave
+
+
+class _Ways:
+    def __init__(self, own: str, goes: str) -> None:
+        self._own, self._goes = own, goes
+        self._opening = asyncio.Lock()
+        self._open: dict[tuple[str, int], asyncio.Server] = {}
+        self._begun: dict[tuple[str, int], list[Ends]] = {}  # connections for those who have asked and not come yet
+
+    async def ask(self, reader: Reader, writer: Writer) -> None:
+        """Somebody is about to connect to ``ADDRESS PORT``: whether something listens there, unless it may do so
+        ``later``.
+        """
+        host, number, *later = (await reader.readline()).decode().split()
+        at, answer = (host, int(number)), REFUSED
+        with suppress(OSError):
+            if not later:
+                ends = await self._far(*at)
+                self._begun.setdefault(at, []).append(ends)
+                asyncio.get_running_loop().call_later(PATIENCE, self._expire, at, ends)
+            async with self._opening:
+                if at not in self._open:
+                    leave = partial(_guarded, partial(self._leave, at))
+                    self._open[at] = await asyncio.start_server(leave, *at, limit=PIECE)
+            answer = WAY
+        writer.write(answer)
+        await writer.drain()
+
+    def _expire(self, at: tuple[str, int], ends: Ends) -> None:
+        if ends in self._begun[at]:
+            self._begun[at].remove(ends)
+            ends[1].close()
+
+    async def _far(self, host: str, port: int) -> Ends:
+        """A connection to what listens on another host. ConnectionError: nothing does; OSError: there is no way."""
+        reader, writer = await asyncio.open_unix_connection(self._goes)
+        writer.write(f"{host} {port}\n".encode())
+        if await asyncio.wait_for(reader.read(1), PATIENCE) != WAY:
+            writer.close()
+            raise ConnectionRefusedError
+        return reader, writer
+
+    async def _leave(self, at: tuple[str, int], reader: Reader, writer: Writer) -> None:
+        begun = self._begun.get(at)
+        await _join((reader, writer), begun.pop() if begun else await self._far(*at))
+
+    async def arrive(self, reader: Reader, writer: Writer) -> None:
+        host, number = (await reader.readline()).decode().split()
+        if host == self._own and _listens(host, int(number)):
+            here = await asyncio.open_connection(host, int(number))
+            writer.write(WAY)
+            await _join((reader, writer), here)
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether a socket listens at just that address: what listens at all of a host's was not meant for the others."""
+    at = f"{bytes(map(int, reversed(host.split('.')))).hex().upper()}:{port:04X}"
+    return any(line.split()[1:4:2] == [at, LISTENS] for line in Path("/proc/net/tcp").read_text().splitlines())
+
+
+async def _join(one: Ends, other: Ends) -> None:
+    """Hands on what comes, both ways, until both have ended."""
+    try:
+        await asyncio.gather(_hand_on(one[0], other[1]), _hand_on(other[0], one[1]))
+    finally:
+        other[1].close()
+
+
+async def _hand_on(reader: Reader, writer: Writer) -> None:
+    while data := await reader.read(PIECE):
+        writer.write(data)
+        await writer.drain()
+    writer.write_eof()
+
+
+async def _guarded(call: Callable[[Reader, Writer], Awaitable[None]], reader: Reader, writer: Writer) -> None:
+    """Who asks for what is not there, or says what nobody of ours would, sees the end of the connection."""
+    try:
+        with suppress(OSError, TimeoutError, ValueError, LookupError):
+            await call(reader, writer)
+    finally:
+        writer.close()
+
+
+def _serve(*served: tuple[Path, Callable[[Reader, Writer], Coroutine[Any, Any, None]]]) -> None:
+    """Answers at these sockets, which only this user may open, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="paceline-tunnel", daemon=True).start()
+    before = os.umask(0o177)
+    try:
+        for path, call in served:
+            serving = asyncio.start_unix_server(partial(_guarded, call), path, limit=PIECE)
+            asyncio.run_coroutine_threadsafe(serving, loop).result(PATIENCE)
+    finally:
+        os.umask(before)
