@@ -248,3 +248,11 @@ def test_with_any_loader_the_rows_are_the_same_and_the_own_streams_stay(options:
     assert sorted(found) == list(range(24))
     assert found == [sample_index(position, 24, 3, 0) for position in range(24)]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+def test_rows_of_other_processes_are_pinned_where_there_is_a_gpu() -> None:
+    torch.cuda.init()
+    source = Source.of(TensorDataset(torch.arange(8.0)), 0, None, None, {"num_workers": 1})
+    feed = Feed(source, Grid(8, 4), (0, 1, 1), lambda: Place(0, (1.0,)), lambda *_, **__: None)
+    assert [taken.batch[0].is_pinned() for _, _, share in feed for taken in share] == [True, True]

@@ -78,6 +78,7 @@ class Landing:
         self.params = self.own = list(params)
         self.buckets: list[Bucket] = []
         self.largest: list[float] = []
+        self._norms: torch.Tensor | None = None
         self.elements = [param.numel() for param in self.params]  # of the whole ones, if these are parts of such
 
     @property
@@ -116,16 +117,27 @@ class Landing:
         """After all sums have arrived; False: the step is to be redone. For exact sums only."""
         return True
 
-    def squares(self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None) -> torch.Tensor:
-        """The squares of all of them added up, or of the blocks of each that are counted here, in float64 numbers whose
-        sum it is.
+    def foresee(self) -> None:
+        """All gradients are there, where no others come: a GPU begins with their norms before anybody waits for the
+        losses, and would have nothing to do from then on until these are asked for.
         """
-        gradients = self.sums
-        if counted is not None:
-            some = ((param.grad, blocks) for param, blocks in zip(self.own, counted, strict=True))
-            gradients = [block.of(grad) for grad, blocks in some if grad is not None for block in blocks]
-        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
-        return torch.stack(norms).cpu().double().square().sum(0, keepdim=True)
+        sums = [] if self.home.buckets else self.sums
+        self._norms = _norms(sums) if sums and sums[0].is_cuda else None
+
+    def squares(
+        self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None, changed: bool = False
+    ) -> torch.Tensor:
+        """The squares of all of them added up, or of the blocks of each that are counted here, in float64 numbers whose
+        sum it is. `changed`: not by backwards alone.
+        """
+        norms = self._norms if counted is None and not changed else None
+        if norms is None:
+            gradients = self.sums
+            if counted is not None:
+                some = ((param.grad, blocks) for param, blocks in zip(self.own, counted, strict=True))
+                gradients = [block.of(grad) for grad, blocks in some if grad is not None for block in blocks]
+            norms = _norms(gradients)
+        return norms.cpu().double().square().sum(0, keepdim=True)
 
     def adopt(self) -> None:
         """What has been written into the sums are the gradients of the own parameters."""
@@ -135,6 +147,10 @@ class Landing:
 
     def applied(self) -> None:
         """The step's sums have been used."""
+
+
+def _norms(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
 
 
 def in_two_parts(param: torch.Tensor) -> UsageError:

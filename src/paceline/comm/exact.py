@@ -125,7 +125,9 @@ class ExactBuckets(Buckets):
             own.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
         self.adopt()
 
-    def squares(self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None) -> torch.Tensor:
+    def squares(
+        self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None, changed: bool = False
+    ) -> torch.Tensor:
         """The squares of the own rows' gradients added up, or of the blocks of each that are counted here, for each
         parameter in parts that are sums of whole multiples of a power of two. Those of all places can be added as well,
         without a rounding: the total does not depend on who has which rows.

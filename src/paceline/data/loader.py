@@ -421,6 +421,7 @@ class Feed:
             options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
             share = max(1, len(share_of(self._dealt, self.grid, self.grid.global_batch)))
             options.setdefault("prefetch_factor", max(2, -(-2 * share // options["num_workers"])))
+            options.setdefault("pin_memory", torch.cuda.is_initialized())  # a copy to the GPU then holds nobody up
         # DataLoader draws a seed: not from the user's stream.
         options.setdefault("generator", torch.Generator())
         return self.begun(DataLoader(rows, None, sampler=slots, collate_fn=_same, **options))

@@ -145,7 +145,7 @@ class Replica:
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             found = torch.tensor([known], dtype=torch.float64)
         else:
-            found = self.home.squares(options.micro_batches, self._counted)
+            found = self.home.squares(options.micro_batches, self._counted, changed=not alike)
         return torch.cat([found, found.new_tensor([squares(rows_of(self.job.in_rows))])]) if self.job.sparse else found
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:

@@ -127,6 +127,7 @@ class Runner:
         blanks = [Chunk([m], m.batch) for m in micro_batches if m.blank]
         parts = self._through([*blanks, *merged(order, 1 if sums.strict else options.merge)], sums, options)
         self.observer.observe(partial(self._observed, sums), self.models, order, sums, options)
+        self.landing.foresee()
         self._add_up(parts, sums)
         sums.unused, sums.maxima = self.landing.flush(), self.landing.maxima
         if options.spread == "all":

@@ -28,7 +28,8 @@ PIECE = 1 << 16  # bytes that are handed on at a time
 PATIENCE = 20.0  # seconds in which a way opens, and in which one that was asked for is used
 LISTENS = "0A"  # a socket's state, in /proc/net/tcp
 
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
