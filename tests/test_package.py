@@ -48,6 +48,7 @@ from paceline.world import (
     starts_cold,
     take_token,
     trainjob_server,
+    tunnel,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -268,7 +269,7 @@ def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
 
 
 def test_hosts_behind_mpirun_have_the_options_of_those_behind_ssh(capsys: pytest.CaptureFixture[str]) -> None:
-    assert options_of("launch mpi", capsys) == options_of("launch ssh", capsys)
+    assert options_of("launch mpi", capsys) == options_of("launch ssh", capsys) - {"--tunnel"}
 
 
 @pytest.mark.parametrize(
@@ -342,6 +343,9 @@ def asked() -> Iterator[str]:
     told = Asked(KUBEFLOW_TRAINER_SERVER_URL="https://a")
     assert trainjob_server(told) == {"url": "https://a", "certificate": "", "token": ""}
     yield from told.names
+    inside = Asked(PACELINE_TUNNEL="127.64.0.1=/asked")
+    assert tunnel(inside) == ("127.64.0.1", "/asked")
+    yield from inside.names
     assert 'variable("PACELINE_AGAIN")' in (SOURCE / "launch" / "local.py").read_text()
     yield "PACELINE_AGAIN"
 
