@@ -62,10 +62,10 @@ class Shore:
         (folder / "config").write_text("".join(names) + CLIENT.format(folder=folder))
         self.servers = [self.serve(number) for number in range(len(self.hosts))]
 
-    def serve(self, number: int) -> subprocess.Popen[bytes]:
+    def serve(self, number: int, more: str = "") -> subprocess.Popen[bytes]:
         host = self.hosts[number]
         conf = self.folder / f"sshd-{number}"
-        conf.write_text(SSHD.format(address=host.address, folder=self.folder))
+        conf.write_text(SSHD.format(address=host.address, folder=self.folder) + more)
         log = (self.folder / f"sshd-{number}.log").open("ab")
         server = subprocess.Popen(host.command("/usr/sbin/sshd", "-D", "-e", "-f", conf), stderr=log)
         log.close()
@@ -305,9 +305,8 @@ def test_hosts_that_only_ssh_reaches(shore: Callable[[int], Shore], tmp_path: Pa
     words = ["--hosts", "a,b,c:2", "--tunnel", "--min-workers", "4", "--plan", "exact", "--steps", "30"]
     process = here.start(*words, "--run-dir", "run", DIGITS)
     until(lambda: run.exists() and journal(run, "formed"), 200)
-    assert [path.stat().st_mode & 0o777 for path in sockets() - others] == [
-        0o600
-    ] * 9  # to go, to come and to ask, on each
+    modes = [path.stat().st_mode & 0o777 for path in sockets() - others]
+    assert modes == [0o600] * 9, "to go, to come and to ask, on each host"
     _, error = process.communicate(timeout=200)
     assert process.returncode == 0, error
     assert sorted(journal(run, "formed")[-1]["workers"]) == [0, 1, 2, 3]
@@ -337,3 +336,32 @@ def test_a_host_that_only_ssh_reaches_leaves_and_comes_back(
     paceline("run", "--run-dir", "alone", "train.py", cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
     assert apart(found, load_file(tmp_path / "out.safetensors")) < 1e-12
     until(here.nobody, 100)
+
+
+@pytest.mark.parametrize("shore", ["ssh"], indirect=True)
+def test_a_host_that_is_not_reached_is_told_of_the_tunnel(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+    here = closed(shore, 2)
+    (tmp_path / "train.py").write_text(SLOWLY)
+    process = here.start("--hosts", "a,b", "--run-dir", "run", "--min-workers", "1", "train.py")
+    assert process.stderr is not None
+    told = ""
+    until(lambda: (tmp_path / "run").exists() and journal(tmp_path / "run", "step"), 100)
+    while "no run to join" not in told:
+        told = process.stderr.readline()
+    cure = "let the hosts reach each other on all ports, or launch with --tunnel where only ssh is open"
+    assert told.startswith(f"b | paceline: there is no run to join at {here.hosts[0].address}:")
+    assert told.endswith(f"); {cure}\n")  # there is no route, or no answer
+    (tmp_path / "go").touch()
+    assert process.wait(100) == 0
+
+
+@pytest.mark.parametrize("shore", ["ssh"], indirect=True)
+def test_a_tunnel_that_sshd_forbids(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+    here = shore(2)
+    (tmp_path / "train.py").touch()
+    here.servers[1].terminate()
+    here.servers[1].wait(20)
+    here.servers[1] = here.serve(1, "AllowStreamLocalForwarding no\n")
+    _, error = here.start("--hosts", "a,b", "--tunnel", "train.py").communicate(timeout=100)
+    assert "\nb     Error: remote port forwarding failed for listen path /tmp/paceline-" in error
+    assert error.endswith("; let sshd there say AllowStreamLocalForwarding yes, or leave --tunnel out\n")

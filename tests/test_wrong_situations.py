@@ -131,6 +131,16 @@ ELSEWHERE = {
         "test_no_way_to_the_next_host",
         "give --listen ADDR, at which the other hosts reach the first",
     ),
+    "hosts do not reach each other": (
+        "test_ssh",
+        "test_a_host_that_is_not_reached_is_told_of_the_tunnel",
+        "let the hosts reach each other on all ports, or launch with --tunnel where only ssh is open",
+    ),
+    "`--tunnel` where sshd forbids it": (
+        "test_ssh",
+        "test_a_tunnel_that_sshd_forbids",
+        "let sshd there say AllowStreamLocalForwarding yes, or leave --tunnel out",
+    ),
     "/dev/shm is small": (
         "test_checkup",
         "test_a_small_shared_memory_is_named",

@@ -153,7 +153,10 @@ def join(options: LaunchOptions, link: Link) -> tuple[LaunchOptions, list[int]]:
         raise UsageError("; ".join(what), "bring the same here, and join again") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "no answer"
-        raise LaunchError(f"there is no run to join at {host}:{port} ({why})", "see whether it still runs") from error
+        cure = "see whether it still runs"
+        if options.heard is not None:  # it does
+            cure = "let the hosts reach each other on all ports, or launch with --tunnel where only ssh is open"
+        raise LaunchError(f"there is no run to join at {host}:{port} ({why})", cure) from error
     run = link.run
     given = {name: value for name, value in run["given"].items() if getattr(options, name) is None}
     rules = {name: run[name] for name in ("max_restarts", "min_workers")}

@@ -22,11 +22,12 @@ class Host:
 @dataclass(frozen=True)
 class End:
     """What an engine says of an end that was not the agent's own: ``lost`` (the host, or the way to it), ``preempted``,
-    ``timed out`` or ``failed``; and the engine's words.
+    ``timed out`` or ``failed``; the engine's words, and what to do, where it knows that.
     """
 
     kind: str
     text: str
+    cure: str = ""
 
     @property
     def passing(self) -> bool:

@@ -34,7 +34,7 @@ from paceline.world import address_towards, gpus, reached_at
 
 MARK = b"\x1epaceline "
 SILENCE = 15.0  # seconds without a byte, after which the connection counts as broken
-PATIENCE = 60.0  # seconds in which the first host's coordinator is to be there
+PATIENCE = 20.0  # seconds in which the first host's coordinator, which has begun, is to be reached
 VALUE = 1 << 19  # bytes of a value in one line
 PIECE = 4096  # bytes that a pipe takes at once if it takes any
 STOPPED = 75

@@ -338,6 +338,8 @@ class Launcher:
         return "\n".join("  ".join(row).rstrip() for row in cells)
 
     def _cure(self) -> str:
+        if cure := next((host.end.cure for host in self._hosts if host.end and host.end.cure), ""):
+            return cure
         scripts = {host.like["script"] for host in self._hosts if host.like}
         if len(scripts) > 1:
             return "bring the same script there, or say --sync"
