@@ -250,6 +250,46 @@ def test_with_any_loader_the_rows_are_the_same_and_the_own_streams_stay(options:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Drawn:
+    """Rows with a draw each, which are noted in a file; those from the `odd` one on have a text as well."""
+
+    def __init__(self, file: Path, odd: int = 1000) -> None:
+        self.file, self.odd = file, odd
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        with self.file.open("a") as file:
+            file.write(f"{index}\n")
+        return (index + torch.rand(3), *["text"] * (index >= self.odd))
+
+
+@pytest.mark.parametrize(("options", "odd"), [({}, 1000), ({"num_workers": 1}, 1000), ({}, 16)])
+def test_of_a_part_of_a_micro_batch_no_other_rows_are_loaded(options: dict[str, Any], odd: int, tmp_path: Path) -> None:
+    """Once it is seen that rows can be told apart; and where others follow that cannot, all of a micro-batch."""
+    place, in_order = Place(0, (1.0, 2.0), fine=True), lambda position, rows, seed, epoch: position
+    found: dict[str, list[Any]] = {}
+    for name, collate in (("usual", None), ("own", lambda rows: default_collate(rows))):
+        source = Source.of(Drawn(tmp_path / name, odd), 3, collate, in_order, options)
+        feed = Feed(source, Grid(8, 8), (0, 3, 1), lambda: place, lambda *_, **__: None)
+        for _, count, share in feed:
+            assert count == 8
+            found.setdefault(name, []).append([taken for taken in share if taken.take_part()])
+    loaded = {name: [*map(int, (tmp_path / name).read_text().split())][8:] for name in found}  # seen to draw, and again
+    assert loaded["own"] == [*range(24)]
+    part = found["usual"][0][0].rows
+    assert 0 < part < 8
+    assert loaded["usual"][: 8 + 2 * part] == [*range(8), *range(8, 8 + part), *range(16, 16 + part)]
+    assert loaded["usual"][8 + 2 * part :] == ([] if odd == 1000 else [*range(16, 24)])
+    if odd != 1000:
+        assert (found["usual"].pop(), found["own"].pop()) == ([], [])
+    for (mine,), (theirs,) in zip(found["usual"], found["own"], strict=True):
+        assert (mine.rows, mine.numbers, mine.source, mine.start) == (part, theirs.numbers, theirs.source, theirs.start)
+        assert mine.divided
+        assert torch.equal(mine.batch[0], theirs.batch[0])
+
+
 @pytest.mark.gpu
 def test_rows_of_other_processes_are_pinned_where_there_is_a_gpu() -> None:
     torch.cuda.init()

@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby, islice
 from multiprocessing import parent_process
@@ -32,7 +32,7 @@ from paceline.errors import DatasetError, Noting, UsageError, a
 from paceline.mesh import run_of
 from paceline.pulse import PULSE
 from paceline.step import Grid, deal, deal_rows, stream_seed
-from paceline.strategies.chunks import MicroBatch, rows_told
+from paceline.strategies.chunks import MicroBatch, in_rows, rows_told
 from paceline.strategies.streams import Streams
 
 Order = Callable[..., Any]
@@ -52,7 +52,8 @@ _FIXED = {
 @dataclass(frozen=True)
 class Slot:
     """One micro-batch: its number in the grid, the epoch, first position and end, and its rows' dataset indices; `part`
-    are the rows in it that this worker computes, if not all; a `blank` one is not computed but run (see Place).
+    are the rows in it that this worker computes, if not all, and `apart` says that no others were loaded; a `blank` one
+    is not computed but run (see Place).
     """
 
     index: int
@@ -62,6 +63,7 @@ class Slot:
     rows: tuple[int, ...] = ()
     part: range | None = None
     blank: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,14 @@ class Source:
         """Of a TensorDataset whose rows default_collate stacks: its tensors, from which many rows may be taken in one
         go, without a draw. None of all else.
         """
-        data, known = self.dataset, default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
-        usual = type(data) is TensorDataset and self.collate is default_collate and known
+        data = self.dataset
+        usual = type(data) is TensorDataset and self.stacks
         return data.tensors if usual and all(map(_plain, data.tensors)) else ()
+
+    @property
+    def stacks(self) -> bool:
+        """Whether tensors in rows are stacked, each row by itself."""
+        return self.collate is default_collate and default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
 
     def loaded(self, one: Any, tell: Callable[..., None]) -> Any:
         """The item of a dataset that has one, made as rows are: where the user has processes for it, in such a one."""
@@ -176,6 +183,7 @@ class _Rows(Dataset[tuple[Slot, Any]]):
         self.streams = Streams(torch.device("cpu"))
         self.draws = False
         self.still: tuple[Any, ...] = ()  # the streams' state after seed(0)
+        self._apart = False  # a part of a micro-batch was all that is needed of it
         self._tensors: Any = None  # the dataset's, as they were seen last, and
         self._columns: Sequence[torch.Tensor] = ()  # what rows are taken of at once
 
@@ -194,9 +202,18 @@ class _Rows(Dataset[tuple[Slot, Any]]):
         return [tensor.index_select(0, wanted) for tensor in self._columns]
 
     def __getitem__(self, slot: Slot) -> tuple[Slot, Any]:
-        source, indices = self.source, slot.rows
-        if (found := self.at_once(indices)) is not None:
+        if (found := self.at_once(slot.rows)) is not None:
             return slot, found
+        if self._apart and slot.part is not None and in_rows(found := self._load(slot, slot.part), len(slot.part)):
+            return replace(slot, apart=True), found
+        found = self._load(slot, range(len(slot.rows)))
+        if slot.part is not None:
+            self._apart = self.source.stacks and in_rows(found, len(slot.rows))
+        return slot, found
+
+    def _load(self, slot: Slot, some: range) -> Any:
+        """Some rows of a micro-batch, collated."""
+        source, indices = self.source, slot.rows[some.start : some.stop]
         if not self.draws:
             # One seed for all rows serves as long as rows draw nothing; the first draw is noticed and undone.
             self.streams.seed(0)
@@ -205,12 +222,12 @@ class _Rows(Dataset[tuple[Slot, Any]]):
             self.draws = self.streams.moved(self.still)
         if self.draws:
             samples = []
-            for position, index in zip(range(slot.start, slot.stop), indices, strict=True):
+            for position, index in zip(range(slot.start + some.start, slot.start + some.stop), indices, strict=True):
                 self.streams.seed(stream_seed(source.seed, _ROWS + slot.epoch, position))
                 samples.append(source.dataset[index])
         if source.collate is not default_collate:  # which draws nothing
             self.streams.seed(stream_seed(source.seed, _COLLATE + slot.epoch, slot.start))
-        return slot, source.collate(samples)
+        return source.collate(samples)
 
 
 def _die_with_parent(_: int) -> None:
@@ -386,6 +403,9 @@ class Feed:
         PULSE.beat()
         where, rows, start = self._where(slot), slot.stop - slot.start, slot.start % self.grid.global_batch
         taken = MicroBatch(slot.index, rows, batch, where, slot.part, slot.blank, slot.rows, start)
+        if slot.apart and slot.part is not None:
+            numbers = slot.rows[slot.part.start : slot.part.stop]
+            taken = replace(taken, rows=len(slot.part), part=None, numbers=numbers, divided=True)
         return taken if self.collated is None else self.collated.look(taken)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -44,7 +44,7 @@ class MicroBatch:
         """Leaves the rows of this worker's part; whether they can be told from the others."""
         if self.part is None:
             return True
-        divisible = bool(_columns([self])[0])  # with itself: all of it are tensors of rows
+        divisible = in_rows(self.batch, self.rows)
         if divisible:
             self.batch, self.rows = cut(self.batch, self.part), len(self.part)
             self.numbers = self.numbers[self.part.start : self.part.stop]
@@ -98,6 +98,12 @@ def rows_told(indices: Sequence[int], numbers: Sequence[int]) -> str:
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def in_rows(batch: Any, rows: int) -> bool:
+    """Whether all of a batch are tensors of so many rows, of which a part can be taken."""
+    leaves = pytree.tree_leaves(batch)
+    return bool(leaves) and all(isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves)
 
 
 def digest_of(batch: Any) -> str:
