@@ -324,10 +324,11 @@ def test_a_host_that_only_ssh_reaches_leaves_and_comes_back(
     here, run = closed(shore, 2), tmp_path / "run"
     process = begun(here, "--tunnel", "--plan", plan)
     here.servers[1].kill()
+    here.servers[1].wait(20)
     here.hosts[1].cut()
     until(lambda: journal(run, "lost"), 100)
     here.hosts[1].mend()
-    here.serve(1)
+    here.servers[1] = here.serve(1)
     until(lambda: len(journal(run, "formed")) > 1, 200)
     (tmp_path / "go").touch()
     _, error = process.communicate(timeout=200)
