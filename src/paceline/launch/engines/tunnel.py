@@ -30,7 +30,7 @@ LISTENS = "0A"  # a socket's state, in /proc/net/tcp
 
 Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
-Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Ends = tuple[Reader, Writer]
 
 
 class Tunnel:
@@ -49,10 +49,8 @@ class Tunnel:
     def options(self, name: str) -> list[str]:
         """Those of ssh for a host's connection, by which it is reached from now on."""
         number = secrets.token_hex(8)
-        door, (goes, comes) = (
-            Path(self._folder.name, number),
-            (f"/tmp/paceline-{number}-{end}" for end in ("go", "come")),
-        )
+        door = Path(self._folder.name, number)
+        goes, comes = f"/tmp/paceline-{number}-go", f"/tmp/paceline-{number}-come"
         self._ways[name] = {"own": self.addresses[name], "goes": goes, "comes": comes}
         self._doors[self.addresses[name]] = door
         return ["-o", "ExitOnForwardFailure=yes", "-R", f"{goes}:{self._folder.name}/all", "-L", f"{door}:{comes}"]
