@@ -358,7 +358,7 @@ def test_a_host_that_is_not_reached_is_told_of_the_tunnel(shore: Callable[[int],
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
 def test_a_tunnel_that_sshd_forbids(shore: Callable[[int], Shore], tmp_path: Path) -> None:
-    here = shore(2)
+    here, others = shore(2), sockets()
     (tmp_path / "train.py").touch()
     here.servers[1].terminate()
     here.servers[1].wait(20)
@@ -366,3 +366,4 @@ def test_a_tunnel_that_sshd_forbids(shore: Callable[[int], Shore], tmp_path: Pat
     _, error = here.start("--hosts", "a,b", "--tunnel", "train.py").communicate(timeout=100)
     assert "\nb     Error: remote port forwarding failed for listen path /tmp/paceline-" in error
     assert error.endswith("; let sshd there say AllowStreamLocalForwarding yes, or leave --tunnel out\n")
+    until(lambda: sockets() <= others)

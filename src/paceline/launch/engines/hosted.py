@@ -19,13 +19,13 @@ import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.engines.tunnel import enter
+from paceline.launch.engines.tunnel import inside
 from paceline.launch.joining import likeness
 from paceline.launch.local import launch
 from paceline.launch.modules import find_module
@@ -50,16 +50,20 @@ def hosted() -> int:
         job = json.loads(heard.readline() or "null")
         if job is None:
             return STOPPED
-        if job["files"]:
-            unpack(heard, job["files"])
-        call, value = _called(heard, job)
-        options = LaunchOptions(**job["options"], workers=job["workers"] or gpus() or 1, token=job["token"].encode())
-        _say("like", **_like(options), workers=options.workers)
-        order = json.loads(heard.readline() or "null")
+        with inside(**job["tunnel"]) if job["tunnel"] else nullcontext():
+            return _run(heard, job)
+
+
+def _run(heard: io.RawIOBase, job: dict[str, Any]) -> int:
+    if job["files"]:
+        unpack(heard, job["files"])
+    call, value = _called(heard, job)
+    options = LaunchOptions(**job["options"], workers=job["workers"] or gpus() or 1, token=job["token"].encode())
+    _say("like", **_like(options), workers=options.workers)
+    order = json.loads(heard.readline() or "null")
     if order is None:  # the launcher is gone, or the hosts differ
         return STOPPED
     apart = _apart() if order["detach"] else None
-    leave = enter(**order["tunnel"]) if order["tunnel"] else None
     where: dict[str, Any] = {"listen": order["listen"] or _own_address(order["towards"])}
     if order["join"]:
         folder = Path(options.run_dir or ".", "hosts", order["name"])
@@ -77,11 +81,7 @@ def hosted() -> int:
                 os.write(apart, b"!")
 
         threading.Thread(target=_heed, args=(broken, go_on), name="paceline-heed", daemon=True).start()
-        try:
-            code = launch(options)
-        finally:
-            if leave is not None:
-                leave()
+        code = launch(options)
         call.close()
         value.seek(0)
         while piece := value.read(VALUE):

@@ -201,7 +201,7 @@ class Launcher:
         if what == "ready":
             workers = host.place.workers or self._job.workers
             job = {"options": self._job.options, "workers": workers, "token": self._token}
-            job |= {"files": len(self._job.files), "call": len(self._job.call)}
+            job |= {"files": len(self._job.files), "call": len(self._job.call), "tunnel": self._engine.way(host.place)}
             self._send(host, json.dumps(job).encode() + b"\n" + self._job.files + self._job.call)
         elif what == "like":
             host.like = said
@@ -221,7 +221,6 @@ class Launcher:
             "towards": towards,
             "join": join,
             "detach": self._job.detach,
-            "tunnel": self._engine.way(host.place),
         }
         host.ordered, host.pause = True, 0.0
         self._send(host, json.dumps(order).encode() + b"\n")

@@ -14,8 +14,8 @@ import os
 import secrets
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Tunnel:
         return ["-o", "ExitOnForwardFailure=yes", "-R", f"{goes}:{self._folder.name}/all", "-L", f"{door}:{comes}"]
 
     def way(self, name: str) -> dict[str, str]:
-        """What `enter` is to be called with on that host."""
+        """What `inside` is called with on that host."""
         return self._ways[name]
 
     async def _pass(self, reader: Reader, writer: Writer) -> None:
@@ -69,18 +69,18 @@ class Tunnel:
         self._folder.cleanup()
 
 
-def enter(own: str, goes: str, comes: str) -> Callable[[], None]:
-    """A host's part, in its agent, from now on. What is returned removes the files that it needs."""
+@contextmanager
+def inside(own: str, goes: str, comes: str) -> Iterator[None]:
+    """A host's part, in its agent. The files that it needs are removed at the end."""
     ways, asked = _Ways(own, goes), f"{comes}-ask"
-    _serve((Path(comes), ways.arrive), (Path(asked), ways.ask))
-    enter_tunnel(own, asked)
-
-    def leave() -> None:
+    try:
+        _serve((Path(comes), ways.arrive), (Path(asked), ways.ask))
+        enter_tunnel(own, asked)
+        yield
+    finally:
         for path in (goes, comes, asked):
             with suppress(OSError):
                 os.unlink(path)
-
-    return leave
 
 
 class _Ways:
