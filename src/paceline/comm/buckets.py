@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -187,7 +188,7 @@ class Buckets(Landing):
         self._touched: set[int] = set()
         self._counted: set[int] = set()
         for number, param in enumerate(self.params if hooks else ()):
-            param.register_post_accumulate_grad_hook(self._hook(number))
+            param.register_post_accumulate_grad_hook(partial(self._take, number))
 
     def rehouse(self, allocate: Allocate) -> None:
         self._allocate = allocate
@@ -255,14 +256,10 @@ class Buckets(Landing):
         """Where the gradients of the own rows are, once they are summed."""
         return stretch[0]
 
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        def hook(param: torch.Tensor) -> None:
-            if self._ready is not None and self._weight is None:
-                self._take(number, param)
-
-        return hook
-
     def _take(self, number: int, param: torch.Tensor) -> None:
+        """Autograd has made a gradient."""
+        if self._ready is None or self._weight is not None:  # none of ours, or it lands when it is weighed
+            return
         self._land(number, param, first=number not in self._touched)
         self._touched.add(number)
         if number in self.late:
@@ -354,10 +351,10 @@ class Buckets(Landing):
         self._armed, self._weight = last, weight
 
     def close(self) -> None:
-        for number, param in enumerate(self.params if self._weight is not None else ()):
+        weighed, self._weight = self._weight is not None, None
+        for number, param in enumerate(self.params if weighed else ()):
             if param.grad is not None:
                 self._take(number, param)
-        self._weight = None
 
     def flush(self) -> set[int]:
         unused = set(range(len(self.params))) - self._touched
