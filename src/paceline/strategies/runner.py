@@ -158,12 +158,12 @@ class Runner:
         if sums.strict and len(chunk.micro_batches) > 1:
             return None
         try:
-            with chunk.noted, nullcontext() if self.observer.done else self.observer.hooks.watched():
-                part = self._forward(chunk, sums, options)
-            if part is None:
-                return None
-            mark = self.streams.mark() if options.test and not sums.strict else ()
             with chunk.noted:
+                with nullcontext() if self.observer.done else self.observer.hooks.watched():
+                    part = self._forward(chunk, sums, options)
+                if part is None:
+                    return None
+                mark = self.streams.mark() if options.test and not sums.strict else ()
                 self._backward(part, options, last)
         except (*USERS_OWN, LossError) as error:
             if "backward through the graph a second time" in str(error):
