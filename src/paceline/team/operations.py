@@ -177,12 +177,14 @@ class Operations:
 
     def turn(self) -> None:
         """Between two steps: the state goes ahead to newcomers on other hosts; and where we are to wait, we do."""
-        self._comes(self._orders.coming)
+        if self._orders.coming:
+            self._comes(self._orders.coming)
         if self.holder is not None:
             self.migration.turn(self.holder.hand_over, self.holder.changing)
-        with self.account.of("paused"), PULSE.waiting():
-            while self._orders.wait_here and not self._orders.newer(self.number):
-                time.sleep(PAUSE)
+        if self._orders.wait_here:
+            with self.account.of("paused"), PULSE.waiting():
+                while self._orders.wait_here and not self._orders.newer(self.number):
+                    time.sleep(PAUSE)
 
     # -- one thing ----------------------------------------------------------------------------------------------
 
@@ -193,7 +195,7 @@ class Operations:
         what was settled and the result; without it, the former is applied here, too. UsageError: a newcomer has not
         been admitted yet.
         """
-        if self.elastic and not self._told:
+        if not self._told and self.elastic:
             self._told = True
             self.hold |= self.world.hold
             self.world.tell("ready", replica=self._group.mesh.replica)
