@@ -156,7 +156,9 @@ class Stepper:
         step = Step(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
             self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
-        self._rest(step)
+        # The seconds since the last step's end that are none of the other parts.
+        step.spent["other"] = max(0.0, time.perf_counter() - self.waiting_since - sum(step.spent.values()))
+        self.spent = step.spent
         self._learn(step)
         self.run.agreed(step.agreed)
         self.weights.done, self.weights.due = self.done, step.agreed.look > 0
@@ -168,7 +170,10 @@ class Stepper:
         with ExitStack() as undo:
             began = time.perf_counter()
             undo.callback(self._again)
-            self._begin(step, deal, name)
+            self._open(step, name)
+            self._load(step, deal)
+            step.scale = 1.0 if self.scaling is None else self.scaling.scale
+            step.options = self.options(step)
             step.spent = {"data": time.perf_counter() - began}
             undo.callback(self.replica.abort)
             with self.streams.lent():
@@ -187,13 +192,6 @@ class Stepper:
         step.spent["update"] += time.perf_counter() - ended
 
     # -- up to what all agree on ------------------------------------------------------------------------------------
-
-    def _begin(self, step: Step, deal: Callable[[], Portion], name: str) -> None:
-        """Rows, and how they may be computed."""
-        self._open(step, name)
-        self._load(step, deal)
-        step.scale = 1.0 if self.scaling is None else self.scaling.scale
-        step.options = self.options(step)
 
     def _open(self, step: Step, name: str) -> None:
         """In the present generation, with the weights as they are."""
@@ -366,11 +364,6 @@ class Stepper:
             self.balance.grid = grid
 
     # -- what a step teaches ----------------------------------------------------------------------------------------
-
-    def _rest(self, step: Step) -> None:
-        """The seconds since the last step's end that are none of the other parts."""
-        step.spent["other"] = max(0.0, time.perf_counter() - self.waiting_since - sum(step.spent.values()))
-        self.spent = step.spent
 
     def _learn(self, step: Step) -> None:
         """Of merging, of who is how fast, and of what people are to know."""

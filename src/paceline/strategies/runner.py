@@ -290,7 +290,8 @@ class Loss:
         metrics: Mapping[str, tuple[Any, Any]] = {}
         mean = result if isinstance(result, torch.Tensor) else None
         if isinstance(result, torch.Tensor):
-            total, count = result * chunk.rows if result.numel() == 1 else result, chunk.rows
+            count: Any = chunk.rows
+            total = result * count if result.numel() == 1 else result
         elif isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], torch.Tensor):
             total, count = result[0], result[1]
             metrics = result[2] if len(result) == 3 else {}
