@@ -225,8 +225,7 @@ def parse_shares(text: str, size: int) -> tuple[float, ...]:
         raise UsageError(f"shares {text!r} are not numbers", "give one weight per worker, as 3,1") from None
     if len(shares) != size or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
         raise UsageError(
-            f"shares {text!r} do not fit {size} workers",
-            "give one weight per worker, none negative, not all zero",
+            f"shares {text!r} do not fit {size} workers", "give one weight per worker, none negative, not all zero"
         )
     return shares
 

@@ -230,12 +230,7 @@ class Buckets(Landing):
         self.buckets.append(bucket)
 
     def lay_out(
-        self,
-        shapes: Sequence[torch.Size],
-        shards: Shards,
-        allocate: Allocate,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shapes: Sequence[torch.Size], shards: Shards, allocate: Allocate, dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, list[Wires]]:
         """Memory for gradients of these shapes as [place, level, elements], and the wires of each in it."""
         levels = 1 if self._wire is None else levels_of(dtype)
