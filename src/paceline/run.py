@@ -408,7 +408,7 @@ class Run:
         self._stop_due |= agreed.stop > 0
         self._enter_due |= agreed.enter > 0
         self.saving.agreed(agreed)
-        self.profiles.turn(self.step, self.team.operations.profile)
+        self.profiles.turn(self.step, self.team.operations.orders.profile)
 
     def between(self, ends: bool = False) -> None:
         """When the outermost loop asks for the next step: what was agreed, after its body did its part. Where the loop

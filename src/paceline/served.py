@@ -54,7 +54,7 @@ class ServedStepper(Stepper):
         if run.servers is None:
             operations = self.operations
             operations.ahead = False
-            run.servers = Servers(count, copies, operations.worker, lambda: operations.servers, self._look)
+            run.servers = Servers(count, copies, operations.worker, lambda: operations.orders.servers, self._look)
             run.team.world.tell("servers", count=count, copies=copies)
         elif run.servers.met or (run.servers.count, run.servers.copies) != (count, copies):
             what = "this Trainer is made after training began, and parameter servers run the script up to there alone"

@@ -303,7 +303,7 @@ class Stepper:
         assert sums is not None
         step.norm = norm
         if step.ahead is not None:
-            step.ahead.end(self.replica.sums, dict(vars(agreed)), norm, step.options.expected, sums.records)
+            step.ahead.end(self.replica.home.sums, dict(vars(agreed)), norm, step.options.expected, sums.records)
         self.run.saving.copied()
         self.replica.update(sums, agreed, step.options, norm)
         self.done, self.weights.refused = step.number + 1, False
@@ -324,7 +324,7 @@ class Stepper:
             self.house("a step of others")
         if len(said) == 2:
             place, flat = said
-            self.replica.sums[place].copy_(flat)
+            self.replica.home.sums[place].copy_(flat)
             return
         agreed, norm, expected, records = said
         options = Options(step=self.done, expected=expected, micro_batches=0)

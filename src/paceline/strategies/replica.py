@@ -163,11 +163,6 @@ class Replica:
 
     # -- a step of others -------------------------------------------------------------------------------------------
 
-    @property
-    def sums(self) -> list[torch.Tensor]:
-        """The gradients of the step under way, in as few tensors as there are."""
-        return self.home.sums
-
     def follow(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
         """Updates with what was written into `sums`."""
         self.home.adopt()
