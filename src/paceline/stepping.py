@@ -473,7 +473,7 @@ class Stepper:
     def _weigh(self, balance: Balance, step: Step) -> None:
         """What a step tells of the workers' speeds."""
         balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.strict + step.agreed.whole > 0)
-        if step.whole.full and (change := balance.learn(step.agreed.seconds)) is not None:
+        if step.whole.full and (change := balance.learn(step.agreed.seconds)):
             self._dealt(balance, change)
         for what, why in balance.news:
             self.run.decide(self.trainer, what, why)

@@ -208,7 +208,7 @@ class Carried:
     def begin(self, options: Options, device: torch.device) -> torch.Tensor | None:
         """Starts a step; its records, which are empty as yet, or None where there are none."""
         self._open, self._count = True, options.micro_batches
-        if self._held:  # then every micro-batch starts from what the step began with
+        if self._held:  # then every micro-batch starts from what the step began with, on one worker as well
             options = replace(options, collect=True)
         for one in self._all:
             one.take()

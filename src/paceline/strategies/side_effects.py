@@ -73,7 +73,7 @@ class BatchStatistics:
         self._calls = self._counted()
 
     def shape(self, options: Options, exact: bool) -> tuple[int, int]:
-        """Of a step's records: a row per micro-batch, if there is anything to collect."""
+        """Of a step's records: a row per micro-batch, where they are collected."""
         return options.micro_batches if options.collect else 0, self._start.numel()
 
     @property
