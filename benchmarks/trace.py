@@ -16,6 +16,8 @@ functions  different ones among them, nested ones and lambdas too
 files      that they are in
 switches   calls whose caller, the nearest one in the package, is in another file; the first is the loop's own
 depth      the most functions of the package under way at once
+
+Of several workers calls and switches also grow with each look at what others are waited for: compare the least of some.
 """
 
 from __future__ import annotations

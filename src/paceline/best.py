@@ -91,7 +91,10 @@ def keep_best(run: Run) -> None:
     It is waited for, since these weights are gone with the next step; should a worker be lost meanwhile, it is written
     again. Where it cannot be written, what was the best before still is.
     """
-    step, due = run.step, [member.best for member in run.members if member.best.due is not None]
+    due = [member.best for member in run.members if member.best.due is not None]
+    if not due:
+        return
+    step = run.step
     before = [(best.value, best.step) for best in due]
     for best in due:
         if best.due is not None and best.due[1] == step:

@@ -103,7 +103,7 @@ class Dealing(Holding):
             else:
                 self._early.append((link, worker, frame))
         elif frame.kind == Kind.PUSHED:
-            self._take(link, client, worker, frame)
+            self._take(client, worker, frame)
         elif frame.kind == Kind.HAVE:
             ticket, dealing, of = frame.key
             if self._is_due(of, (ticket, dealing, 0)):  # else it comes again
@@ -245,7 +245,7 @@ class Dealing(Holding):
         window.broken |= bool(said.get("broken"))
         window.asking[worker] = link, frame.key
 
-    def _take(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
+    def _take(self, client: Client, worker: int, frame: Frame) -> None:
         """A push is whole here."""
         text, _, rest = bytes(frame.text).partition(b"\n")
         gradients = {number: client.buffers[frame.trainer, number] for number in self.all_dense}

@@ -139,7 +139,7 @@ class Islands:
                 if told := self._bring(island, to[island], has):
                     yield told
             yield from self._bring_late(to, [entry[2] for entry in said])
-        steps = [{**dict(said[rank][2])} for rank in ranks_of(teams[here], mesh)]
+        steps = [{**dict(said[rank][2])} for number in teams[here] for rank in mesh.replicas[number]]
         alike = {i for i in self.mine if i in self.late or len({some.get(i) for some in steps}) == 1}
         self.work = {island: one for island, one in self.work.items() if island in alike}
 
@@ -530,10 +530,6 @@ def dealt_anew(each: Mapping[str, Any], count: int) -> dict[str, Any]:
             left[name] = left[name] + tensor if name in left else tensor
     made = dict.fromkeys(map(str, range(count)), first)
     return {**made, "0": {**first, "fragments": {"left": left}}} if left else made
-
-
-def ranks_of(replicas: Sequence[int], mesh: Mesh) -> list[int]:
-    return [rank for number in replicas for rank in mesh.replicas[number]]
 
 
 def first_rows(tree: Any) -> Any:

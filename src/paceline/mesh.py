@@ -87,7 +87,7 @@ class Mesh:
 
     def speaks(self, rank: int) -> bool:
         """Whether it is the one of its unit that tells loss, counts and outputs: the first that has the last stage."""
-        return rank % self.unit == (self.pipeline - 1) * self._step("pipeline")
+        return rank % self.unit == (self.pipeline - 1) * self.context * self.tensor
 
     def replica_of(self, rank: int) -> int:
         return rank // self.replica

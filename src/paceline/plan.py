@@ -60,10 +60,7 @@ class Plan:
     local: int | None = _word("N", "N islands, merged every H steps (local SGD, DiLoCo)", built=True)
     every: int | None = _word("H", "steps between two merges of the islands", of="local", built=True)
     outer: str | None = _word(
-        "sgd:RATE|nesterov:RATE:MOMENTUM",
-        "how far a merge goes, nesterov:0.7:0.9 unless said",
-        of="local",
-        built=True,
+        "sgd:RATE|nesterov:RATE:MOMENTUM", "how far a merge goes, nesterov:0.7:0.9 unless said", of="local", built=True
     )
     fragments: int | None = _word("F", "one of F parts of the model is merged at a time", of="local", built=True)
     delay: int | None = _word(

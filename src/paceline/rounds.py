@@ -127,8 +127,6 @@ class Rounds(Stepper):
         return [i for i in self.isles.mine if i not in self.isles.work or self.isles.work[i].at <= self._ahead]
 
     def house(self, name: str) -> None:
-        if self.housed == self.operations.number:
-            return
         super().house(name)
         self.merging_by.write()
         for told in self.isles.house():
@@ -148,7 +146,7 @@ class Rounds(Stepper):
     def turn(self, deal: Callable[..., Any], name: str) -> Step | None:
         """Makes a round; None where it was broken off, since all are to stop."""
         try:
-            step = self.step(deal, name)
+            step = super().turn(deal, name)
             self.merging_by.name(self.done, self._late)
             return step
         except BrokenOffError as end:

@@ -100,7 +100,7 @@ class Run:
         team.operations.holder = self
         alone = self.main and world.launcher != "paceline"  # without an agent, which holds the lock for its workers
         self._lock = hold_lock(self.folder) if self.folder is not None and alone else None
-        self.profiles = Profiles(self.folder, world.rank, lambda: team.operations.profile)
+        self.profiles = Profiles(self.folder, world.rank)
         self.loggers = Loggers(self.folder, world.tensorboard)
         self.journal = Journal(self.folder if self.main else None, self.loggers)
         self.progress = Progress() if self.main and world.events_fd is None else None
@@ -408,7 +408,7 @@ class Run:
         self._stop_due |= agreed.stop > 0
         self._enter_due |= agreed.enter > 0
         self.saving.agreed(agreed)
-        self.profiles.turn(self.step)
+        self.profiles.turn(self.step, self.team.operations.orders.profile)
 
     def between(self, ends: bool = False) -> None:
         """When the outermost loop asks for the next step: what was agreed, after its body did its part. Where the loop

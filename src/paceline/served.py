@@ -54,7 +54,7 @@ class ServedStepper(Stepper):
         if run.servers is None:
             operations = self.operations
             operations.ahead = False
-            run.servers = Servers(count, copies, operations.worker, lambda: operations.servers, self._look)
+            run.servers = Servers(count, copies, operations.worker, lambda: operations.orders.servers, self._look)
             run.team.world.tell("servers", count=count, copies=copies)
         elif run.servers.met or (run.servers.count, run.servers.copies) != (count, copies):
             what = "this Trainer is made after training began, and parameter servers run the script up to there alone"
@@ -83,12 +83,10 @@ class ServedStepper(Stepper):
                 servers.give(server, state)
 
     def house(self, name: str) -> None:
-        new = self.housed != self.operations.number
         super().house(name)
-        if new:
-            self.replica.prepare()
-            self._meet()
-            self.replica.met(self.operations.number)
+        self.replica.prepare()
+        self._meet()
+        self.replica.met(self.operations.number)
 
     def _meet(self) -> None:
         """All wait until the servers have the state, but for those that are lost while others have what they kept; or
@@ -176,7 +174,7 @@ class Windows(ServedStepper):
     def turn(self, deal: Callable[..., Any], name: str) -> Step | None:
         """Makes a window; None where there was nothing in it, since all are to stop."""
         try:
-            return self.step(deal, name)
+            return super().turn(deal, name)
         except BrokenOffError as end:
             self.run.agreed(end.agreed)
             return None

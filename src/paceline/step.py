@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
@@ -174,7 +175,7 @@ class VectorLayout:
     workers: int
     params: int
 
-    @property
+    @cached_property
     def _lanes(self) -> int:
         return len(PARTS) * self.workers * (1 < self.workers <= TOLD)
 

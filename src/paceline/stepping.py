@@ -80,9 +80,9 @@ class Step:
     generation: int = -1  # that it was computed in last
     digest: float | None = None  # of the weights before it, where they are compared
     ahead: Migration.Stream | None = None  # what newcomers hear of it
-    whole: Portion = field(default_factory=lambda: Portion([], 0, 0))
+    whole: Portion = field(default_factory=partial(Portion, [], 0, 0))
     indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
-    options: Options = field(default_factory=lambda: Options(0, 1.0, 0))
+    options: Options = field(default_factory=partial(Options, 0, 1.0, 0))
     steps: int = 1  # in a turn
     whose: str = ""  # of an island, which has a step of its own
     sums: Sums | None = None
@@ -140,11 +140,9 @@ class Stepper:
         self.run.own.append(self.replica.own)
 
     def turn(self, deal: Callable[[], Portion], name: str) -> Step | None:
-        """Makes the next turn of the user's loop; None where all are to stop first."""
-        return self.step(deal, name)
-
-    def step(self, deal: Callable[[], Portion], name: str) -> Step:
-        """Makes the next one, applied whole or not at all; `deal` gives this worker's rows, in the present team."""
+        """Makes the next turn of the user's loop, applied whole or not at all; None where all are to stop first. `deal`
+        gives this worker's rows, in the present team.
+        """
         if not torch.is_grad_enabled():
             what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
             raise UsageError(what, "put these around the part of the body that is meant")
@@ -158,7 +156,9 @@ class Stepper:
         step = Step(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
             self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
-        self._rest(step)
+        # The seconds since the last step's end that are none of the other parts.
+        step.spent["other"] = max(0.0, time.perf_counter() - self.waiting_since - sum(step.spent.values()))
+        self.spent = step.spent
         self._learn(step)
         self.run.agreed(step.agreed)
         self.weights.done, self.weights.due = self.done, step.agreed.look > 0
@@ -170,7 +170,10 @@ class Stepper:
         with ExitStack() as undo:
             began = time.perf_counter()
             undo.callback(self._again)
-            self._begin(step, deal, name)
+            self._open(step, name)
+            self._load(step, deal)
+            step.scale = 1.0 if self.scaling is None else self.scaling.scale
+            step.options = self.options(step)
             step.spent = {"data": time.perf_counter() - began}
             undo.callback(self.replica.abort)
             with self.streams.lent():
@@ -190,17 +193,11 @@ class Stepper:
 
     # -- up to what all agree on ------------------------------------------------------------------------------------
 
-    def _begin(self, step: Step, deal: Callable[[], Portion], name: str) -> None:
-        """Rows, and how they may be computed."""
-        self._open(step, name)
-        self._load(step, deal)
-        step.scale = 1.0 if self.scaling is None else self.scaling.scale
-        step.options = self.options(step)
-
     def _open(self, step: Step, name: str) -> None:
         """In the present generation, with the weights as they are."""
         group, step.generation = self.run.team.group, self.operations.number
-        self.house(name)
+        if self.housed != step.generation:
+            self.house(name)
         self.operations.reached("loading")
         for member in self.run.members:
             member.state.step_begins()
@@ -209,8 +206,8 @@ class Stepper:
 
     def options(self, step: Step) -> Options:
         """How its micro-batches, which are there, may be computed."""
-        mesh, merge = self.replica.mesh.over(self.group.size), self.merging.size
-        spread = looked_at(step.number, self.plan, mesh, self.job)
+        merge = self.merging.size
+        spread = looked_at(step.number, self.plan, self.replica.mesh.unit, self.group.size, self.job)
         return Options(
             step=step.number,
             expected=(self.expected or float(step.whole.rows)) / step.scale,
@@ -237,13 +234,13 @@ class Stepper:
 
     def _compute(self, step: Step, deal: Callable[[], Portion], name: str, began: float) -> float:
         """Gradients, and what all agree on: again, as long as they agree to. When this worker's own part was there."""
-        options = step.options
+        options, migration = step.options, self.operations.migration
+        whole = bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
         self.group.enter(name, check=False, kind="gradients")
         while True:
-            step.ahead = self.operations.migration.step(
-                self.trainer, whole=bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
-            )
-            sums = step.sums = self.replica.run(step.whole.micro_batches, options, step.ahead.sum)
+            step.ahead = migration.step(self.trainer, whole) if migration.giving else None
+            heard = None if step.ahead is None else step.ahead.sum
+            sums = step.sums = self.replica.run(step.whole.micro_batches, options, heard)
             step.spent["compute"] = (computed := time.perf_counter()) - began - step.spent.get("data", 0.0)
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
             alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
@@ -305,8 +302,8 @@ class Stepper:
         sums, agreed = step.sums, step.agreed
         assert sums is not None
         step.norm = norm
-        if step.ahead is not None and self.operations.migration.giving:
-            step.ahead.end(self.replica.sums, dict(vars(agreed)), norm, step.options.expected, sums.records)
+        if step.ahead is not None:
+            step.ahead.end(self.replica.home.sums, dict(vars(agreed)), norm, step.options.expected, sums.records)
         self.run.saving.copied()
         self.replica.update(sums, agreed, step.options, norm)
         self.done, self.weights.refused = step.number + 1, False
@@ -323,10 +320,11 @@ class Stepper:
 
     def hear(self, said: list[Any]) -> None:
         """A part of a step that the team made before this newcomer was of it: one tensor of sums, or all the rest."""
-        self.house("a step of others")
+        if self.housed != self.operations.number:
+            self.house("a step of others")
         if len(said) == 2:
             place, flat = said
-            self.replica.sums[place].copy_(flat)
+            self.replica.home.sums[place].copy_(flat)
             return
         agreed, norm, expected, records = said
         options = Options(step=self.done, expected=expected, micro_batches=0)
@@ -367,11 +365,6 @@ class Stepper:
 
     # -- what a step teaches ----------------------------------------------------------------------------------------
 
-    def _rest(self, step: Step) -> None:
-        """The seconds since the last step's end that are none of the other parts."""
-        step.spent["other"] = max(0.0, time.perf_counter() - self.waiting_since - sum(step.spent.values()))
-        self.spent = step.spent
-
     def _learn(self, step: Step) -> None:
         """Of merging, of who is how fast, and of what people are to know."""
         self.replica.own.step(sum(seconds for part, seconds in step.spent.items() if part not in ("data", "other")))
@@ -391,12 +384,14 @@ class Stepper:
                 self._merge(step, step.sums, step.spent["compute"])
             for news in self.noise.learn(step.agreed, step.norm, step.whole.rows):
                 self.run.journal.write("noise", trainer=self.trainer, step=self.done, **news)
-        self._tell(step.news)
+        if step.news:
+            self._tell(step.news)
         # Only in the generation that it was computed in: its members know the same, and those of the next one tell
         # each other.
         if self.balance is not None and step.generation == self.operations.number:
             self._weigh(self.balance, step)
-        self._name_unused(step.agreed.unused)
+        if step.agreed.unused:
+            self._name_unused(step.agreed.unused)
 
     def _merge(self, step: Step, sums: Sums, seconds: float) -> None:
         """What forward and backward, which took so many seconds, tell of merging."""
@@ -447,8 +442,6 @@ class Stepper:
         the places where a script makes its trainers at other times than the others.
         """
         operations, group = self.operations, self.run.team.group
-        if self.housed == operations.number:
-            return
         balance, own = self.balance, self.replica.own
         group.enter(name)
         self.replica.rehouse()
@@ -460,8 +453,8 @@ class Stepper:
             measured = {"pairs": group.links, "over": group.interface}
             self.run.journal.write("links", **measured)
             self.run.say(f"the link between hosts: {links_of(measured)}", once=True)
-        if balance is not None:
-            self._dealt(balance, balance.reform(operations.members, said[0][0]))  # of who is here longest
+        if balance is not None and (change := balance.reform(operations.members, said[0][0])):  # of who is here longest
+            self._dealt(balance, change)
         self.weights.kinds, self.weights.due = [kind for _, kind, *_ in said], True
         for text in own.formed([known for *_, known in said], resumed=operations.number == 0):
             self.run.say(text, once=True)
@@ -480,17 +473,17 @@ class Stepper:
     def _weigh(self, balance: Balance, step: Step) -> None:
         """What a step tells of the workers' speeds."""
         balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.strict + step.agreed.whole > 0)
-        self._dealt(balance, balance.learn(step.agreed.seconds) if step.whole.full else None)
+        if step.whole.full and (change := balance.learn(step.agreed.seconds)):
+            self._dealt(balance, change)
         for what, why in balance.news:
             self.run.decide(self.trainer, what, why)
         balance.news.clear()
         for what, why in balance.settled():
             self.run.say(f"{what}: {why}")
 
-    def _dealt(self, balance: Balance, change: Change | None) -> None:
-        if change is not None:
-            about = {"trainer": self.trainer, "step": self.done, "workers": balance.workers}
-            self.run.journal.write("shares", **about, **dataclasses.asdict(change))
+    def _dealt(self, balance: Balance, change: Change) -> None:
+        about = {"trainer": self.trainer, "step": self.done, "workers": balance.workers}
+        self.run.journal.write("shares", **about, **dataclasses.asdict(change))
 
     def _tell(self, news: dict[str, tuple[str, str]]) -> None:
         """What somebody has observed, once: a decision and its reason, or what people would not know otherwise."""
@@ -512,14 +505,13 @@ class Stepper:
         return {kind: said for kind, said in self.news.items() if kind not in self.told}
 
     def _name_unused(self, unused: tuple[int, ...]) -> None:
-        if unused:
-            names = list(self.job.named)
-            shown = ", ".join(names[number] for number in unused[:5]) + (", ..." if len(unused) > 5 else "")
-            self.run.say(
-                f"{len(unused)} of {len(names)} parameters got no gradient and were left as they are: {shown}; "
-                "freeze them with requires_grad_(False) if that is meant",
-                once=True,
-            )
+        names = list(self.job.named)
+        shown = ", ".join(names[number] for number in unused[:5]) + (", ..." if len(unused) > 5 else "")
+        self.run.say(
+            f"{len(unused)} of {len(names)} parameters got no gradient and were left as they are: {shown}; "
+            "freeze them with requires_grad_(False) if that is meant",
+            once=True,
+        )
 
     # -- the vector ---------------------------------------------------------------------------------------------
 

@@ -345,7 +345,7 @@ class Trainer(Telling):
 
     def _deal(self, alike: Fingerprint, feed: Feed, phase: Phase, cure: str, ahead: int = 0) -> Portion | None:
         """This worker's part of the loop's next global batch, or of one further ahead, if there is one."""
-        if not feed.has(phase.done + ahead) and ahead:
+        if ahead and not feed.has(phase.done + ahead):
             return None
         if told := alike.compare(self._group, self._run.team.operations.number):
             self._run.say(told, once=True)

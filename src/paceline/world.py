@@ -161,9 +161,8 @@ def _tasks_here(env: Mapping[str, str]) -> int:
     return counts[node] if 0 <= node < len(counts) else 0
 
 
-def read_world(env: Mapping[str, str] | None = None) -> World:
+def read_world(env: Mapping[str, str] = os.environ) -> World:
     """The world as the environment tells it: ours first, then torchrun's, Open MPI's and Slurm's; else alone."""
-    env = os.environ if env is None else env
     if env.get("PACELINE_WORLD_SIZE"):
         launcher, names = (
             "paceline",
@@ -228,8 +227,7 @@ def parse_shares(text: str, size: int) -> tuple[float, ...]:
         raise UsageError(f"shares {text!r} are not numbers", "give one weight per worker, as 3,1") from None
     if len(shares) != size or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
         raise UsageError(
-            f"shares {text!r} do not fit {size} workers",
-            "give one weight per worker, none negative, not all zero",
+            f"shares {text!r} do not fit {size} workers", "give one weight per worker, none negative, not all zero"
         )
     return shares
 
@@ -266,40 +264,40 @@ def assume(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
-def began(env: Mapping[str, str] | None = None) -> float | None:
+def began(env: Mapping[str, str] = os.environ) -> float | None:
     """Unix seconds of when our agent began to start us."""
-    text = (os.environ if env is None else env).get("PACELINE_BEGAN", "")
+    text = env.get("PACELINE_BEGAN", "")
     return float(text) if text else None
 
 
-def pulse_descriptor(env: Mapping[str, str] | None = None) -> int | None:
+def pulse_descriptor(env: Mapping[str, str] = os.environ) -> int | None:
     """What we share with our agent, see `paceline.pulse`."""
-    text = (os.environ if env is None else env).get("PACELINE_PULSE_FD", "")
+    text = env.get("PACELINE_PULSE_FD", "")
     return int(text) if text.isdecimal() else None
 
 
-def standstill(env: Mapping[str, str] | None = None) -> float:
+def standstill(env: Mapping[str, str] = os.environ) -> float:
     """Seconds that a worker may do nothing before its agent says so."""
-    return float(_number(os.environ if env is None else env, "PACELINE_STANDSTILL", 30, least=1))
+    return float(_number(env, "PACELINE_STANDSTILL", 30, least=1))
 
 
-def starts_cold(env: Mapping[str, str] | None = None) -> bool:
+def starts_cold(env: Mapping[str, str] = os.environ) -> bool:
     """Whether the user wants every worker started from nothing."""
-    return (os.environ if env is None else env).get("PACELINE_COLD_START", "0") not in ("", "0")
+    return env.get("PACELINE_COLD_START", "0") not in ("", "0")
 
 
-def inherited_warm(env: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+def inherited_warm(env: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """The number and the socket of a child process that was forked from a warm one before we began, if there is one.
     It is told once.
     """
-    pid, _, descriptor = (os.environ if env is None else env).get("PACELINE_WARM", "").partition(":")
+    pid, _, descriptor = env.get("PACELINE_WARM", "").partition(":")
     os.environ.pop("PACELINE_WARM", None)
     return (int(pid), int(descriptor)) if pid else None
 
 
-def gpus(env: Mapping[str, str] | None = None) -> int:
+def gpus(env: Mapping[str, str] = os.environ) -> int:
     """NVIDIA's GPUs here that workers may use, counted without torch."""
-    chosen = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
+    chosen = env.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return len([number for number in chosen.split(",") if number.strip() not in ("", "-1", "NoDevFiles")])
     return sum(1 for name in os.listdir("/dev") if re.fullmatch("nvidia[0-9]+", name))
@@ -315,9 +313,9 @@ def address_towards(host: str, port: int = 9, family: int = socket.AF_INET) -> s
         return str(probe.getsockname()[0])
 
 
-def tunnel(env: Mapping[str, str] | None = None) -> tuple[str, str] | None:
+def tunnel(env: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
     """Where hosts reach each other through ssh alone: this one's address, and the socket where `way_to` asks."""
-    own, _, asked = (os.environ if env is None else env).get("PACELINE_TUNNEL", "").partition("=")
+    own, _, asked = env.get("PACELINE_TUNNEL", "").partition("=")
     return (own, asked) if own else None
 
 
@@ -348,9 +346,9 @@ def way_to(host: str, port: int, later: bool = False) -> tuple[str, int]:
     return host, port
 
 
-def reached_at(env: Mapping[str, str] | None = None) -> str:
+def reached_at(env: Mapping[str, str] = os.environ) -> str:
     """The address of ours at which ssh reached us, if it did."""
-    words = (os.environ if env is None else env).get("SSH_CONNECTION", "").split()
+    words = env.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 and ":" not in words[2] else ""
 
 
@@ -364,9 +362,8 @@ class SlurmJob:
     batch: bool
 
 
-def slurm_job(env: Mapping[str, str] | None = None) -> SlurmJob | None:
+def slurm_job(env: Mapping[str, str] = os.environ) -> SlurmJob | None:
     """The allocation of Slurm's in which we are, if any."""
-    env = os.environ if env is None else env
     number, nodes = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
     if not number or not nodes:
         return None
@@ -384,11 +381,11 @@ NODES = {
 }
 
 
-def read_nodes(env: Mapping[str, str] | None = None) -> tuple[int, int, str, int]:
+def read_nodes(env: Mapping[str, str] = os.environ) -> tuple[int, int, str, int]:
     """This node's number, how many there are (0: that may change), the first one's address, and its GPUs (0: not said).
     UsageError: nobody says so, or two disagree.
     """
-    env, found = os.environ if env is None else env, {}
+    found = {}
     for name, (rank, count, first, here, own) in NODES.items():
         # Kubernetes numbers pods for everybody's purposes: it counts where our manifest, or one like it, says more.
         if env.get(rank) and (count or env.get(first)):
@@ -406,15 +403,15 @@ def read_nodes(env: Mapping[str, str] | None = None) -> tuple[int, int, str, int
     return next(iter(found.values()))
 
 
-def read_call(env: Mapping[str, str] | None = None) -> tuple[str, str]:
+def read_call(env: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """Where the function is that a worker is to call, and where its value goes."""
-    function, _, value = (os.environ if env is None else env)["PACELINE_CALL"].partition(":")
+    function, _, value = env["PACELINE_CALL"].partition(":")
     return function, value
 
 
-def trainjob_server(env: Mapping[str, str] | None = None) -> dict[str, str] | None:
+def trainjob_server(env: Mapping[str, str] = os.environ) -> dict[str, str] | None:
     """Where Kubeflow Trainer wants to know how far we are, if it does: a URL, and files of its CA and our token."""
-    env, name = os.environ if env is None else env, "KUBEFLOW_TRAINER_SERVER_"
+    name = "KUBEFLOW_TRAINER_SERVER_"
     if not env.get(f"{name}URL"):
         return None
     return {
@@ -424,9 +421,9 @@ def trainjob_server(env: Mapping[str, str] | None = None) -> dict[str, str] | No
     }
 
 
-def take_token(env: Mapping[str, str] | None = None) -> bytes | None:
+def take_token(env: Mapping[str, str] = os.environ) -> bytes | None:
     """The run's token, where the environment has it: nobody after us finds it there."""
-    token = (os.environ if env is None else env).get("PACELINE_TOKEN")
+    token = env.get("PACELINE_TOKEN")
     os.environ.pop("PACELINE_TOKEN", None)
     return token.encode() if token else None
 

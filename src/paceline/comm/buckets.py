@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -203,7 +204,7 @@ class Buckets(Landing):
         self._touched: set[int] = set()
         self._counted: set[int] = set()
         for number, param in enumerate(self.params if hooks else ()):
-            param.register_post_accumulate_grad_hook(self._hook(number))
+            param.register_post_accumulate_grad_hook(partial(self._take, number))
 
     def rehouse(self, allocate: Allocate) -> None:
         self._allocate = allocate
@@ -245,12 +246,7 @@ class Buckets(Landing):
         self.buckets.append(bucket)
 
     def lay_out(
-        self,
-        shapes: Sequence[torch.Size],
-        shards: Shards,
-        allocate: Allocate,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shapes: Sequence[torch.Size], shards: Shards, allocate: Allocate, dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, list[Wires]]:
         """Memory for gradients of these shapes as [place, level, elements], and the wires of each in it."""
         levels = 1 if self._wire is None else levels_of(dtype)
@@ -271,14 +267,10 @@ class Buckets(Landing):
         """Where the gradients of the own rows are, once they are summed."""
         return stretch[0]
 
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        def hook(param: torch.Tensor) -> None:
-            if self._ready is not None and self._weight is None:
-                self._take(number, param)
-
-        return hook
-
     def _take(self, number: int, param: torch.Tensor) -> None:
+        """Autograd has made a gradient."""
+        if self._ready is None or self._weight is not None:  # none of ours, or it lands when it is weighed
+            return
         self._land(number, param, first=number not in self._touched)
         self._touched.add(number)
         if number in self.late:
@@ -370,10 +362,10 @@ class Buckets(Landing):
         self._armed, self._weight = last, weight
 
     def close(self) -> None:
-        for number, param in enumerate(self.params if self._weight is not None else ()):
+        weighed, self._weight = self._weight is not None, None
+        for number, param in enumerate(self.params if weighed else ()):
             if param.grad is not None:
                 self._take(number, param)
-        self._weight = None
 
     def flush(self) -> set[int]:
         unused = set(range(len(self.params))) - self._touched

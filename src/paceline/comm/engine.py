@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -104,7 +104,7 @@ class Operation(dist.Work):
         self.done = self.overtakes = False
         self.error: Exception | None = None
         self.source: list[int] = []  # the rank that a message came from
-        self._steps = steps
+        self._steps: Iterator[Condition] = steps
         self._until: Condition | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._untold: list[torch.futures.Future[Any]] = []
@@ -141,7 +141,7 @@ class Operation(dist.Work):
         refused = isinstance(error, UnsupportedError)  # by all alike
         if error is not None and self.sequence and not refused and self.owner.broken is None:
             self.owner.broken = error  # its members stand at different places now
-        self.error, self._steps, self._until = error, _nothing(), None
+        self.error, self._steps, self._until = error, iter(()), None
         self.done = True
         FLIGHT.end(self.turn, error is None)
         if self._untold:
@@ -205,10 +205,6 @@ class Operation(dist.Work):
         if self.error is not None:
             raise self.error
         return future.value()
-
-
-def _nothing() -> Steps:
-    yield from ()
 
 
 class ProgressEngine:

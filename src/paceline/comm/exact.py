@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
-from paceline.comm.buckets import Allocate, Bucket, Buckets, Wires, by_place, zeros
-from paceline.pieces import ALONE, Block, Shards
+from paceline.comm.buckets import Allocate, Bucket, Buckets, Wires, by_place
+from paceline.pieces import Block
 
 WHOLE = 51  # bits: a number up to 2**51 units is rounded to whole ones by adding and subtracting 1.5 * 2**52 units
 HEADROOM = 4  # bits by which a gradient may grow from one step to the next
@@ -33,19 +34,12 @@ class ExactBuckets(Buckets):
     maxima: torch.Tensor
     _wire = torch.float64
 
-    def __init__(
-        self,
-        params: Sequence[Parameter],
-        allocate: Allocate = zeros,
-        shards: Shards = ALONE,
-        own: Sequence[Parameter] | None = None,
-        hooks: bool = True,
-    ) -> None:
+    def __init__(self, params: Sequence[Parameter], **as_others: Any) -> None:
         self._spare = WHOLE  # bits of one micro-batch's part of a sum
         self._sums: list[torch.Tensor] = []
         self._scratch = torch.empty(CHUNK, dtype=torch.float64)
         self.maxima = torch.zeros(len(params), dtype=torch.float64)
-        super().__init__(params, allocate=allocate, shards=shards, own=own, hooks=hooks)
+        super().__init__(params, **as_others)
         self.largest = [0.0] * len(params)
         self._before: list[float] | None = None  # `largest` when the step began
 

@@ -37,7 +37,6 @@ from paceline.world import World, gloo_interface
 # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
 FOR_EVER = timedelta(days=7)
 _Part = tuple[Mesh, "tuple[str, ...] | int"]  # of a group: along these axes, or the team of so many
-_Begin = Callable[[Carrier, torch.Tensor], dist.Work]  # begins a collective of a flat tensor
 NAME = 80  # characters of a collective's name that are shown
 
 
@@ -239,7 +238,9 @@ class Group:
         meetings, seen = links.rounds(len(hosts), found) if len(hosts) > 1 else [], dict[links.Pair, Any]()
         if meetings:
             self.enter("the links between hosts", check=False, kind="figures")
-            self._declare(self.channel.measure, meetings, seen).wait()
+            with self._declaring():
+                work = self.channel.measure(meetings, seen)
+            work.wait()
             found |= links.combined(self.gather_json([[pair, *told] for pair, told in seen.items()]), hosts)
         self.links = [*found.values()]
         return bool(meetings)
@@ -282,7 +283,7 @@ class Group:
             name = f"{name[: NAME - 13]}~{hashlib.sha256(name.encode()).hexdigest()[:12]}"
         self._declared = (name, call_site(), kind or name)
         if check:
-            self._declare(self.channel.barrier).wait()
+            self._barrier()
 
     @contextlib.contextmanager
     def lending(self, name: str, kind: str) -> Iterator[dist.ProcessGroup]:
@@ -295,39 +296,43 @@ class Group:
         finally:
             channel.declared = None
 
-    def _declare(self, begin: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
-        """Begins a part of the entered collective."""
+    @contextlib.contextmanager
+    def _declaring(self) -> Iterator[None]:
+        """A part of the entered collective is begun."""
         self.channel.declared = self._declared
         try:
             with outside_inference():
-                return begin(*arguments)
+                yield
         finally:
             self.channel.declared = None
 
-    def _start(
-        self, tensor: torch.Tensor, collective: _Begin, peer: int | None = None, coded: bool = False
-    ) -> dist.Work:
-        """The same of a tensor, which is flat then: over what moves those of its device, to all or a `peer`, or adds
-        them up as codes.
+    @contextlib.contextmanager
+    def _over(
+        self, tensor: torch.Tensor, peer: int | None = None, coded: bool = False
+    ) -> Iterator[tuple[Carrier, torch.Tensor]]:
+        """The same of a tensor: what moves those of its device, to all or a `peer`, or adds them up as codes; and the
+        same memory, flat.
         """
         by = carrier(self.channel, tensor, peer, coded)
-        return self._declare(lambda: collective(by, plain(tensor).view(-1)))
+        with self._declaring():
+            yield by, plain(tensor).view(-1)
 
-    def _beside(self, tensor: torch.Tensor, collective: _Begin, coded: bool = False) -> dist.Work:
-        """The same of one that goes on while this worker computes, if it takes others long, on other hosts."""
-        work = self._start(tensor, collective, coded=coded)
+    def _beside(self, work: dist.Work) -> dist.Work:
+        """It goes on while this worker computes, if it takes others long, on other hosts."""
         if self.channel.hosts.several:
             ENGINE.in_background(hurried=False)
         return work
 
+    def _barrier(self) -> None:
+        with self._declaring():
+            work = self.channel.barrier()
+        work.wait()
+
     def _all_gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
         """A flat tensor with a stretch for each worker, of which `mine` is ours."""
-
-        def gather(over: Carrier, flat: torch.Tensor) -> dist.Work:
-            rows = raw_bytes(plain(everyone)).view(self.size, -1).unbind(0)
-            return over.all_gather(rows, raw_bytes(flat))
-
-        self._start(mine, gather).wait()
+        with self._over(mine) as (by, flat):
+            work = by.all_gather(raw_bytes(plain(everyone)).view(self.size, -1).unbind(0), raw_bytes(flat))
+        work.wait()
 
     # -- collectives --------------------------------------------------------------------------------------------
 
@@ -350,14 +355,10 @@ class Group:
         """
         if self.size == 1:
             return None
-        add = reduction(Op.SUM, tensor.dtype)
-        if between is not None:
-
-            def sum_coded(by: Any, flat: torch.Tensor) -> dist.Work:
-                return by.all_reduce(flat, add, between=between)  # type: ignore[no-any-return]
-
-            return self._beside(tensor, sum_coded, coded=True)
-        return self._beside(tensor, lambda over, flat: over.all_reduce(flat, add))
+        how: dict[str, Any] = {} if between is None else {"between": between}
+        with self._over(tensor, coded=between is not None) as (by, flat):
+            work = by.all_reduce(flat, reduction(Op.SUM, tensor.dtype), **how)
+        return self._beside(work)
 
     def start_scatter(self, flat: torch.Tensor) -> dist.Work | None:
         """Starts summing `flat`, which has a stretch for each worker, over all: each gets the sums of its own, in
@@ -365,13 +366,10 @@ class Group:
         """
         if self.size == 1:
             return None
-        add = reduction(Op.SUM, flat.dtype)
-
-        def scatter(over: Carrier, flat: torch.Tensor) -> dist.Work:
-            parts = flat.view(self.size, -1).unbind(0)
-            return over.reduce_scatter(parts[self.rank], parts, add, whole=flat)
-
-        return self._beside(flat, scatter)
+        with self._over(flat) as (by, whole):
+            parts = whole.view(self.size, -1).unbind(0)
+            work = by.reduce_scatter(parts[self.rank], parts, reduction(Op.SUM, flat.dtype), whole=whole)
+        return self._beside(work)
 
     def start_steps(self, size: int, make: Callable[[Hosts | None, int], Steps]) -> dist.Work | None:
         """Starts what is made of several steps among hosts, which hand over `size` bytes of each worker. `finish` must
@@ -380,8 +378,9 @@ class Group:
         if self.size == 1:
             deque(make(None, 0), maxlen=0)
             return None
-        asked, channel = Asked("steps", torch.uint8), self.channel
-        return self._declare(lambda: channel.start(asked, size, 0, lambda fp: make(channel.hosts, fp)))
+        with self._declaring():
+            channel: Channel = self.channel
+            return channel.start(Asked("steps", torch.uint8), size, 0, partial(make, channel.hosts))
 
     def gather_stretches(self, flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Of tensors that have a stretch for each worker, everybody's own ones: for each tensor a list by rank, to be
@@ -391,11 +390,11 @@ class Group:
         parts = [arena.parts for arena in arenas if arena is not None and len(arena.parts) == self.size]
         here = self.size > 1 and len(set(self.hosts)) == 1 and len(parts) == len(flats)
         if here:  # where they lie
-            self._declare(self.channel.barrier).wait()
+            self._barrier()
             self.ledger[self._declared[2]][1] += sum(flat.nbytes for flat in flats) // self.size
             for tensors in parts:
                 yield [tensor.view(self.size, -1)[rank] for rank, tensor in enumerate(tensors)]
-            self._declare(self.channel.barrier).wait()
+            self._barrier()
         for flat in () if here else flats:
             if self.size > 1:
                 self._all_gather(flat, flat.view(self.size, -1)[self.rank])
@@ -417,11 +416,10 @@ class Group:
         """
         if self.size == 1:
             return None
-        arenas = [self.channel.in_arena(tensor) for tensor in tensors]
-        found = [arena.squares for arena in arenas if arena is not None and arena.squares is not None]
+        arenas = [arena for arena in map(self.channel.in_arena, tensors) if arena is not None]
+        found = [arena.squares for arena in arenas if arena.squares is not None]
         for arena in arenas:
-            if arena is not None:
-                arena.measure = True
+            arena.measure = True
         if not found or len(found) < len(tensors):
             return None
         return float(self.sum(torch.tensor([sum(found)], dtype=torch.float64)))
@@ -429,14 +427,17 @@ class Group:
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest of all workers' elements, in place. Part of the entered collective."""
         if self.size > 1:
-            larger = reduction(Op.MAX, tensor.dtype)
-            self._start(tensor, lambda over, flat: over.all_reduce(flat, larger)).wait()
+            with self._over(tensor) as (by, flat):
+                work = by.all_reduce(flat, reduction(Op.MAX, tensor.dtype))
+            work.wait()
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrites `tensor` on all workers with that of `source`. Part of the entered collective."""
         if self.size > 1:
-            self._start(tensor, lambda over, flat: over.broadcast(raw_bytes(flat), source)).wait()
+            with self._over(tensor) as (by, flat):
+                work = by.broadcast(raw_bytes(flat), source)
+            work.wait()
         return tensor
 
     def broadcast_bytes(self, data: torch.Tensor | None, source: int) -> torch.Tensor:
@@ -465,22 +466,23 @@ class Group:
 
     def start_send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
         """Starts sending a tensor; `finish` must follow. Part of what was entered."""
-        return self._start(tensor, lambda over, flat: over.send(raw_bytes(flat), rank), rank)
+        with self._over(tensor, rank) as (by, flat):
+            return by.send(raw_bytes(flat), rank)
 
     def receive(self, flat: torch.Tensor, rank: int) -> None:
         """What another one sends. Part of what was entered."""
-        self._start(flat, lambda over, flat: over.receive(raw_bytes(flat), rank), rank).wait()
+        with self._over(flat, rank) as (by, memory):
+            work = by.receive(raw_bytes(memory), rank)
+        work.wait()
 
     def exchange(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
         """A flat tensor to each worker, and one from each into those of `taken`, of any lengths. Part of the entered
         collective.
         """
         outs = [raw_bytes(one) for one in taken]
-
-        def swap(over: Carrier, _: torch.Tensor) -> dist.Work:
-            return over.all_to_all(outs, [raw_bytes(plain(one)) for one in given])
-
-        self._start(given[0], swap).wait()
+        with self._over(given[0]) as (by, _):
+            work = by.all_to_all(outs, [raw_bytes(plain(one)) for one in given])
+        work.wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every worker's flat tensor of one dtype, lengths may differ. Part of the entered collective."""

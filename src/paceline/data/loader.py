@@ -542,6 +542,7 @@ class _RowStream:
         return True
 
     def deal(self, step: int, place: Place) -> Batch:
+        self.reach(step)
         cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
         streams, share = Streams(torch.device("cpu")), []
         for index, part, blank in share_of(place, self._grid, len(self._rows)):

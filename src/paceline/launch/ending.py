@@ -66,11 +66,11 @@ class Ending:
         workers = [worker for worker in workers if worker.counts or worker in failures]
         asked = INTERRUPTED if stop == signal.SIGINT else STOPPED
         if at_once:
-            self._say(self._how_stopped(workers, "stopped at once"), always=True)
+            self._say(self._how_stopped("stopped at once"), always=True)
             return asked
         if stop is not None and failures and all(worker.hung for worker in failures):
             hung = ", ".join(f"worker {worker.rank} {worker.how}" for worker in failures)
-            self._say(self._how_stopped(workers, f"stopped; {hung}, and was ended"), always=True)
+            self._say(self._how_stopped(f"stopped; {hung}, and was ended"), always=True)
             return asked
         if failures:
             return self._failed(workers, failures, failing)
@@ -83,7 +83,7 @@ class Ending:
         well = all(worker.status == 0 for worker in workers) if workers else orders.get("finished", False)
         finished = well and not told
         if not finished and (stop is not None or any(worker.status == STOPPED for worker in workers)):
-            self._say(self._how_stopped(workers, "stopped"), always=True)
+            self._say(self._how_stopped("stopped"), always=True)
             return asked
         return self._finished(workers) if finished else self._unknown()
 
@@ -105,10 +105,10 @@ class Ending:
         if "phase" in events and not events.get("finished", {}).get("already") and not self._options.quiet:
             self._say(write_report(self._folder, colour=self._coloured, short=not self._options.verbose))
         if "stopped" in events:
-            self._say(self._how_stopped(workers, "stopped"), always=True)
+            self._say(self._how_stopped("stopped"), always=True)
         return 0
 
-    def _how_stopped(self, workers: Sequence[Worker], how: str) -> str:
+    def _how_stopped(self, how: str) -> str:
         told = self._events.get("stopped", {})
         newest = self._newest_checkpoint()
         again = "continue with"

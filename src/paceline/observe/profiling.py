@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,24 @@ def profile_of(folder: Path, asked: int, worker: int) -> Path:
 
 
 class Profiles:
-    """Of this `worker`. `newest` tells what was asked for last: its number, how many `steps`, of which `workers`."""
+    """Of this `worker`."""
 
-    def __init__(self, folder: Path | None, worker: int, newest: Callable[[], Mapping[str, Any]]) -> None:
-        self._folder, self._worker, self._newest = folder, worker, newest
+    def __init__(self, folder: Path | None, worker: int) -> None:
+        self._folder, self._worker = folder, worker
         self._asked = 0
         self._profile: Any = None
         self._span: Any = None  # the step under way
         self._left = 0
 
-    def turn(self, step: int) -> None:
-        """So many steps have been made. What is profiled lies between two of these calls."""
+    def turn(self, step: int, asked: Mapping[str, Any]) -> None:
+        """So many steps have been made. What is profiled lies between two of these calls. `asked` tells what was asked
+        for last: its number, how many `steps`, of which `workers`.
+        """
         if self._profile is not None:
             self._span.__exit__(None, None, None)
             self._left -= 1
             if not self._left:
                 self._write()
-        asked = self._newest()
         if self._profile is None and asked.get("asked", 0) > self._asked:
             self._asked = asked["asked"]
             if self._worker in asked["workers"] and self._folder is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +103,14 @@ class _Held:
         self.pointer: Any = None
         self.take()
 
+    @property
+    def certain(self) -> str:
+        """Why micro-batches stay alone, if it is the trained model's; of another's nobody knows before it ran."""
+        return self.why if self.own and self.module.training else ""
+
+    def buffers(self) -> set[int]:
+        return {id(self.tensor)}
+
     def take(self) -> None:
         self.tensor = _buffer_of(self.module, self.name)
         self.start, self._version = self.tensor.clone(), self.tensor._version
@@ -189,21 +197,22 @@ class Carried:
     """
 
     def __init__(self, models: Sequence[nn.Module], exact: bool) -> None:
-        self._statistics, self._held, self._exact = BatchStatistics(models), list(held_in(models)), exact
-        self._all: list[BatchStatistics | _Held] = [self._statistics, *self._held]
+        statistics, self._held, self._exact = BatchStatistics(models), list(held_in(models)), exact
+        self._all: list[BatchStatistics | _Held] = [*([statistics] if statistics.modules else []), *self._held]
         self._open = False  # a step has begun that is neither merged nor void
 
     def buffers(self) -> set[int]:
         """Identities of the buffers that are looked after here."""
-        return self._statistics.buffers() | {id(one.tensor) for one in self._held}
+        return {identity for one in self._all for identity in one.buffers()}
 
     def begin(self, options: Options, device: torch.device) -> torch.Tensor | None:
         """Starts a step; its records, which are empty as yet, or None where there are none."""
         self._open, self._count = True, options.micro_batches
-        for one in self._held:
+        if self._held:  # then every micro-batch starts from what the step began with, on one worker as well
+            options = replace(options, collect=True)
+        for one in self._all:
             one.take()
-        collected = self._count if options.collect or self._held else 0
-        self._shapes = [(collected, self._statistics.begin()), *(one.shape(options, self._exact) for one in self._held)]
+        self._shapes = [one.shape(options, self._exact) for one in self._all]
         length = sum(map(math.prod, self._shapes))
         return torch.zeros(length, dtype=torch.float64, device=device) if length or self._held else None
 
@@ -215,8 +224,7 @@ class Carried:
     @property
     def certain(self) -> str:
         """Why the trained model's micro-batches must stay alone; of another's nobody knows before it ran."""
-        ours = (one.why for one in self._held if one.own and one.module.training)
-        return self._statistics.certain or next(ours, "")
+        return next(filter(None, (one.certain for one in self._all)), "")
 
     def moved(self, values: bool) -> str:
         """Why a micro-batch must stay alone whose forward it was, if it must."""

@@ -141,8 +141,7 @@ def rows_of(batch: Any) -> int:
 def cut(batch: Any, rows: range) -> Any:
     """The given rows of a batch: every tensor is narrowed along its first dimension."""
     return pytree.tree_map(
-        lambda leaf: leaf[rows.start : rows.stop] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf,
-        batch,
+        lambda leaf: leaf[rows.start : rows.stop] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, batch
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from paceline.mesh import Mesh
 from paceline.plan import Plan
 from paceline.step import Agreed
 from paceline.strategies.job import Job
@@ -32,10 +31,10 @@ def squares(gradients: Iterable[torch.Tensor]) -> float:
     return float(torch.stack(torch._foreach_norm(found)).cpu().double().square().sum()) if found else 0.0
 
 
-def looked_at(step: int, plan: Plan, mesh: Mesh, job: Job) -> str:
+def looked_at(step: int, plan: Plan, unit: int, workers: int, job: Job) -> str:
     """Whose squares are looked at in a step, as Options have it: where a worker has whole gradients of its own rows."""
-    whole = mesh.unit == plan.together == 1 and not (plan.exact or plan.local or job.over or job.sparse)
-    return ("all" if mesh.units > 1 else "first") if whole and step % EVERY == EVERY - 1 else ""
+    whole = unit == plan.together == 1 and not (plan.exact or plan.local or job.over or job.sparse)
+    return ("all" if workers > 1 else "first") if whole and step % EVERY == EVERY - 1 else ""
 
 
 @dataclass

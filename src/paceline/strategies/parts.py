@@ -231,9 +231,9 @@ class Parts(_Mode):
             self.note("share", ())
         return self.moves.share(tensor)
 
-    def elementwise(self, call: Callable[..., Any], tensors: Sequence[Tensor], out: int | None = None) -> Any:
-        """Tensors whose shapes are broadcast to a common one, of `out` dimensions."""
-        most = max(Tensor.dim(t) for t in tensors) if out is None else out
+    def elementwise(self, call: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        """Tensors whose shapes are broadcast to a common one."""
+        most = max(Tensor.dim(t) for t in tensors)
         letters = ascii_lowercase[:most]
         return self.product(call, tensors, [letters[most - Tensor.dim(t) :] for t in tensors], letters)
 

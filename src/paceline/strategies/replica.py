@@ -93,19 +93,13 @@ class Replica:
         name, job = f"step {options.step + 1}", self.job
         if self.codec is not None:
             self.codec.begin(options.turn, options.expected)
-
-        def run(micro_batches: Sequence[MicroBatch], options: Options) -> Sums:
-            self.transit.begin(name, heard)
-            return self.runner.run(micro_batches, options, self.transit.send)
-
+        self.transit.begin(name, heard)
         with self.layout.running(name):
-            if self.over is None:
-                sums = run(micro_batches, options)
-            else:
-                sums = self.over.run(micro_batches, options, run)
+            sums = (self.over or self.runner).run(micro_batches, options, self.transit.send)
         self.transit.hand_on()
-        first = len(job.dense)
-        sums.unused |= {first + number for number, param in enumerate(job.in_rows) if param.grad is None}
+        if job.sparse:
+            first = len(job.dense)
+            sums.unused |= {first + number for number, param in enumerate(job.in_rows) if param.grad is None}
         return sums
 
     def agree(self, vector: torch.Tensor, sums: Sums, options: Options) -> torch.Tensor:
@@ -168,11 +162,6 @@ class Replica:
         self.layout.rest()
 
     # -- a step of others -------------------------------------------------------------------------------------------
-
-    @property
-    def sums(self) -> list[torch.Tensor]:
-        """The gradients of the step under way, in as few tensors as there are."""
-        return self.home.sums
 
     def follow(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
         """Updates with what was written into `sums`."""

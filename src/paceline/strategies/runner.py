@@ -40,6 +40,7 @@ class Runner:
         self.streams = Streams(job.device)
         self.observer = Observer(job, self.streams, gathered)
         self._squares = 0.0  # of gradients that went to other workers
+        self._mark: tuple[Any, ...] = ()  # of the streams, before the last forward
         self._look_around()
 
     def _look_around(self) -> None:
@@ -159,12 +160,11 @@ class Runner:
         if sums.strict and len(chunk.micro_batches) > 1:
             return None
         try:
-            with chunk.noted, nullcontext() if self.observer.done else self.observer.hooks.watched():
-                part = self._forward(chunk, sums, options)
-            if part is None:
-                return None
-            mark = self.streams.mark() if options.test and not sums.strict else ()
             with chunk.noted:
+                with nullcontext() if self.observer.done else self.observer.hooks.watched():
+                    part = self._forward(chunk, sums, options)
+                if part is None:
+                    return None
                 self._backward(part, options, last)
         except (*USERS_OWN, LossError) as error:
             if "backward through the graph a second time" in str(error):
@@ -173,7 +173,7 @@ class Runner:
                 raise
             self.observer.give_up(chunk, sums, error)
             return None
-        if mark and self.streams.moved(mark):
+        if options.test and not sums.strict and self.streams.moved(self._mark):
             sums.strict, sums.why = True, "the backward draws random numbers"
         if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
             self.carried.record(sums.records, chunk)
@@ -209,10 +209,10 @@ class Runner:
         looks = not sums.strict
         if sums.records is not None:
             self.carried.restore()
-        mark = self.streams.mark() if looks else ()
+        self._mark = self.streams.mark() if looks else ()  # also for the backward, where the forward draws nothing
         with _single_row_told(chunk, options):
             part = self._loss(chunk)
-        drew = looks and self.streams.moved(mark)
+        drew = looks and self.streams.moved(self._mark)
         moved = self.carried.moved(values=options.test) if looks else ""
         # Values are compared while the model is being observed, versions ever after.
         changed = self.watch.changed(values=options.test)
@@ -291,7 +291,8 @@ class Loss:
         metrics: Mapping[str, tuple[Any, Any]] = {}
         mean = result if isinstance(result, torch.Tensor) else None
         if isinstance(result, torch.Tensor):
-            total, count = result * chunk.rows if result.numel() == 1 else result, chunk.rows
+            count: Any = chunk.rows
+            total = result * count if result.numel() == 1 else result
         elif isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], torch.Tensor):
             total, count = result[0], result[1]
             metrics = result[2] if len(result) == 3 else {}

@@ -56,12 +56,7 @@ class Servers:
     """
 
     def __init__(
-        self,
-        count: int,
-        copies: int,
-        worker: int,
-        find: Callable[[], Mapping[int, At]],
-        look: Callable[[], None],
+        self, count: int, copies: int, worker: int, find: Callable[[], Mapping[int, At]], look: Callable[[], None]
     ) -> None:
         self.count, self.copies, self.worker, self.find, self.look = count, copies, worker, find, look
         self.links: dict[int, Connection] = {}

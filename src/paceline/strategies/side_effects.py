@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.errors import UsageError
 from paceline.strategies.chunks import Chunk
 from paceline.strategies.streams import Streams
+
+if TYPE_CHECKING:
+    from paceline.strategies.job import Options
 
 OTHERS = " of another trainer's model"
 _BATCHNORM = "BatchNorm normalises each micro-batch"
@@ -32,8 +35,8 @@ class BatchStatistics:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._all = [m for m in _modules(models) if isinstance(m, _BatchNorm)]
-        if any(isinstance(module, nn.SyncBatchNorm) for module in self._all):
+        self.modules = [m for m in _modules(models) if isinstance(m, _BatchNorm)]
+        if any(isinstance(module, nn.SyncBatchNorm) for module in self.modules):
             raise UsageError(
                 "the model has SyncBatchNorm, which normalises over whatever workers there are",
                 "use BatchNorm: it normalises each micro-batch, the same on any number of workers",
@@ -50,14 +53,14 @@ class BatchStatistics:
         """Identities of the buffers that are looked after here."""
         return {
             id(buffer)
-            for module in self._all
+            for module in self.modules
             for buffer in (module.running_mean, module.running_var, module.num_batches_tracked)
             if buffer is not None
         }
 
-    def begin(self) -> int:
-        """Starts a step; returns the length of a micro-batch's record (0: nothing to collect)."""
-        self._active = [module for module in self._all if module.training and module.running_mean is not None]
+    def take(self) -> None:
+        """Starts a step."""
+        self._active = [module for module in self.modules if module.training and module.running_mean is not None]
         self._others = [module for module in self._active if id(module) not in self._own]
         buffers = [b for m in self._active for b in (m.num_batches_tracked, m.running_mean, m.running_var)]
         if [*map(id, buffers)] != [*map(id, self._buffers)]:  # cutting the views anew takes longer than all the rest
@@ -68,7 +71,10 @@ class BatchStatistics:
         elif buffers:
             self._start.copy_(self._now())
         self._calls = self._counted()
-        return self._start.numel()
+
+    def shape(self, options: Options, exact: bool) -> tuple[int, int]:
+        """Of a step's records: a row per micro-batch, where they are collected."""
+        return options.micro_batches if options.collect else 0, self._start.numel()
 
     @property
     def certain(self) -> str:
@@ -83,13 +89,13 @@ class BatchStatistics:
         return _BATCHNORM if self._counted() != self._calls else ""
 
     def restore(self) -> None:
-        """Brings back the state at `begin`: for the next micro-batch, or because a void step leaves no trace."""
+        """Brings back the state at `take`: for the next micro-batch, or because a void step leaves no trace."""
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._begun)  # a copy rounds to the buffer's own dtype
             self._calls = self._counted()
 
     def record(self, rows: torch.Tensor, chunk: Chunk, count: int) -> None:
-        """What the buffers have moved by since `begin`."""
+        """What the buffers have moved by since `take`."""
         rows[chunk.micro_batches[0].index] = self._now() - self._start
 
     def _now(self) -> torch.Tensor:
@@ -148,18 +154,15 @@ class BufferWatch:
         self._values: list[torch.Tensor] = []
         self._prints: list[torch.Tensor] = []  # of parameters, where they are compared by value too
 
-    def _now(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        for name, module, key in self._owners:
-            yield name, module._buffers[key]
-
     def mark(self, values: bool) -> None:
         """Remembers the buffers as they are, and their values if anything changed since the last mark; with `values`
         those of parameters too: `param.data.clamp_()` passes by their versions.
         """
         self._prints = [_print(param) for _, param in self._params] if values else []
-        if len(self._marks) != len(self._owners) or self._changed_buffer(values=False) is not None:
-            self._values = [torch.empty(0) if buffer is None else buffer.clone() for _, buffer in self._now()]
-        self._marks = [(buffer, -1 if buffer is None else buffer._version) for _, buffer in self._now()]
+        buffers = [module._buffers[key] for _, module, key in self._owners]
+        if len(self._marks) != len(buffers) or self._changed_buffer(values=False) is not None:
+            self._values = [torch.empty(0) if buffer is None else buffer.clone() for buffer in buffers]
+        self._marks = [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
         self._versions = [param._version for _, param in self._params]
 
     def changed(self, values: bool) -> str | None:
@@ -175,8 +178,8 @@ class BufferWatch:
         return None if name is None else f"parameter {name}"
 
     def _changed_buffer(self, values: bool) -> str | None:
-        for number, (name, buffer) in enumerate(self._now()):
-            old, version = self._marks[number]
+        for number, (name, module, key) in enumerate(self._owners):
+            buffer, (old, version) = module._buffers[key], self._marks[number]
             if buffer is not old or (buffer is not None and buffer._version != version):
                 return name
             if values and buffer is not None and not torch.equal(buffer, self._values[number]):

@@ -150,10 +150,7 @@ def optimizer_state(
     kept for each element of one that is cut is marked as what is held of that.
     """
     groups = [
-        {
-            **{k: v for k, v in group.items() if k != "param_names"},
-            "params": [names[id(p)] for p in group["params"]],
-        }
+        {**{k: v for k, v in group.items() if k != "param_names"}, "params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
     state = {names[id(param)]: dict(value) for param, value in optimizer.state.items()}

@@ -59,7 +59,7 @@ class Update:
         factor = options.expected / agreed.count
         if self.job.clip_norm is not None:
             factor *= min(1.0, self.job.clip_norm / (norm + 1e-6))
-        grads = [*self.home.sums, *rows_of(self.job.in_rows)]
+        grads = [*self.home.sums, *(rows_of(self.job.in_rows) if self.job.sparse else ())]
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         for number in agreed.unused:

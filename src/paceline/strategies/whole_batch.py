@@ -11,7 +11,7 @@ temperature, join in with the first micro-batch of the grid; whoever computes it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from paceline.step import stream_seed
 from paceline.strategies.chunks import Chunk, MicroBatch, tensors_of
 from paceline.strategies.hooks import nodes_of
 from paceline.strategies.job import Options, Sums
-from paceline.strategies.runner import Loss, Runner
+from paceline.strategies.runner import Loss, Ready, Runner
 
 _SAME = {torch.float64: 1e-9, torch.float32: 1e-4}  # as a part of a norm, what rounding may change in the second run
 _COARSE = 2e-2  # in other precisions
@@ -121,13 +121,8 @@ class OverBatch:
     def __init__(self, runner: Runner) -> None:
         self.runner, self.job = runner, runner.job
 
-    def run(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        options: Options,
-        run: Callable[[Sequence[MicroBatch], Options], Sums],
-    ) -> Sums:
-        """Gradients, and the sums of the loss; `run` is the second run."""
+    def run(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+        """As the runner's: gradients, and the sums of the loss."""
         found, units = self.runner.outputs(micro_batches, options), self.job.units
         options.reached("outputs")
         assert units is not None
@@ -139,7 +134,7 @@ class OverBatch:
         # Gradients by leads are scaled already, and what may be merged is not looked for.
         second = replace(options, expected=1.0, merge=1, test=False, probe=False)
         if not found:  # outputs are other units', or the last stage's
-            return run(micro_batches, second)
+            return self.runner.run(micro_batches, second, ready)
         like = found[0][1]
         del found, share  # these rows are in the columns
         part, grads, own = self._judged(columns, like, options)
@@ -153,7 +148,7 @@ class OverBatch:
             led_by = [None if grad is None else grad[at] for grad in grads]
             return replace(one, lead=Led(led_by, before, () if one.index else own, apart))
 
-        sums = run([*map(lead, micro_batches)], second)
+        sums = self.runner.run([*map(lead, micro_batches)], second, ready)
         if apart and bool(torch.stack(apart).any()):
             what = f"the forward of step {options.step + 1} gives something else when run again from the same seeds"
             raise UsageError(what, _SEEDED)

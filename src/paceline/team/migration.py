@@ -191,6 +191,7 @@ class Migration:
 
     @property
     def giving(self) -> bool:
+        """Whether anybody hears of steps; that begins between two of them."""
         return any(giver.begun and not giver.closed for giver in [*self.givers.values()])
 
     def copied(self) -> None:
@@ -200,7 +201,7 @@ class Migration:
 
     def step(self, trainer: int, whole: bool) -> Migration.Stream:
         """What they hear of a trainer's step that begins; sums have their last form when it ends, if it is `whole`."""
-        return Migration.Stream(self, trainer, self.giving and not whole)
+        return Migration.Stream(self, trainer, not whole)
 
     class Stream:
         """Sums by their number, as they arrive; then what of them has not gone yet, and what it takes to apply them."""

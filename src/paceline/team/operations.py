@@ -25,7 +25,7 @@ from paceline.observe.account import Account
 from paceline.pulse import PULSE
 from paceline.step import Moment, StateLostError, Status, Transaction, resolve, spread
 from paceline.team.chaos import Chaos, parse_faults
-from paceline.team.commands import At, Coming, Generation, Orders
+from paceline.team.commands import Coming, Generation, Orders
 from paceline.team.migration import Learner, Migration, Taker, digests
 from paceline.world import World
 
@@ -115,7 +115,7 @@ class Operations:
         self.migration = Migration(self.worker)
         self.ahead = True  # the sums of steps, which newcomers are sent, are known here
         self._followed = False  # much of the state came ahead
-        self._orders = Orders(world.orders_fd, self._heard, self._comes)
+        self.orders = Orders(world.orders_fd, self._heard, self._comes)
 
     @property
     def elastic(self) -> bool:
@@ -130,33 +130,23 @@ class Operations:
     @property
     def newcomers(self) -> bool:
         """Whether a generation waits for the end of a step."""
-        return self._orders.newer(self.number)
+        return self.orders.newer(self.number)
 
     @property
     def interrupted(self) -> bool:
         """Whether a generation is to be entered at once: every collective fails until it is."""
-        return self._orders.newer(self.number, at_once=True)
+        return self.orders.newer(self.number, at_once=True)
 
     @property
     def merge(self) -> list[int] | None:
         """The islands that are in the merge of the present turn, once that is decided; none where it is void."""
-        told = self._orders.merge
+        told = self.orders.merge
         present = (told.get("turn"), told.get("number")) == (self.done, self.number)
         return list(told["islands"]) if present else None
 
-    @property
-    def servers(self) -> dict[int, At]:
-        """Where parameter servers are."""
-        return self._orders.servers
-
-    @property
-    def profile(self) -> dict[str, Any]:
-        """Which steps somebody wants to see, of which workers."""
-        return self._orders.profile
-
     def await_merge(self, ends: Callable[[], bool]) -> None:
         """Waits until that is decided, or it `ends` otherwise. PeerLostError: another generation forms."""
-        self._orders.hear(lambda: self.interrupted or self.merge is not None or ends())
+        self.orders.hear(lambda: self.interrupted or self.merge is not None or ends())
         if self.interrupted:
             raise ReformedError("another generation forms", "wait")
 
@@ -177,12 +167,14 @@ class Operations:
 
     def turn(self) -> None:
         """Between two steps: the state goes ahead to newcomers on other hosts; and where we are to wait, we do."""
-        self._comes(self._orders.coming)
+        if self.orders.coming:
+            self._comes(self.orders.coming)
         if self.holder is not None:
             self.migration.turn(self.holder.hand_over, self.holder.changing)
-        with self.account.of("paused"), PULSE.waiting():
-            while self._orders.wait_here and not self._orders.newer(self.number):
-                time.sleep(PAUSE)
+        if self.orders.wait_here:
+            with self.account.of("paused"), PULSE.waiting():
+                while self.orders.wait_here and not self.orders.newer(self.number):
+                    time.sleep(PAUSE)
 
     # -- one thing ----------------------------------------------------------------------------------------------
 
@@ -193,7 +185,7 @@ class Operations:
         what was settled and the result; without it, the former is applied here, too. UsageError: a newcomer has not
         been admitted yet.
         """
-        if self.elastic and not self._told:
+        if not self._told and self.elastic:
             self._told = True
             self.hold |= self.world.hold
             self.world.tell("ready", replica=self._group.mesh.replica)
@@ -284,7 +276,7 @@ class Operations:
 
     def _first(self) -> int | None:
         """The first worker of the generation that this one is to enter, once there is one."""
-        order = self._orders.newest
+        order = self.orders.newest
         return order.members[0] if order is not None and self.worker in order.members else None
 
     def _form(self, error: PeerLostError | None, attempt: Attempt | None) -> bool:
@@ -302,7 +294,7 @@ class Operations:
             lost = error is not None and not self.waiting
             alone = partial(self.world.tell, "alone", number=self.number) if lost else None
             with self.account.of("paused" if self.hold else "forming"):
-                order = self._orders.wait(self.number, lost, alone)
+                order = self.orders.wait(self.number, lost, alone)
             slept = order.at_once > self.number
             with self._entering:
                 self.number = order.number
@@ -311,7 +303,7 @@ class Operations:
                 continue
             self.migration.enter(order.members)
             try:
-                self._group.form(order.world(self.world, self.worker), lambda: self._orders.newer(self.number, True))
+                self._group.form(order.world(self.world, self.worker), lambda: self.orders.newer(self.number, True))
                 self._resolve(attempt if self._tx.done == done else None)
                 self.members, self.hold, self._detection = order.members, order.hold, order.detection
                 if self.holder is not None:

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,14 @@ from paceline.world import World
 T = TypeVar("T")
 # What gloo and NCCL both can add.
 SUMS = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "complex128", "complex64"]
+
+
+@lru_cache(maxsize=8)  # asked for in every step, and the same in all of a generation
+def _weights(members: tuple[int, ...], shares: tuple[float, ...] | None, unit: int) -> tuple[float, ...]:
+    """Of the units, which have so many members each."""
+    each = tuple(shares[m] if shares is not None and m < len(shares) else 1.0 for m in members)
+    each = each if sum(each) else (1.0,) * len(members)
+    return tuple(sum(each[first : first + unit]) for first in range(0, len(each), unit))
 
 
 class Team:
@@ -61,12 +70,9 @@ class Team:
         """How the micro-batches of a trainer with such a mesh are dealt at present, and to which of its units this
         worker belongs.
         """
-        members, shares = self.operations.members, self.world.shares
-        weights = tuple(shares[m] if shares is not None and m < len(shares) else 1.0 for m in members)
-        weights = weights if sum(weights) else (1.0,) * len(members)
-        units = tuple(sum(weights[first : first + mesh.unit]) for first in range(0, len(weights), mesh.unit))
-        speaks = mesh.speaks(self.rank)
-        return Place(mesh.unit_of(self.rank), units, self.operations.number, together=together, speaks=speaks)
+        rank, units = self.rank, _weights(self.operations.members, self.world.shares, mesh.unit)
+        speaks = mesh.speaks(rank)
+        return Place(mesh.unit_of(rank), units, self.operations.number, together=together, speaks=speaks)
 
     def _together(self, compute: Callable[[], T]) -> T:
         found: T = self.operations.run(settling(compute))

@@ -132,10 +132,7 @@ def _job(job: PodJob) -> Manifest:
     rules: list[Manifest] = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED]}},
-        {
-            "action": "FailJob",
-            "onExitCodes": {"containerName": CONTAINER, "operator": "NotIn", "values": [*PASSING]},
-        },
+        {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "NotIn", "values": [*PASSING]}},
     ]
     spec = {
         "completionMode": "Indexed",

@@ -39,7 +39,7 @@ class Slurm(Engine):
 
     def __init__(self, places: Sequence[Host], given: Sequence[str], job: str, restarts: int, batch: bool) -> None:
         super().__init__(places, given)
-        self._job, self._restarts, self._batch = job, restarts, batch
+        self._job, self._batch = job, batch
         if restarts:
             print(f"job {job} goes on: restart {restarts}", file=sys.stderr, flush=True)
 
