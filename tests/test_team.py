@@ -305,7 +305,7 @@ def test_a_worker_that_cannot_come_back_is_given_up(tmp_path):
         "    open('lost', 'a').write('x')\n"
         "    raise OSError('no such device')\n"
         "t = make()\n"
-        "for report in t.steps(data, count=200):\n"
+        "for report in t.steps(data, count=120):\n"
         "    if report.step == 4 and paceline.join().rank == 1:\n"
         "        open('lost', 'w').close()\n"
         "        os.kill(os.getpid(), 9)\n"
