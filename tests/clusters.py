@@ -22,7 +22,7 @@ from warm import Process, environment
 
 from paceline.observe.journal import effective_steps, read_journal
 
-PORT, STEPS = 29400, 80
+PORT, STEPS = 29400, 60
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # How long an example takes says how much else this machine does.
 settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("paceline")
+# What is imported and collected stays to the end: nobody looks through it for what could go.
+gc.disable()
 
 
 def lacking(what: str) -> NoReturn:
@@ -44,6 +47,8 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish() -> None:
     """Tests run beside each other: a second thread of torch's would mostly wait, and it does so at full speed."""
+    gc.freeze()
+    gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

@@ -284,14 +284,14 @@ def test_the_matrix_between_hosts(cluster: Callable[[int], Cluster], undisturbed
     those write whose host has the first worker's run folder, so the other host goes while these do.
     """
     here = cluster(2)
-    at = {"hand-over": "5@0", "writing": "0@45"}.get(moment, "4@45")
+    at = {"hand-over": "5@0", "writing": "0@41"}.get(moment, "4@41")
     fault = f"wait:{at}.{moment}"
     here.spread(3, faults=fault if moment == "writing" else "")
     here.start(1, 3, faults=fault)
     waits = here.agents[0 if moment == "writing" else 1]
     fired = lambda: [entry["fault"] for entry in read_log(waits.folder)] == [fault]
     if moment == "forming":  # in a generation that admits somebody, or in one that a loss makes
-        here.until(lambda: fired() or here.has(6, step=45))
+        here.until(lambda: fired() or here.has(6, step=41))
         if not fired():
             os.kill(worker_of(here.agents[0].folder), signal.SIGKILL)
     here.until(fired)

@@ -14,8 +14,13 @@ from paceline.observe.journal import read_journal
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def test_digits_are_read(tmp_path):
-    said = paceline("run", "--workers", "2", EXAMPLES / "digits.py", cwd=tmp_path).stdout
+@pytest.mark.parametrize("epochs", [5, pytest.param(15, marks=pytest.mark.slow)])
+def test_digits_are_read(epochs, tmp_path):
+    """In a third of the epochs nearly as well."""
+    text = (EXAMPLES / "digits.py").read_text()
+    assert "EPOCHS, BATCH = 15, 128" in text
+    (tmp_path / "digits.py").write_text(text.replace("EPOCHS, BATCH = 15", f"EPOCHS, BATCH = {epochs}"))
+    said = paceline("run", "--workers", "2", "digits.py", cwd=tmp_path).stdout
     (accuracy,) = re.findall(r"accuracy on 360 held-out digits: ([\d.]+)%", said)
     assert float(accuracy) > 97
     assert load_file(tmp_path / "digits.safetensors")
@@ -29,12 +34,12 @@ def test_the_pole_stands(tmp_path):
 
 
 def test_the_gpt_learns(tmp_path):
-    """A minute of training is the demo's business; here 15 steps must lower the loss from 8 bits to under 5."""
-    options = ("--workers", "2", "--run-dir", "out", "--steps", "15")
+    """A minute of training is the demo's business; here 10 steps must lower the loss from 8 bits to under 6."""
+    options = ("--workers", "2", "--run-dir", "out", "--steps", "10")
     done = paceline("run", *options, EXAMPLES / "gpt.py", cwd=tmp_path, timeout=280)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stderr)]
     assert 7.5 < losses[0] < 9  # 256 equally likely bytes need 8 bits
-    assert losses[-1] < 5
+    assert losses[-1] < 6
 
 
 @pytest.mark.slow

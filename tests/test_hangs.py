@@ -14,7 +14,7 @@ from agents import journal, until
 from launching import paceline
 from warm import Process, environment
 
-TELLS, ENDS = 2, 4  # seconds after which a worker is told of, and ended; more where steps are slow
+TELLS, ENDS = 2, 3  # seconds after which a worker is told of, and ended; more where steps are slow
 ONCE = """
 import glob, os, threading, time
 rank = int(os.environ["PACELINE_RANK"])
@@ -28,7 +28,7 @@ def hangs(worker, step):
 PLACES = f"""{ONCE}
 class Net(nn.Sequential):
     def forward(self, rows):
-        if hangs(1, 6):
+        if hangs(1, 3):
             lock.acquire()
             lock.acquire()  # twice
         return super().forward(rows)
@@ -36,11 +36,11 @@ class Rows:
     def __len__(self):
         return len(data)
     def __getitem__(self, row):
-        if hangs(3, 12):
+        if hangs(3, 9):
             time.sleep(603)
         return data[row]
 def collate(rows):
-    if hangs(2, 9):
+    if hangs(2, 3):
         while True: pass
     return torch.utils.data.default_collate(rows)
 def loss(o, b):
@@ -48,8 +48,8 @@ def loss(o, b):
         time.sleep(600)
     return F.cross_entropy(o, b[1])
 t = make(loss, lambda: Net(*net()))
-for report in t.steps(Rows(), count=20, collate=collate, loader={{"num_workers": 0}}):
-    if hangs(4, 15):
+for report in t.steps(Rows(), count=14, collate=collate, loader={{"num_workers": 0}}):
+    if hangs(4, 9):
         time.sleep(604)
 t.export("out.safetensors")
 """
@@ -95,7 +95,9 @@ def block_of(stderr: str) -> list[str]:
 
 
 def test_wherever_it_hangs_its_line_is_told_and_it_is_replaced(tmp_path: Path) -> None:
-    """In the loss by a sleep, the model by a lock, `collate` by an endless loop, a dataset, the body of the loop."""
+    """In the loss by a sleep, the model by a lock, `collate` by an endless loop, a dataset, the body of the loop: the
+    first three in one step, the others in one.
+    """
     plan = ("--plan", "exact micro=3")
     one = tmp_path / "one"
     one.mkdir()
@@ -111,8 +113,8 @@ def test_wherever_it_hangs_its_line_is_told_and_it_is_replaced(tmp_path: Path) -
             assert f"\nworker {worker} has made no progress for {seconds}: {at}" in said
         doing = f"{'busy' if busy else 'waiting'}: {source}"
         lost = f"\nworker {worker} hung at {line} for {ended[worker][0]}: "
-        assert any(f"{lost}{left} workers go on\n  {doing}\n" in said for left in (4, 3)), (
-            "3: the one before is not back"
+        assert any(f"{lost}{left} workers go on\n  {doing}\n" in said for left in (4, 3, 2)), (
+            "fewer: others hang as long, or are not back"
         )
         assert f", line {line.partition(' ')[0].partition(':')[2]} in {function}\n" in (tmp_path / log).read_text()
         files = [path.name for path in (tmp_path / "out" / "stacks").glob(f"worker-{worker}.*")]
@@ -226,19 +228,19 @@ def test_before_the_first_step(tmp_path: Path) -> None:
 SLOW = f"""{ONCE}
 with paceline.join().main_first():
     if rank == 0:
-        time.sleep(8)
+        time.sleep(5)
 t = make()
 def metric(o, b):
     time.sleep(0.5)
     return {{"right": ((o.argmax(1) == b[1]).sum(), len(b[1]))}}
-for report in t.steps(data, count=2):
+for report in t.steps(data, count=1):
     print(report.step, t.evaluate(data, metric)["n"], flush=True)
 """
 
 
 def test_what_makes_progress_is_no_hang(tmp_path: Path) -> None:
     """Worker 0 prepares data for all, and evaluations take longer than one may stand still."""
-    said = trained(tmp_path, SLOW, 2, "--hang-timeout", "3", "--plan", "micro=6", PACELINE_STANDSTILL="3")
+    said = trained(tmp_path, SLOW, 2, "--hang-timeout", "2", "--plan", "micro=6", PACELINE_STANDSTILL="2")
     assert "no progress" not in said
     assert journal(tmp_path / "out", "hang") == []
 
@@ -251,7 +253,7 @@ def interrupted(folder: Path, body: str, workers: int) -> str:
     (folder / "train.py").write_text("from basics import *\n" + body)
     command = [sys.executable, "-m", "paceline", "run", "--workers", str(workers), "--run-dir", "out"]
     command += ["--plan", "exact micro=3", "--save-every", "2", "train.py"]
-    with Process(command, environment(HANG="1", PACELINE_STANDSTILL="18"), cwd=folder, stderr=PIPE) as process:
+    with Process(command, environment(HANG="1", PACELINE_STANDSTILL="9"), cwd=folder, stderr=PIPE) as process:
         until(lambda: (folder / "hung-0").exists())
         process.send_signal(signal.SIGINT)
         try:
@@ -310,13 +312,23 @@ def test_one_ctrl_c_ends_a_worker_alone_that_hangs(tmp_path: Path) -> None:
 # ---- several hosts, and other starts
 
 
+ELSEWHERE = """
+import os, time
+calls = []
+def loss(o, b):
+    calls.append(b)
+    if os.environ["PACELINE_RANK"] == "1" and len(calls) > 40 and not os.path.exists("hung"):
+        open("hung", "w").close()
+        time.sleep(600)
+    return F.cross_entropy(o, b[1])
+t = make(loss, plan="micro=3")
+for report in t.steps(data, count=200):
+    time.sleep(0 if os.path.exists("hung") else 0.1)  # until the other one has come
+"""
+
+
 def test_a_hang_on_another_host_is_told_on_every_console(tmp_path: Path) -> None:
-    body = TWICE.replace("list(t.steps(data, count=12))", "for r in t.steps(data, count=40):\n    time.sleep(0.1)")
-    body = body.replace(
-        "t.steps_done >= 4 and (b[0] == x[13]).all(1).any()",
-        "os.environ['PACELINE_RANK'] == '1' and not os.path.exists('hung') and not open('hung', 'w').close()",
-    )
-    (tmp_path / "train.py").write_text("from basics import *\n" + body)
+    (tmp_path / "train.py").write_text("from basics import *\n" + ELSEWHERE)
     paced = environment(**PATIENCE)
     run = [sys.executable, "-m", "paceline", "run"]
     first = Process([*run, "--run-dir", "out", "--hang-timeout", "0", "train.py"], paced, cwd=tmp_path, stderr=PIPE)

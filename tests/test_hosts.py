@@ -173,7 +173,7 @@ elif team.rank == 1:
 @pytest.mark.parametrize("mesh", [64, 0])
 def test_a_message_may_come_much_later_than_connections_may_take(hosts: Hosts, tmp_path: Path, mesh: int) -> None:
     (tmp_path / "train.py").write_text(f"from paceline.comm import hosts\nhosts.MESH = {mesh}\n{WAITING}")
-    workers = hosts(2).run((1, 2), "train.py", everywhere={"PACELINE_JOIN_TIMEOUT": "5"})
+    workers = hosts(2).run((1, 2), "train.py", everywhere={"PACELINE_JOIN_TIMEOUT": "3"})
     assert [worker.stdout for worker in workers] == ["", "[1.0, 1.0, 1.0]\n", ""]
 
 
@@ -265,7 +265,7 @@ def test_an_interface_that_is_not_there_is_said_by_every_worker(hosts: Hosts, tm
 def test_an_interface_that_leads_nowhere(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ADD)
     here = hosts(2)
-    here.start((1, 1), "train.py", everywhere={"GLOO_SOCKET_IFNAME": "lo", "PACELINE_JOIN_TIMEOUT": "5"})
+    here.start((1, 1), "train.py", everywhere={"GLOO_SOCKET_IFNAME": "lo", "PACELINE_JOIN_TIMEOUT": "3"})
     for worker in here.end():
         assert worker.code == 1
         said = (
@@ -287,14 +287,14 @@ def test_an_address_that_leads_nowhere(hosts: Hosts, tmp_path: Path, address: st
     (tmp_path / "train.py").write_text(JOIN)
     here = hosts(2)
     places = [{}, {"MASTER_ADDR": address}]
-    here.start((1, 1), "train.py", everywhere={"PACELINE_JOIN_TIMEOUT": "4"}, by_host=places)
+    here.start((1, 1), "train.py", everywhere={"PACELINE_JOIN_TIMEOUT": "2"}, by_host=places)
     first, second = here.end()
     assert (first.code, second.code) == (1, 1)
     assert (
-        "PeerLostError: worker 0 waited 4 s for worker 1, which did not come; "
+        "PeerLostError: worker 0 waited 2 s for worker 1, which did not come; "
         "see their logs: every worker must be started, with the same number of workers\n"
     ) in first.stderr
-    assert f"PeerLostError: worker 1 could not reach worker 0 at {address}:29500 within 4 s ({reason}" in second.stderr
+    assert f"PeerLostError: worker 1 could not reach worker 0 at {address}:29500 within 2 s ({reason}" in second.stderr
     cure = "see worker 0's log; if it runs, MASTER_ADDR must be its host's address and that port open"
     assert second.stderr.endswith(f"); {cure}\n")
 
@@ -352,7 +352,7 @@ def test_a_port_that_is_taken(hosts: Hosts, tmp_path: Path) -> None:
         try:
             assert occupant.stdout is not None
             assert occupant.stdout.readline() == "here\n"
-            here.start((2,), "train.py", everywhere={"PACELINE_JOIN_TIMEOUT": "4"})
+            here.start((2,), "train.py", everywhere={"PACELINE_JOIN_TIMEOUT": "2"})
             first, second = here.end()
         finally:
             occupant.kill()

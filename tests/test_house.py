@@ -86,8 +86,14 @@ Modules = dict[str, ast.Module]
 Rule = Callable[[Modules], Iterator[str]]
 
 
+@cache
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a file, which each rule goes through."""
+    return [*ast.walk(tree)]
+
+
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    yield from (node for node in walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def dotted(node: ast.AST) -> str:
@@ -168,7 +174,7 @@ def import_cycles(modules: Modules) -> Iterator[str]:
 def imports_of_the_package_itself(modules: Modules) -> Iterator[str]:
     """``import paceline`` runs into a half-initialised package; relative imports would hide from these rules."""
     for name, tree in modules.items():
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.Import) and any(item.name == "paceline" for item in node.names):
                 yield f"{name}:{node.lineno}: import paceline"
             if isinstance(node, ast.ImportFrom) and (node.level or node.module == "paceline"):
@@ -178,7 +184,7 @@ def imports_of_the_package_itself(modules: Modules) -> Iterator[str]:
 def environment_outside_world(modules: Modules) -> Iterator[str]:
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     for name, tree in modules.items():
-        for node in ast.walk(tree) if name != "paceline.world" else ():
+        for node in walk(tree) if name != "paceline.world" else ():
             used = {node.attr} if isinstance(node, ast.Attribute) else set()
             if isinstance(node, ast.ImportFrom) and node.module in ("os", "posix"):
                 used = {item.name for item in node.names}
@@ -188,7 +194,7 @@ def environment_outside_world(modules: Modules) -> Iterator[str]:
 
 def broad_excepts(modules: Modules) -> Iterator[str]:
     for name, tree in modules.items():
-        for node in ast.walk(tree):
+        for node in walk(tree):
             kinds: list[ast.AST | None] = []
             if isinstance(node, ast.ExceptHandler):
                 kinds = [*node.type.elts] if isinstance(node.type, ast.Tuple) else [node.type]
@@ -215,7 +221,7 @@ def layouts_of(modules: Modules) -> dict[str, str]:
 def questions_about_layouts(modules: Modules) -> Iterator[str]:
     concrete = layouts_of(modules)
     for name, tree in modules.items():
-        for node in ast.walk(tree) if name != "paceline.strategies.nest" else ():
+        for node in walk(tree) if name != "paceline.strategies.nest" else ():
             asked: list[ast.AST] = []
             if isinstance(node, ast.Call) and dotted(node.func) in ("isinstance", "issubclass"):
                 asked = [part for argument in node.args[1:] for part in ast.walk(argument)]
@@ -236,7 +242,7 @@ def layouts_that_import_layouts(modules: Modules) -> Iterator[str]:
 
 def unpickling(modules: Modules) -> Iterator[str]:
     for name, tree in modules.items():
-        for node in ast.walk(tree) if name != "paceline.launch.function" else ():  # a function that its caller sends
+        for node in walk(tree) if name != "paceline.launch.function" else ():  # a function that its caller sends
             used: list[str] = []
             if isinstance(node, ast.Import):
                 used = [item.name for item in node.names if item.name.split(".")[0] in UNPICKLERS]
@@ -256,7 +262,7 @@ def unpickling(modules: Modules) -> Iterator[str]:
 def classes_of_one_name(modules: Modules) -> Iterator[str]:
     found: dict[str, str] = {}
     for name, tree in modules.items():
-        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in (node for node in walk(tree) if isinstance(node, ast.ClassDef)):
             if node.name in found:
                 yield f"{name}:{node.lineno}: {node.name} is a class of {found[node.name]}, too"
             found.setdefault(node.name, name)

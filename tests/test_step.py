@@ -49,6 +49,10 @@ def twin(of: T) -> T:
     return made
 
 
+Act = Callable[["Model", Worker], None]
+Move = Callable[["Model"], None]
+
+
 class Model:
     """Replicas of `width` workers that want to do `target` steps. `members` are the replicas of each generation."""
 
@@ -83,28 +87,32 @@ class Model:
     # -- what may happen next -----------------------------------------------------------------------------------
     # What nobody else can tell from a pause before the next move is a part of the move: fewer states, none missed.
 
-    def moves(self) -> list[Callable[[], None]]:
-        """All that workers can do now."""
+    def moves(self) -> list[Move]:
+        """All that workers can do now, here or in a copy."""
         workers = (worker for worker in self.workers.values() if worker.up)
-        return [partial(act, worker) for worker in workers for act in self._acts(worker)]
+        return [partial(self._act, act, worker.key) for worker in workers for act in self._acts(worker)]
 
-    def _acts(self, worker: Worker) -> Iterator[Callable[[Worker], None]]:
+    @staticmethod
+    def _act(act: Act, key: Key, model: Model) -> None:
+        act(model, model.workers[key])
+
+    def _acts(self, worker: Worker) -> Iterator[Act]:
         tx, generation, (replica, place) = worker.tx, worker.heard, worker.key
         members = self.members[generation]
         if len(self.members) - 1 > generation:
-            yield self._hear
+            yield Model._hear
         if worker.mode == "form":
             if len(self._reports(generation)) == len(members) * self.width:
-                yield self._resolve
+                yield Model._resolve
         elif worker.mode == "take":
             source = self.workers[worker.source, place]
             if source.up and source.heard == generation and source.mode == "train":
-                yield self._take
+                yield Model._take
         elif tx.moment is Moment.COMPUTING:
             if all(self.has("sums", generation, tx.done, place, other) for other in members):
-                yield self._prepare
+                yield Model._prepare
         elif tx.moment is Moment.PREPARED and self._voted(replica, generation, tx.done):
-            yield self._update
+            yield Model._update
 
     def _voted(self, replica: int, generation: int, step: int) -> bool:
         return all(self.has("vote", generation, step, replica, place) for place in range(self.width))
@@ -165,12 +173,14 @@ class Model:
 
     # -- what may go wrong --------------------------------------------------------------------------------------
 
-    def faults(self) -> list[Callable[[], None]]:
+    def faults(self) -> list[Move]:
         """A worker dies; or it is taken for dead, and goes on until it hears of it; or a replica joins."""
         current = [worker for worker in self.workers.values() if worker.up and worker.key[0] in self.members[-1]]
-        return [partial(self.lose, worker, dies) for worker in current for dies in (True, False)] + [self.join]
+        losses = [partial(Model.lose, key=worker.key, dies=dies) for worker in current for dies in (True, False)]
+        return [*losses, Model.join]
 
-    def lose(self, worker: Worker, dies: bool) -> None:
+    def lose(self, key: Key, dies: bool) -> None:
+        worker = self.workers[key]
         worker.up = worker.up and not dies
         self._form(tuple(replica for replica in self.members[-1] if replica != worker.key[0]))
 
@@ -207,7 +217,7 @@ class Model:
             moves = self.moves()
             if self.lost or not moves:
                 break
-            moves[0]()
+            moves[0](self)
             self.check()
         if not self.lost:
             current = [w for w in self.workers.values() if w.up and w.key[0] in self.members[-1]]
@@ -227,16 +237,13 @@ def explore(model: Model, faults: int) -> int:
             continue
         seen.add(key)
         state.check()
-        count, broken = len(state.moves()), len(state.faults()) if left else 0
-        if not count:
+        moves, broken = state.moves(), state.faults() if left else []
+        if not moves:
             state.finish()  # says what is wrong if this is not the end
-        for number in range(count + broken):
+        for number, happens in enumerate((*moves, *broken)):
             after = state.copy()
-            if number < count:
-                after.moves()[number]()
-            else:
-                after.faults()[number - count]()
-            stack.append((after, left - (number >= count)))
+            happens(after)
+            stack.append((after, left - (number >= len(moves))))
     return len(seen)
 
 
@@ -295,7 +302,7 @@ def test_larger_teams_at_random(choices, faults):
         what = model.faults() if moment in faults else model.moves()
         if model.lost or not what:
             break
-        what[faults.get(moment, choice) % len(what)]()
+        what[faults.get(moment, choice) % len(what)](model)
         model.check()
     model.finish()
 

@@ -247,7 +247,7 @@ def stopped_at(place: str, worker: int, run: Running) -> int:
 @pytest.mark.parametrize(
     ("place", "worker"),
     [
-        ("importing", 1),
+        pytest.param("importing", 1, marks=pytest.mark.slow),
         pytest.param("importing", 0, marks=pytest.mark.slow),
         pytest.param("building", 0, marks=pytest.mark.slow),
         ("built", 0),
@@ -380,7 +380,7 @@ def test_an_agent_that_was_stopped_itself_replaces_nobody(start: Start, undistur
     run = start(2, hold="training-1")
     until(lambda: any(run.folder.glob("training-1-*")) or run.ended)
     run.process.send_signal(signal.SIGSTOP)
-    time.sleep(5)
+    time.sleep(4)  # longer than a coordinator may be silent
     run.process.send_signal(signal.SIGCONT)
     time.sleep(1)  # in which it looks at the coordinator
     (run.folder / "hold-training-1").unlink()

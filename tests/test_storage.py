@@ -112,8 +112,9 @@ t.export("out.safetensors")
 """
 
 
-def test_tokens_behind_a_url(s3: Proxy, tmp_path: Path) -> None:
+def test_tokens_behind_a_url(s3: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the same store; what its packages raise where it is away has the form of every error of the data."""
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)  # where all is gone, it pauses longer before each
     tokens = write_folder(tmp_path / "tokens", [np.arange(70, dtype=np.uint16), np.arange(31, dtype=np.uint16)])
     for path in (tmp_path / "tokens").iterdir():
         storage_at("s3://bucket/data").put("tokens", path.name, path.read_bytes())

@@ -132,7 +132,7 @@ def test_momentum_that_is_delayed_is_for_whole_gradients(tmp_path: Path) -> None
 
 def test_an_update_moves_a_twentieth_of_the_tables_at_most(tmp_path: Path) -> None:
     """Counted at the workers: what they push, and what they take, also at the end of a window."""
-    steps, rows, width = 40, 50_000 + 200_000, 32
+    steps, rows, width = 20, 50_000 + 200_000, 32
     said = ("--workers", "2", "--run-dir", "run", "--plan", "server=2 staleness=4 window=20", "--steps", str(steps))
     paceline("run", *said, SCRIPTS / "weighed.py", EXAMPLE, cwd=tmp_path)
     told = [json.loads((tmp_path / f"told-{worker}").read_text()) for worker in (0, 1)]

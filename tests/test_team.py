@@ -300,21 +300,23 @@ def test_a_changed_script_is_not_started_in_the_place_of_a_lost_worker(does, sai
 def test_a_worker_that_cannot_come_back_is_given_up(tmp_path):
     body = (
         "import os, time\n"
+        "tries = lambda: len(open('lost').read()) if os.path.exists('lost') else 0\n"
         "if os.path.exists('lost'):\n"
+        "    open('lost', 'a').write('x')\n"
         "    raise OSError('no such device')\n"
         "t = make()\n"
         "for report in t.steps(data, count=120):\n"
-        "    time.sleep(0.05)\n"
         "    if report.step == 4 and paceline.join().rank == 1:\n"
         "        open('lost', 'w').close()\n"
         "        os.kill(os.getpid(), 9)\n"
+        "    time.sleep(0.05 * (tries() < 3))\n"
     )
     done = train_basics(tmp_path, body, 3)
     said = [line for line in done.stderr.splitlines() if line.startswith("worker 1 ")]
     assert said[0] == "worker 1 was killed by SIGKILL: 2 workers go on"
     again = "worker 1 ended with exit code 1 before it was back; it is started again in {} s"
     assert said[1:3] == [again.format(1), again.format(2)]  # and 4, 8, if it had come to that
-    below = "\n  OSError: no such device\n  at train.py:4 in <module>: raise OSError('no such device')\n"
+    below = "\n  OSError: no such device\n  at train.py:6 in <module>: raise OSError('no such device')\n"
     assert f"{again.format(1)}{below}  log: out/logs/worker-1.log\n" in done.stderr
     assert "OSError: no such device" in (tmp_path / "out/logs/worker-1.log").read_text()
 

@@ -93,15 +93,15 @@ ATTENDING = "from attending import *\n"
 SCRIPTS = {
     "a fused weight, with dropout where all have all": ATTENDING
     + "t = paceline.Trainer(Net, loss, lambda ps: torch.optim.SGD(ps, lr=0.3), global_batch=20, tensor=CUT)\n"
-    "for r in t.steps(data, epochs=3): pass\n",
+    "for r in t.steps(data, epochs=2): pass\n",
     "dropout of what all have a part of": ATTENDING
     + "t = paceline.Trainer(lambda: Net(dropout=0.2), loss, lambda ps: torch.optim.SGD(ps, lr=0.3), global_batch=20)\n"
-    "for r in t.steps(data, epochs=3): pass\n",
+    "for r in t.steps(data, epochs=2): pass\n",
     "heads that are counted, and a weight of three that is said to be one": ATTENDING
     + "t = paceline.Trainer(lambda: Net(heads=4, dropout=0.2), loss, lambda ps: torch.optim.SGD(ps, lr=0.3),\n"
     "    global_batch=20, tensor=CUT | {'attention.qkv': 'column'})\n"
-    "for r in t.steps(data, epochs=3): pass\n",
-    "a part that leaves the model": "t = make(tensor={'2': 'column'})\nfor r in t.steps(data, epochs=3): pass\n",
+    "for r in t.steps(data, epochs=2): pass\n",
+    "a part that leaves the model": "t = make(tensor={'2': 'column'})\nfor r in t.steps(data, epochs=2): pass\n",
     "a parameter that is whole and meets parts": ATTENDING + "class Scaled(nn.Module):\n"
     "    def __init__(self):\n"
     "        super().__init__()\n"
@@ -110,10 +110,10 @@ SCRIPTS = {
     "    def forward(self, x): return self.down(torch.tanh(self.up(x) * self.by)) * self.by\n"
     "t = make(model=lambda: Scaled().double(), tensor={'up': 'column', 'down': 'row'})\n"
     "from basics import data\n"
-    "for r in t.steps(data, epochs=3): pass\n",
+    "for r in t.steps(data, epochs=2): pass\n",
     "an optimizer that looks at whole parameters": "t = paceline.Trainer(net, cross_entropy, lambda ps: "
     "torch.optim.Adafactor(ps, lr=0.1), global_batch=24)\n"
-    "for r in t.steps(data, epochs=3): pass\n",
+    "for r in t.steps(data, epochs=2): pass\n",
     "a gradient of a gradient": "def penalised(model, batch):\n"
     "    some = batch[0].requires_grad_()\n"
     "    output = model(some)\n"
@@ -122,11 +122,11 @@ SCRIPTS = {
     "net = lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),\n"
     "                            nn.Linear(16, 2), nn.Tanh(), nn.Linear(2, 2)).double()\n"
     "t = make(model=net, forward=penalised, plan='micro=6')\n"
-    "for r in t.steps(data, epochs=3): pass\n",
+    "for r in t.steps(data, epochs=2): pass\n",
     "blocks computed again": "net = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(10, 16), nn.GELU(), "
     "nn.Linear(16, 10)) for _ in range(3)), nn.Linear(10, 2)).double()\n"
     "t = make(model=net, plan='recompute=blocks')\n"
-    "for r in t.steps(data, epochs=3): pass\n",
+    "for r in t.steps(data, epochs=2): pass\n",
     "a layer of torch's that evaluates in its own way": "net = lambda: nn.Sequential(\n"
     "    nn.TransformerEncoderLayer(10, 2, 16, 0.0, batch_first=True), nn.Flatten(), nn.Linear(10, 2)).double()\n"
     "t = make(model=net, forward=lambda model, batch: model(batch[0][:, None]), tensor={'0.linear1': 'column', "

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import PIPE
 
 import fsspec
 import numpy as np
@@ -24,6 +25,7 @@ from oracle import apart
 from safetensors.torch import load_file
 from token_folders import Unranged, served, write_folder
 from torch.utils.data import DataLoader
+from warm import Process
 
 from paceline.data import Tokens
 from paceline.errors import DatasetError, UsageError
@@ -161,9 +163,10 @@ def test_a_row_in_the_middle_of_two_to_the_33_tokens_costs_what_the_first_one_do
             file.write(token.to_bytes(2, "little"))
     told = []
     for row in (0, middle):
-        done = subprocess.run([sys.executable, "-c", ONE_ROW, path, str(row)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        told.append(json.loads(done.stdout))
+        with Process([sys.executable, "-c", ONE_ROW, path, str(row)], stdout=PIPE, stderr=PIPE) as process:
+            out, error = process.communicate()
+        assert process.returncode == 0, error
+        told.append(json.loads(out))
     assert [one["first"] for one in told] == [11, 22]
     for one in told:
         assert one["rows"] == (count - 1) // 1024

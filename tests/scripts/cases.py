@@ -21,7 +21,7 @@ class Case:
     loss: Callable[[Any, Any], Any]
     optimizer: Callable[[Any], Any]
     global_batch: int
-    steps: int = 12  # of which the first epoch ends in each case
+    steps: int = 8  # of which the first epoch ends in each case
     clip_norm: float | None = None
     schedule: Callable[[int], float] | None = None
     micro: int | None = None
@@ -182,7 +182,7 @@ def next_token(output: torch.Tensor, batch: Any) -> tuple[Any, Any, dict[str, An
 
 
 def warm_up(step: int) -> float:
-    return min(1.0, (step + 1) / 10)
+    return min(1.0, (step + 1) / 6)
 
 
 CASES = {
@@ -197,10 +197,10 @@ CASES = {
 
 # With layers that tensor= cuts, by the structure or the model's own plan; the last batch of an epoch is a ragged one.
 CUT = {
-    "wide": Case(wide_mlp, lambda: rows(1, 103, 10), cross_entropy, groups, 24, 10, 0.05, warm_up, 3),
-    "wide, unclipped": Case(wide_mlp, lambda: rows(1, 103, 10), cross_entropy, sgd, 24, 10, micro=3),
-    "llama": Case(lambda: llama(2, False), lambda: tokens(5, 57), next_token, groups, 14, 10, 0.7, None, 2, logits),
-    "llama, tied": Case(lambda: llama(4, True), lambda: tokens(6, 57), next_token, sgd, 14, 10, None, None, 2, logits),
+    "wide": Case(wide_mlp, lambda: rows(1, 103, 10), cross_entropy, groups, 24, 8, 0.05, warm_up, 3),
+    "wide, unclipped": Case(wide_mlp, lambda: rows(1, 103, 10), cross_entropy, sgd, 24, 8, micro=3),
+    "llama": Case(lambda: llama(2, False), lambda: tokens(5, 57), next_token, groups, 14, 8, 0.7, None, 2, logits),
+    "llama, tied": Case(lambda: llama(4, True), lambda: tokens(6, 57), next_token, sgd, 14, 8, None, None, 2, logits),
 }
 
 

@@ -4,7 +4,8 @@ The gradients depend on no weights, so the order of updates makes no difference:
 ticket takes S seconds, with SLOW=WORKER:TIMES that worker's so many times as long, with STRAGGLE=CHANCE:TIMES now and
 then anybody's. With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often; with
 REACHED=WORKER:CALLS it makes the file `reached` then. With MOMENTUM=M there is Nesterov's. With TABLE the rows are a
-table's, whose gradients are sparse: `versions` has a line for each reading of weights, and `turns` for each turn.
+table's, whose gradients are sparse: `versions` has a line for each reading of weights, and `turns` for each turn. Once
+there is the file `gate` nobody is slow any more.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def loss(output: torch.Tensor, batch: Any) -> Any:
     mine, times = option("SLOW")
     chance, _, long = os.environ.get("STRAGGLE", "0:1").partition(":")
     pause = float(os.environ.get("PACE", "0")) * (times if mine else 1)
+    pause *= not (Path(sys.argv[1]) / "gate").exists()
     time.sleep(pause * (float(long) if DRAW.random() < float(chance) else 1))
     return output.sum(), len(output)
 

@@ -1,9 +1,9 @@
 """Trains with the plan that `--plan` says, and writes weights and figures: served.py FOLDER STEPS
 
 With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often; with SLOW=CALLS the first worker
-makes the file `reached` when its loss is called so often, and is slow from then on; with CUT=N connections to servers
-are lost after each N frames; with PROXY=PORT they go through what listens there, and is told first where to; with FAR
-they are as between two hosts. With START=FILE it begins once that is there.
+makes the file `reached` when its loss is called so often, and is slow from then on until there is the file `gate`; with
+CUT=N connections to servers are lost after each N frames; with PROXY=PORT they go through what listens there, and is
+told first where to; with FAR they are as between two hosts. With START=FILE it begins once that is there.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def act() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if "SLOW" in os.environ and CALLS[0] >= int(os.environ["SLOW"]) and os.environ["PACELINE_RANK"] == "0":
         (Path(sys.argv[1]) / "reached").touch()
-        time.sleep(0.3)
+        time.sleep(0.0 if (Path(sys.argv[1]) / "gate").exists() else 0.3)
 
 
 def cut(every: int) -> None:

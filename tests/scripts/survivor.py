@@ -78,7 +78,7 @@ def pause(step):
     if os.path.exists(path):
         with open(path) as lines:
             there = sum(word in line for line in lines)
-    return 1.0 if step > 40 and there < int(count) else 0.05
+    return 0.0 if there >= int(count) else 1.0 if step > 40 else 0.05
 
 
 trainer = paceline.Trainer(

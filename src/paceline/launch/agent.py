@@ -369,7 +369,7 @@ class Agent:
 
     def _patience(self, number: int) -> float:
         worker = self._workers.now.get(number)
-        if worker is None:
+        if worker is None or worker.stopped < math.inf:  # which says nothing more
             return OTHERS
         lost = worker.events.get("failed", {}).get("kind") == "PeerLostError"
         return EXIT if worker.alive else CAUSE if lost else OTHERS

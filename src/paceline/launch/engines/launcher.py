@@ -362,7 +362,8 @@ class Launcher:
         if not first.over:
             return False
         self._late = min(self._late, time.monotonic() + FAREWELL)
-        return all(host.process is None for host in self._hosts) or time.monotonic() > self._late
+        ended = all(host.process is None or not host.ordered for host in self._hosts)  # the others have not begun
+        return ended or time.monotonic() > self._late
 
     def _code(self) -> int:
         """That of the first host; where a worker on another host failed, that of its own."""
