@@ -51,8 +51,8 @@ def test_a_loss_that_is_not_a_sum_over_rows(loss, layer, tmp_path):
     assert re.search(
         r"^verdict: the same training on 3 workers as on one, but the loss is not a sum over rows \(two micro-batches "
         r"together give [\d.]+, one by one [\d.]+\), so it is the same on any number of workers, but not what plain "
-        r"PyTorch computes over the whole batch; return \(sum, count\); where it is to be over the whole batch, as a "
-        r"contrastive one, each micro-batch has its own, and micro= in the plan defines it\n\Z",
+        r"PyTorch computes over the whole batch; return \(sum, count\), or where it is to be over the whole batch, as "
+        r"a contrastive one, say loss_over=\"batch\" to the Trainer\n\Z",
         said,
         re.M,
     )
