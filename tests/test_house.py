@@ -37,7 +37,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # trained out of step, Kubeflow Trainer could be asked for a TrainJob and is told how far it is, and figures and the
 # page followed a take-over and showed many workers by host.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 46_000, 600, 80, 9
+MOST_LINES, MOST_IN_FILE, MOST_IN_FUNCTION, MOST_PARAMETERS = 45_950, 600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [
