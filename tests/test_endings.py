@@ -202,7 +202,7 @@ def test_whether_a_run_is_finished_that_nobody_knows_of(launcher: Launcher) -> N
     script = LATER.replace('wait_for("formed", 1)', "time.sleep(600)").replace("if RANK == 1:", "if False:")
     first = launcher.start(script, workers=1)
     launcher.wait_for("up", 1)
-    second = launcher.start(script, workers=1, join="run")
+    second = launcher.start(script, workers=1, join="run", seconds={"GIVEN_UP": 2.0})
     until(lambda: (launcher.folder / "run" / "waits-1").exists())
     first.kill()
     first.wait()

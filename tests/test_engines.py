@@ -209,7 +209,10 @@ def test_where_all_hosts_are_to_begin_one_that_does_not_come_ends_it(launched: L
     assert not (launched.folder / "a" / "run").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR2, 75)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 75), pytest.param(signal.SIGUSR2, 75, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_all_hosts(launched: Launched, number: int, code: int) -> None:
     process = launched.start({"a": WAITS, "b": WAITS})
     until(lambda: (launched.folder / "b/run/hosts/b/up-1").exists())

@@ -232,7 +232,7 @@ def test_a_grandchild_that_keeps_the_pipes_open_holds_up_nothing(launcher: Launc
     assert (ended.code, ended.stdout, lives) == (0, "done\n", [True, True])
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["<&-", pytest.param(">&- 2>&-", marks=pytest.mark.slow), "<&- >&- 2>&-"])
 def test_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
     """As some daemons start a command: descriptors 0 to 2 are free, and the next thing that is opened gets them."""
     body = "t = make()\nlist(t.steps(data, epochs=1))\nt.export('out.safetensors')\n"

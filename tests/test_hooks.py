@@ -55,7 +55,7 @@ def by_mean(scenario: Scenario) -> dict[str, torch.Tensor]:
     ("workers", "plan", "names"),
     [
         (1, "", [*SCENARIOS]),
-        (2, "", [*SCENARIOS]),
+        pytest.param(2, "", [*SCENARIOS], marks=pytest.mark.slow),
         (3, "", [*SCENARIOS]),
         pytest.param(2, "exact", [*SCENARIOS], marks=pytest.mark.slow),
         pytest.param(2, "shard=2 zero=1", [*SCENARIOS], marks=pytest.mark.slow),

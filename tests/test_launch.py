@@ -428,7 +428,7 @@ def test_a_reader_that_goes_away_ends_nothing(launcher: Launcher) -> None:
 def on_terminal(launcher: Launcher, script: str, keys: list[bytes], **options: object) -> tuple[int, str]:
     """(exit code, what a terminal received); each time pdb asks, the next of `keys` is typed."""
     (launcher.folder / "train.py").write_text(WORKER + textwrap.dedent(script))
-    given = {"script": "train.py", "workers": 2, "run_dir": "run", **options}
+    given = {"script": "train.py", "workers": 2, "run_dir": "run", "cold_start": True, **options}
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(launcher.folder)

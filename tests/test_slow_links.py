@@ -231,7 +231,7 @@ def test_sums_of_lone_workers_share_the_link(
     (tmp_path / "beside.py").write_text(BESIDE)
     here = hosts(2)
     for host in here.hosts:
-        host.cap(50)
+        host.cap(100)
     said = [worker.stdout.splitlines()[-1] for worker in here.run(counts, "beside.py")]
     assert said[:: counts[0]] == [f"beside {most}"] * 2
 

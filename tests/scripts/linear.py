@@ -23,7 +23,7 @@ def pause(step):
     if "WAIT" not in os.environ:
         return 0.0
     path = os.path.join(os.environ["PACELINE_RUN_DIR"], os.environ["WAIT"].split()[0])
-    return 0.0 if os.path.exists(path) else (0.05, 0.25, 1.0)[min(2, 3 * step // steps)]
+    return 0.0 if os.path.exists(path) else 1.0 if step > steps // 3 else 0.05
 
 
 trainer = paceline.Trainer(
