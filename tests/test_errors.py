@@ -331,10 +331,19 @@ def test_metrics_of_different_names(tmp_path):
     )
 
 
-def test_clean_up_of_shared_names():
+def shared_names():
+    return {path.name for path in Path("/dev/shm").glob("*") if "paceline" in path.name or "torch" in path.name}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def names_of_others():
+    """What was there before: of a run whose agent was killed, say, after which nobody tidies up."""
+    return shared_names()
+
+
+def test_clean_up_of_shared_names(names_of_others):
     """None of these runs left anything in /dev/shm; what runs beside these have there bears a living process's id."""
-    names = [path.name for path in Path("/dev/shm").glob("*") if "paceline" in path.name or "torch" in path.name]
-    owners = {name: re.search(r"\d+", name) for name in names}
+    owners = {name: re.search(r"\d+", name) for name in shared_names() - names_of_others}
     assert [name for name, owner in owners.items() if not (owner and psutil.pid_exists(int(owner[0])))] == []
 
 
