@@ -19,6 +19,7 @@ out = Path(sys.argv[1])
 tensors, figures = {}, {}
 every = CASES | CUT
 words = [word for word in sys.argv[2:] if word not in every]
+micro = next((word for word in words if word.startswith("micro=")), "")  # instead of the cases' own
 for name in (name for name in sys.argv[2:] if name in every):
     case = every[name]
     trainer = paceline.Trainer(
@@ -30,7 +31,7 @@ for name in (name for name in sys.argv[2:] if name in every):
         clip_norm=case.clip_norm,
         forward=case.forward,
         seed=7,
-        plan=" ".join([*words, *([f"micro={case.micro}"] if case.micro else [])]),
+        plan=" ".join([*words, *([f"micro={case.micro}"] if case.micro and not micro else [])]),
     )
     reports = list(trainer.steps(case.data(), count=case.steps))
     evaluation = trainer.evaluate(case.data(), right)
