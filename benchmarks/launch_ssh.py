@@ -25,7 +25,7 @@ from turns import record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "scripts"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from networks import Host, Network, join_over, network
+from networks import PORT, Host, Network, join_over, network
 from test_ssh import Shore
 
 from paceline.observe.journal import read_journal
@@ -47,7 +47,7 @@ def by_hand(net: Network, folder: Path) -> list[subprocess.Popen[Any]]:
         return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     processes = join_over(net, folder, 1, start)
-    at, token = f"{net.hosts[0].address}:29500", str(folder / "run" / "token")
+    at, token = f"{net.hosts[0].address}:{PORT}", str(folder / "run" / "token")
     return [*processes, start(net.hosts[2], folder / "third", "--join", at, "--token-file", token)]
 
 

@@ -324,12 +324,6 @@ def enter_tunnel(own: str, asked: str) -> None:
     os.environ["PACELINE_TUNNEL"] = f"{own}={asked}"
 
 
-def others_in_tunnel() -> bytes | None:
-    """What the addresses of all hosts there begin with, as they stand in a socket's address."""
-    inside = tunnel()
-    return socket.inet_aton(inside[0])[:3] if inside else None
-
-
 def way_to(host: str, port: int, later: bool = False) -> tuple[str, int]:
     """The address itself, once one may connect to it, which takes nothing but in a tunnel: its agent is asked for a way
     to what listens there, or will do so `later`. OSError: nothing does.

@@ -403,9 +403,8 @@ class Feed:
         PULSE.beat()
         where, rows, start = self._where(slot), slot.stop - slot.start, slot.start % self.grid.global_batch
         taken = MicroBatch(slot.index, rows, batch, where, slot.part, slot.blank, slot.rows, start)
-        if slot.apart and slot.part is not None:
-            numbers = slot.rows[slot.part.start : slot.part.stop]
-            taken = replace(taken, rows=len(slot.part), part=None, numbers=numbers, divided=True)
+        if slot.apart:
+            taken.is_part()
         return taken if self.collated is None else self.collated.look(taken)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -44,12 +44,18 @@ class MicroBatch:
         """Leaves the rows of this worker's part; whether they can be told from the others."""
         if self.part is None:
             return True
-        divisible = in_rows(self.batch, self.rows)
-        if divisible:
-            self.batch, self.rows = cut(self.batch, self.part), len(self.part)
-            self.numbers = self.numbers[self.part.start : self.part.stop]
-        self.part, self.divided = None, divisible
-        return divisible
+        if not in_rows(self.batch, self.rows):
+            self.part = None
+            return False
+        self.batch = cut(self.batch, self.part)
+        self.is_part()
+        return True
+
+    def is_part(self) -> None:
+        """The batch has no other rows than those of the part."""
+        assert self.part is not None
+        self.rows, self.numbers = len(self.part), self.numbers[self.part.start : self.part.stop]
+        self.part, self.divided = None, True
 
     def halves(self) -> list[Chunk]:
         """The rows as two workers could share them, in as unequal parts as there may be; none if they cannot."""

@@ -19,13 +19,12 @@ import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.engines.tunnel import inside
 from paceline.launch.joining import likeness
 from paceline.launch.local import launch
 from paceline.launch.modules import find_module
@@ -50,7 +49,11 @@ def hosted() -> int:
         job = json.loads(heard.readline() or "null")
         if job is None:
             return STOPPED
-        with inside(**job["tunnel"]) if job["tunnel"] else nullcontext():
+        if job["tunnel"] is None:
+            return _run(heard, job)
+        from paceline.launch.engines.tunnel import inside  # asyncio, not with every agent
+
+        with inside(**job["tunnel"]):
             return _run(heard, job)
 
 

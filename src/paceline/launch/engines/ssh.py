@@ -8,7 +8,7 @@ from paceline.launch.engines.engine import End, Engine, Host
 from paceline.launch.engines.tunnel import Tunnel
 
 BROKEN = 255  # ssh's own exit code
-REFUSED = ("Permission denied", "Host key verification failed", "Could not resolve hostname", "Bad ", "no such")
+FOR_GOOD = ("Permission denied", "Host key verification failed", "Could not resolve hostname", "Bad ", "no such")
 # A terminal, the agent's and X11's forwarding are not wanted; nobody is there to answer a question.
 OPTIONS = ("-T", "-a", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=5")
 
@@ -40,6 +40,6 @@ class Ssh(Engine):
             return None
         if "forwarding failed" in said:
             return End("failed", said, "let sshd there say AllowStreamLocalForwarding yes, or leave --tunnel out")
-        if any(word in said for word in REFUSED):
+        if any(word in said for word in FOR_GOOD):
             return End("failed", said, f"see that `ssh {place.name} true` does not ask or fail")
         return End("lost", said or "the connection broke")
