@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 ALONE := $(VENV)/.installed
 TOOLS := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
+# Each other torch has an environment of its own: make test-torch VERSION=...
+TORCH_VENV := .venv-torch-$(VERSION)
 RUN := runs/demo
 ONE := runs/demo-one
 
@@ -19,15 +21,16 @@ COLD := tests/test_launch.py tests/test_launch_ends.py tests/test_errors.py test
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all engines lint types bench gallery gpu clean
+.PHONY: help demo test test-torch test-all engines lint types bench gallery gpu clean
 
-# $(call install,WHAT): one command line for all, or pip would fetch another torch first, which is several gigabytes.
+# $(call install,WHAT,VENV,TORCH): one command line for all, or pip would fetch another torch first, which is several
+# gigabytes. TORCH is pip's way to say which torch.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Paceline needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	@echo "installing $(1) into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "$(1)"
+	@test -x $(2)/bin/pip || $(PYTHON) -m venv --clear $(2)
+	@echo "installing $(1) into $(2) ..."
+	@$(2)/bin/python -m pip install --quiet --disable-pip-version-check $(3) -e "$(1)"
 endef
 
 help: ## print this list
@@ -35,12 +38,17 @@ help: ## print this list
 	  while IFS='|' read -r target text; do printf '%-14s %s\n' "$$target" "$$text"; done
 
 $(ALONE): $(PINS)
-	$(call install,.)
+	$(call install,.,$(VENV),-c constraints.txt)
 	@touch $@
 
 $(TOOLS): $(PINS)
-	$(call install,.[dev])
+	$(call install,.[dev],$(VENV),-c constraints.txt)
 	@touch $(ALONE) $@
+
+$(TORCH_VENV)/.installed: $(PINS)
+	$(if $(VERSION),,$(error say which torch: make test-torch VERSION=2.15.0))
+	$(call install,.[dev],$(TORCH_VENV),"torch==$(VERSION)")
+	@touch $@
 
 # One worker on as many threads as each of the two will have: what is compared is the number of workers.
 THREADS = $(shell $(BIN)/python -c 'import os; print(max(1, len(os.sched_getaffinity(0)) // 2))')
@@ -59,6 +67,11 @@ test: lint ## lint, types, and all tests but the slow ones
 	@$(BIN)/mypy > $(VENV)/types.log 2>&1 & types=$$!; \
 	  $(BIN)/pytest -m "not slow" -n 4 --dist worksteal; tests=$$?; \
 	  wait $$types || tests=1; cat $(VENV)/types.log; exit $$tests
+
+# pip's own settings say where that torch comes from. The last line has the counts of passed, failed and skipped tests.
+test-torch: $(TORCH_VENV)/.installed ## the fast tests on another torch: make test-torch VERSION=2.15.0
+	@$(TORCH_VENV)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	@$(TORCH_VENV)/bin/pytest -m "not slow" -n 4 --dist worksteal
 
 # What starts workers is tested both ways: forked from a warm process, and cold.
 test-all: lint types ## lint, types, and all tests
@@ -97,5 +110,5 @@ gpu: $(TOOLS) ## with CUDA, in ten minutes: the GPU tests, GPT-2 beside plain to
 	@$(BIN)/python benchmarks/gpu.py --tests --record benchmarks/records/gpu-$$(date +%F).json
 
 clean: ## remove what was installed, built and cached; runs/ stays
-	@rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	@rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

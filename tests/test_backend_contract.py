@@ -27,6 +27,8 @@ Table = dict[str, dict[str, dict[str, list[str | None]]]]
 WHOLE = {"bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"}
 REAL = {"float16", "bfloat16", "float32", "float64"}
 COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+if hasattr(torch, "bcomplex32"):  # since torch 2.15
+    COMPLEX["bcomplex32"] = "bfloat16"
 ONLY_MOVED = {f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8)}
 ONLY_MOVED |= {"bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2", "float8_e8m0fnu"}
 ONLY_MOVED |= {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"}
@@ -57,6 +59,7 @@ KINDS = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_into_tensor_coalesced": "all_gather",
     "all_gather_coalesced": "all_gather",
+    "gather_single": "gather",
     "all_to_all_single": "all_to_all",
     "send_and_recv": "send",
 }

@@ -75,12 +75,17 @@ STEPS: dict[str, Callable[[Any, Any], Any]] = {
 def drawn(rank: int, dtype: torch.dtype, salt: int, shape: tuple[int, ...]) -> torch.Tensor:
     draw = torch.Generator().manual_seed(100 * salt + rank)
     if dtype.is_complex:
-        return torch.view_as_complex(torch.randint(-3, 4, (*shape, 2), generator=draw).to(dtype.to_real()))
+        return complex_of(torch.randint(-3, 4, (*shape, 2), generator=draw).to(dtype.to_real()), dtype)
     if dtype in REAL:
         return torch.randint(-3, 4, shape, generator=draw).to(dtype)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=draw).to(dtype)
     return torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=draw).view(dtype)
+
+
+def complex_of(pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Complex numbers from pairs of real ones: torch.view_as_complex makes no bcomplex32."""
+    return pairs.view(dtype).squeeze(-1)
 
 
 def brought(rank: int, dtype: torch.dtype, salt: int = 0, shape: Sequence[int] = SHAPE) -> torch.Tensor:
@@ -104,7 +109,7 @@ def combined(name: str, rows: Tensors) -> torch.Tensor:
     """Their reduction, one element after another."""
     first = rows[0]
     if first.dtype.is_complex:
-        return torch.view_as_complex(combined(name, [torch.view_as_real(row) for row in rows]))
+        return complex_of(combined(name, [torch.view_as_real(row) for row in rows]), first.dtype)
     columns = zip(*(row.reshape(-1).tolist() for row in rows), strict=True)
     found = [functools.reduce(STEPS[name], column) for column in columns]
     if first.dtype == torch.bool:
@@ -260,6 +265,16 @@ def gather(group: Group, dtype: torch.dtype) -> Tensors:
     return found
 
 
+def gather_single(group: Group, dtype: torch.dtype) -> Tensors:
+    found: Tensors = []
+    for root in group.ranks:
+        mine = group.mine(dtype, root)
+        out = room(brought(0, dtype, 0, (len(group.ranks), *SHAPE))) if root == group.me else None
+        dist.gather_single(mine, out, root, group=group.pg)
+        found += [] if out is None else list(out)
+    return found
+
+
 def scatter(group: Group, dtype: torch.dtype) -> Tensors:
     found = []
     for root in group.ranks:
@@ -325,6 +340,8 @@ MOVES: dict[Callable[[Group, torch.dtype], Tensors], Callable[[Group, torch.dtyp
     all_to_all_single: from_wholes,
     send_and_recv: lambda group, dtype: [brought(group.ranks[group.ranks.index(group.me) - 1], dtype)],
 }
+if hasattr(dist, "gather_single"):  # since torch 2.15
+    MOVES[gather_single] = lambda group, dtype: group.rows(dtype, group.me)
 
 
 # -- both backends beside each other ------------------------------------------------------------------------------

@@ -278,6 +278,18 @@ class ProcessGroup(dist.ProcessGroup):
         manner = Manner(partial(write, back), opts.asyncOp, outcome)
         return lambda: self.channel.all_gather(outs, data, what, manner, root)
 
+    @_collective(c10d.GatherOptions)
+    def gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
+        """Torch 2.15 and newer ask for it: a gather into one tensor, which is empty on all workers but the root."""
+        what = asked("gather", [out, tensor], into=[out])
+        if self._rank != opts.rootRank:
+            return self._gather(what, [], tensor, opts, [out], opts.rootRank)
+        whole, back = flat(bits(out))
+        rows = what.rows(whole, flat(bits(tensor))[0], self._size)
+        pairs: list[tuple[torch.Tensor, Back]] = [(row, []) for row in rows]
+        pairs[-1] = rows[-1], back
+        return self._gather(what, pairs, tensor, opts, [out], opts.rootRank)
+
     @_collective(c10d.ScatterOptions)
     def scatter(self, outs: Tensors, tensors: Sequence[list[torch.Tensor]], opts: Any) -> Ready:
         """An all-to-all where only the root has something to give."""
@@ -404,6 +416,25 @@ class ProcessGroup(dist.ProcessGroup):
 
     # -- the group ----------------------------------------------------------------------------------------------
 
+    def get_backend(self, device: torch.device) -> ProcessGroup:
+        """The backend for tensors on `device`. A group of torch's own class has one registered per device; a class
+        derived from it, such as this one, has none registered and is its own backend.
+        """
+        return self
+
+    # Optional features of a backend. Torch asks for them before it uses them, and takes another way without them.
+    supports_coalescing = supports_splitting = supports_shrinking = False
+    supports_reconfigure = supports_window = supports_abort_hooks = supports_completion_hooks = False
+    _supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether the backend has memory of its own to give for tensors, as NCCL has."""
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets how long the collectives of this group wait from now on."""
+        self.channel.timeout = timeout.total_seconds()
+
     def abort(self) -> None:
         self.channel.abort()
 
@@ -445,6 +476,8 @@ class ProcessGroup(dist.ProcessGroup):
     group_desc = property(getGroupDesc)
     getRank, getSize, getBackendName = rank, size, name  # noqa: N815
     # Names that older and newer parts of torch use for the same.
+    _get_backend = get_backend
+    gather_into_tensor = gather_single
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

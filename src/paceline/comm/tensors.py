@@ -24,6 +24,8 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 _WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, *_SIGNED}
 _REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
+if hasattr(torch, "bcomplex32"):  # since torch 2.15
+    _COMPLEX.add(torch.bcomplex32)
 _SPARSE = (_WHOLE | _REAL) - {*_SIGNED}  # of those that torch computes with
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 # The others it refuses; of bool it makes bytes that are neither true nor false.
