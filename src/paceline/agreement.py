@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch.backends.cpu import get_cpu_capability
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.buckets import BYTES
 from paceline.comm.group import Group
+from paceline.comm.torch_private import BatchNormBase
 from paceline.errors import WorkersDifferError
 from paceline.mesh import Mesh
 from paceline.observe.figures import ranks
@@ -95,7 +95,7 @@ class Weights:
         """Parameters, of those in pieces the piece, and BatchNorm's statistics."""
         found: dict[str, torch.Tensor] = dict(self.job.model.named_parameters())
         for path, module in self.job.model.named_modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BatchNormBase):
                 found |= {f"{path}.{name}".lstrip("."): buffer for name, buffer in module.named_buffers()}
         return {name: local(tensor) for name, tensor in found.items()}
 

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from paceline.comm.torch_private import pytree
 from paceline.step import Agreed, add_metrics
 from paceline.strategies.job import Job
 from paceline.strategies.replica import Replica

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch.optim import SGD, Optimizer
-from torch.utils import _pytree as pytree
 
 from paceline.checkpoint.tree import flatten_pieces, pack, unflatten, unpack
 from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
+from paceline.comm.torch_private import pytree
 from paceline.inner import Inner, IslandProgress
 from paceline.mesh import Mesh
 from paceline.observe.figures import plural

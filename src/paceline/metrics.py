@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.group import Group
+from paceline.comm.torch_private import pytree
 from paceline.errors import MetricError
 
 _LARGE = 1024  # values of a state whose sums are not kept for each micro-batch
@@ -124,7 +124,9 @@ class Objects:
                     key, start = f"{path}.{state}", _here(part._defaults[state])
                     found = [(0, sums[key] + start) for _, sums in said if key in sums]
                     found = found or [(rows, held[key]) for _, rows, held in states]
-                    merged = tree_map_only(torch.Tensor, lambda t: t.to(self._device), _merged(found, start, how))
+                    merged = pytree.tree_map_only(
+                        torch.Tensor, lambda t: t.to(self._device), _merged(found, start, how)
+                    )
                     setattr(part, state, merged)
                 if hasattr(part, "_update_count"):
                     part._update_count, part._computed = len(states), None
@@ -138,7 +140,7 @@ class Objects:
 
 def _here(state: Any) -> Any:
     """A copy on the CPU: of a tensor, or of all in a list."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), state)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), state)
 
 
 def _word(how: Any) -> str:

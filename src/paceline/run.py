@@ -17,7 +17,6 @@ from typing import Any, Never
 import torch
 from rich.console import Console
 from torch.backends.cpu import get_cpu_capability
-from torch.utils._pytree import tree_map_only
 
 from paceline.agreement import Agreement
 from paceline.arguments import private_memory, refused_exports
@@ -27,6 +26,7 @@ from paceline.checkpoint.files import FOLDER, folder_of
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
+from paceline.comm.torch_private import pytree, untested
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
 from paceline.loops import Member, Phase
 from paceline.observe.account import process_began
@@ -113,7 +113,7 @@ class Run:
             step, self._from, tensors = found
             self.resumed: int | None = step
             self.tree = unflatten(self._from["tree"], tensors)
-            self.results = tree_map_only(torch.Tensor, torch.clone, list(self.tree["results"]))
+            self.results = pytree.tree_map_only(torch.Tensor, torch.clone, list(self.tree["results"]))
             self._streams = self._from["streams"]
         else:
             self.resumed = None
@@ -225,6 +225,8 @@ class Run:
             self.say(f"plan: {plan} (from {origin})")
         for text in refused_exports(script_text()) if self.main else ():
             self.say(text)
+        if newer := untested(torch.__version__):
+            self.say(newer)
         self.journal.write(
             "start",
             workers=world.size,

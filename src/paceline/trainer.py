@@ -13,7 +13,6 @@ from typing import Any, Never
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from paceline.arguments import (
     Fixed,
@@ -41,6 +40,7 @@ from paceline.arguments import (
 from paceline.best import Best
 from paceline.checkpoint.adopt import adopted, refuse_another_model
 from paceline.checkpoint.export import refuse_other_suffix, write_together
+from paceline.comm.torch_private import pytree
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import UsageError
@@ -574,7 +574,7 @@ class Trainer(Telling):
         self._phases = [Phase(**phase) for phase in mine["phases"]]
         self._stopped = mine["stopped"]
         self.best.restore(mine.get("best"))
-        kept = tree_map_only(torch.Tensor, torch.clone, mine["state"])
+        kept = pytree.tree_map_only(torch.Tensor, torch.clone, mine["state"])
         self.state.restore(own_copies(kept, self._job))
         if mine["grid"] and self._grid:
             before, now, done = Grid(*mine["grid"]), self._grid, self.steps_done

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from paceline.comm.torch_private import pytree
 from paceline.errors import CheckpointError, UsageError
 
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -44,7 +44,7 @@ class Deferred(torch.Tensor):
             length = args[0].shape[0]
             first, end, _ = slice(args[2], args[3]).indices(length)
             return args[0].rows(first, max(first, end))
-        args, kwargs = tree_map_only(Deferred, lambda tensor: tensor.load(), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Deferred, lambda tensor: tensor.load(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -8,7 +8,6 @@ tensors, and what to copy where at the end. What cannot be done is refused befor
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -38,6 +37,7 @@ from paceline.comm.tensors import (
     write,
 )
 from paceline.comm.through_host import carry
+from paceline.comm.torch_private import keep_out_of_compile
 from paceline.errors import UnsupportedError
 
 Ready = Callable[[], dist.Work]  # begins a collective that can be done
@@ -485,17 +485,5 @@ class ProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-def _leave_alone(kind: type) -> None:
-    """Keeps ``torch.compile`` out of a class's methods: it stumbles over classes derived from torch's compiled ones."""
-    from torch._C._dynamo import eval_frame
-
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for method in vars(kind).values():
-        while inspect.isfunction(method):
-            method._torchdynamo_disable = True  # type: ignore[attr-defined]
-            eval_frame.set_code_exec_strategy(method.__code__, skip)
-            method = getattr(method, "__wrapped__", None)
-
-
-_leave_alone(ProcessGroup)
-_leave_alone(Operation)
+keep_out_of_compile(ProcessGroup)
+keep_out_of_compile(Operation)

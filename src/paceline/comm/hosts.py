@@ -70,7 +70,7 @@ class Gloo:
         options._threads = threads  # each is in one collective: with two of them a link of 20 ms was two thirds full
         self._store = with_ways(store)
         self.group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
-        self.group._set_default_timeout(FOREVER)
+        self.group.set_timeout(FOREVER)
         self.rank, self.size = rank, size
         self.flow = Flow()
         self.chunk, self.room = CHUNK, room if size <= MESH else 0

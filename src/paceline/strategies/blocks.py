@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from paceline.comm.torch_private import pytree
 from paceline.errors import UsageError
 
 _WHY, _NONE = "children of one kind in a list or a sequence are blocks", "no part of the model repeats"
@@ -81,11 +81,11 @@ def set_apart(model: nn.Module) -> None:
 def _set_apart(module: nn.Module, given: Any, named: Any) -> Any:
     if not torch.is_grad_enabled():
         return None
-    leaves, form = tree_flatten((given, named))
+    leaves, form = pytree.tree_flatten((given, named))
     for place in reversed(range(len(leaves))):  # what is made last comes first in the backward
         if isinstance(leaves[place], torch.Tensor) and leaves[place].requires_grad:
             leaves[place] = leaves[place].view_as(leaves[place])
-    return tree_unflatten(leaves, form)
+    return pytree.tree_unflatten(leaves, form)
 
 
 def recompute(model: nn.Module) -> tuple[str, str]:

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+
+from paceline.comm.torch_private import pytree
 
 SMALL = 1 << 14  # elements of a tensor that is made at once: scripts look into small ones
 # What a model's function may meet where a large tensor has no values, besides errors of its own.
@@ -79,7 +80,7 @@ class Blueprint(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        given = [leaf for leaf in tree_iter((args, options)) if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in pytree.tree_iter((args, options)) if isinstance(leaf, torch.Tensor)]
         large = any(isinstance(tensor, FakeTensor) for tensor in given)
         if not large and (given or not self._makes_large(func, args, options)):
             return func(*args, **options)
@@ -88,7 +89,7 @@ class Blueprint(TorchDispatchMode):
         with self._fake:
             found = func(*args, **options)
         self._fake.fake_tensor_converter.tensor_memo.clear()  # which has weak references
-        for leaf in tree_iter(found):
+        for leaf in pytree.tree_iter(found):
             if isinstance(leaf, torch.Tensor):
                 vars(leaf)[TOKEN] = token = _Token()
                 self._made.append(weakref.ref(token))
@@ -107,20 +108,22 @@ class Blueprint(TorchDispatchMode):
         written = _written(func, args, options)
         if any(not isinstance(tensor, FakeTensor) for tensor in written):
             raise NotImplementedError(f"{func} would read a tensor that has no values yet")
-        outs = [leaf for leaf in tree_iter(found) if isinstance(leaf, torch.Tensor)]
+        outs = [leaf for leaf in pytree.tree_iter(found) if isinstance(leaf, torch.Tensor)]
         fresh = {self._key(tensor) for tensor in outs} - self._known
         if not (written or fresh):  # a view, or something about its shape
             return
         makes = [key if (key := self._key(tensor)) in fresh else None for tensor in outs]
         self._known |= fresh
         self._alive += [tensor.untyped_storage() for tensor in outs]
-        args, options = tree_map_only(torch.Tensor, self._told, (args, options))
-        reads = {leaf.storage for leaf in tree_iter((args, options)) if isinstance(leaf, _Place)}
-        given = [leaf for leaf in tree_iter((args, options)) if isinstance(leaf, torch.Generator)]
+        args, options = pytree.tree_map_only(torch.Tensor, self._told, (args, options))
+        reads = {leaf.storage for leaf in pytree.tree_iter((args, options)) if isinstance(leaf, _Place)}
+        given = [leaf for leaf in pytree.tree_iter((args, options)) if isinstance(leaf, torch.Generator)]
         generator, stream = (given or [torch.default_generator])[0], None
         if torch.Tag.nondeterministic_seeded in func.tags:
             stream = generator.get_state()
-            func(*tree_map_only(_Place, _blank, args), **tree_map_only(_Place, _blank, options))  # it moves on
+            func(
+                *pytree.tree_map_only(_Place, _blank, args), **pytree.tree_map_only(_Place, _blank, options)
+            )  # it moves on
         writes = {self._key(tensor) for tensor in written} | fresh
         dtype = torch.get_default_dtype()
         self._deeds.append(_Deed(func, args, options, makes, writes, reads, dtype, generator, stream))
@@ -155,8 +158,8 @@ class Blueprint(TorchDispatchMode):
                 torch.set_default_dtype(deed.dtype)
                 if deed.stream is not None:
                     deed.generator.set_state(deed.stream)
-                args, kwargs = tree_map_only(_Place, real, (deed.args, deed.kwargs))
-                outs = [leaf for leaf in tree_iter(deed.call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+                args, kwargs = pytree.tree_map_only(_Place, real, (deed.args, deed.kwargs))
+                outs = [leaf for leaf in pytree.tree_iter(deed.call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
                 there |= {
                     key: out.untyped_storage() for key, out in zip(deed.makes, outs, strict=True) if key is not None
                 }
@@ -165,7 +168,7 @@ class Blueprint(TorchDispatchMode):
     def outside(self, model: nn.Module) -> bool:
         """Whether tensors without values are kept where `rest` does not find them."""
         held = [*map(vars, model.modules()), *(module._buffers for module in model.modules())]
-        inside = {id(getattr(leaf, TOKEN, None)) for leaf in tree_iter(held)}
+        inside = {id(getattr(leaf, TOKEN, None)) for leaf in pytree.tree_iter(held)}
         return any(token is not None and id(token) not in inside for token in (made() for made in self._made))
 
     def rest(self, model: nn.Module) -> list[Slot]:
@@ -175,8 +178,8 @@ class Blueprint(TorchDispatchMode):
             buffers = ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
             found += [(module._buffers, name, self.value(buffer)) for name, buffer in buffers]
             for name, value in vars(module).items():
-                if name not in ("_parameters", "_buffers") and any(map(_is_large, tree_iter(value))):
-                    whole = tree_map(lambda leaf: self.value(leaf) if _is_large(leaf) else leaf, value)
+                if name not in ("_parameters", "_buffers") and any(map(_is_large, pytree.tree_iter(value))):
+                    whole = pytree.tree_map(lambda leaf: self.value(leaf) if _is_large(leaf) else leaf, value)
                     found.append((vars(module), name, whole))
         return found
 
@@ -194,7 +197,7 @@ def strip(model: nn.Module) -> None:
 def put(slots: Iterable[Slot], device: torch.device) -> None:
     """Puts what `rest` gives where it belongs."""
     for holder, name, nest in slots:
-        holder[name] = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), nest)
+        holder[name] = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), nest)
 
 
 @contextmanager
@@ -233,7 +236,7 @@ def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[
     schema = func._schema
     named = {arg.name: value for arg, value in zip(schema.arguments, args, strict=False)} | options
     changed = [arg.name for arg in schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
-    return [leaf for name in changed for leaf in tree_iter(named.get(name)) if isinstance(leaf, torch.Tensor)]
+    return [leaf for name in changed for leaf in pytree.tree_iter(named.get(name)) if isinstance(leaf, torch.Tensor)]
 
 
 def _blank(at: _Place) -> torch.Tensor:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from paceline.comm.torch_private import BatchNormBase
 from paceline.errors import ChangingBufferError, UsageError, a
 from paceline.strategies.chunks import Chunk
 from paceline.strategies.side_effects import OTHERS, BatchStatistics
@@ -64,7 +64,7 @@ def buffer(
     to = None if pointer is None else _buffer_of(module, pointer)
     lost = merge == "queue" and (to is None or to.numel() != 1 or to.is_floating_point())
     lost = lost or rules.get(pointer or "", Rule("pointer")) != Rule("pointer")
-    by_itself, unfit = isinstance(module, _BatchNorm), fractions and not kind.is_floating_point
+    by_itself, unfit = isinstance(module, BatchNormBase), fractions and not kind.is_floating_point
     for wrong, what, cure in (
         (by_itself, f"{which} is merged without a word", "leave buffer() out"),
         (name in rules, f"{which} is declared twice", "declare it once"),

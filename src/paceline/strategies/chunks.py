@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from paceline.comm.torch_private import pytree
 from paceline.errors import Noting, UsageError
 
 if TYPE_CHECKING:

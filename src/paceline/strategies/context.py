@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paceline.comm.group import Group
+from paceline.comm.torch_private import pytree
 from paceline.errors import UsageError
 from paceline.strategies.blocks import blocks_of
 from paceline.strategies.chunks import tensors_of

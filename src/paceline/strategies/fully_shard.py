@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_iter
 
 from paceline.comm.buckets import Buckets
 from paceline.comm.exact import ExactBuckets
 from paceline.comm.group import Group
 from paceline.comm.staging import Staging
+from paceline.comm.torch_private import pytree
 from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.pieces import Shards
 from paceline.strategies.blocks import blocks_of, by_block, gathered
@@ -197,7 +197,9 @@ class FullyShard(Layout):
         if self._compares and places and torch.is_grad_enabled():
             number = places[0][0]
             self.staging.call(number)
-            inner = [t for t in tree_iter((given, named)) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+            inner = [
+                t for t in pytree.tree_iter((given, named)) if isinstance(t, torch.Tensor) and t.grad_fn is not None
+            ]
             if inner:  # else the backward cannot be seen to go through it
                 register_multi_grad_hook(inner, lambda _: self.staging.leave(number), mode="any")
 
@@ -314,7 +316,7 @@ def refuse_ungatherable(model: nn.Module, groups: Sequence[Sequence[str]]) -> No
     own = {id(param) for param in named.values()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if not name.startswith("_") and any(id(leaf) in own for leaf in tree_iter(value)):
+            if not name.startswith("_") and any(id(leaf) in own for leaf in pytree.tree_iter(value)):
                 what = f"{name} of {path or 'the model'} holds parameters besides, which would stay as they are now"
                 raise UsageError(what, "say zero=1, or hold them in an nn.ParameterList")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import _get_sequence_nr as made  # how many nodes autograd has made
 
 from paceline.comm.group import Group
+from paceline.comm.torch_private import autograd_nodes_made
 from paceline.errors import NonFiniteLossError
 from paceline.step import stream_seed
 from paceline.strategies.chunks import Chunk, MicroBatch, tensors_of
@@ -86,11 +86,11 @@ class _Seen:
             yield
 
     def _enters(self, name: str, module: nn.Module, given: Any, named: Any) -> None:
-        self._open.append(_Call(name, "" if self.first else _kind((given, named), masks=True), made()))
+        self._open.append(_Call(name, "" if self.first else _kind((given, named), masks=True), autograd_nodes_made()))
 
     def _leaves(self, module: nn.Module, given: Any, output: Any) -> None:
         self.calls.append(call := self._open.pop())
-        call.last = made()
+        call.last = autograd_nodes_made()
         if self.first is None and (kind := _kind(output)):
             outer = [*self._open, call]
             while outer and outer[-1].given:
@@ -238,7 +238,7 @@ class Refusal:
         with job.arithmetic():
             with seen.watched():
                 output = job.forward(job.model, one.batch)
-            end = made()
+            end = autograd_nodes_made()
             if job.over is not None:
                 return output, None, end
             return output, Loss.of(job.loss(output, one.batch), Chunk([one], one.batch), trainable=True).total, end

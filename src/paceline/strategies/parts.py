@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from paceline.comm.torch_private import pytree
 from paceline.errors import UsageError
 from paceline.strategies.moves import Division, Moves, memory_order
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils import _pytree as pytree
+from torch.overrides import TorchFunctionMode
 
+from paceline.comm.torch_private import innermost_function_mode, pytree, without_innermost_mode
 from paceline.errors import UsageError, a
 from paceline.strategies.parts import MADE, Tensor, tensors_in
 
@@ -116,11 +116,10 @@ class Passage(TorchFunctionMode):
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """A block's own calls are its own."""
-        top = torch._C._len_torch_function_stack()
         self._quiet = True
         try:
-            if torch._C._get_function_stack_at(top - 1) is self:
-                with _pop_mode_temporarily():
+            if innermost_function_mode() is self:
+                with without_innermost_mode():
                     yield
             else:
                 yield

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from paceline.comm.torch_private import pytree
 from paceline.strategies.moves import Division, Imagined
 from paceline.strategies.parts import Parts, mark, part_of, tensors_in
 from paceline.strategies.rules import RULES

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils import _pytree as pytree
 
+from paceline.comm.torch_private import pytree
 from paceline.errors import UsageError
 from paceline.strategies.moves import Division
 from paceline.strategies.parts import UNKNOWN, Parts, Rule, Tensor, changes, logical, mark, part_of, tensors_in

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.comm.torch_private import BatchNormBase
 from paceline.errors import UsageError
 from paceline.strategies.chunks import Chunk
 from paceline.strategies.streams import Streams
@@ -35,7 +35,7 @@ class BatchStatistics:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.modules = [m for m in _modules(models) if isinstance(m, _BatchNorm)]
+        self.modules = [m for m in _modules(models) if isinstance(m, BatchNormBase)]
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.modules):
             raise UsageError(
                 "the model has SyncBatchNorm, which normalises over whatever workers there are",

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.comm.group import Group
+from paceline.comm.torch_private import pytree
 from paceline.errors import UsageError
 from paceline.pieces import Cut
 from paceline.strategies.chunks import refuse_other_input, tensors_of
@@ -374,7 +375,7 @@ class TensorCut:
                 output = call()
             if any(map(part_of, tensors_of(output))):
                 frame.noted = True
-                output = torch.utils._pytree.tree_map_only(torch.Tensor, self._parts.whole, output)
+                output = pytree.tree_map_only(torch.Tensor, self._parts.whole, output)
         finally:
             self._turning, self._frames = False, []
             self.moves.rest()

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter, tree_map
 
 from paceline.comm.group import Group
+from paceline.comm.torch_private import pytree
 from paceline.mesh import AXES, Mesh
 from paceline.pieces import Cut
 from paceline.strategies.data import share
@@ -37,8 +37,8 @@ class Values:
             vars(own).update(marks_of(param))
         for held in map(vars, job.model.modules()):
             for name, value in held.items():
-                if any(id(leaf) in bare for leaf in tree_iter(value)):
-                    held[name] = tree_map(lambda leaf: bare.get(id(leaf), leaf), value)
+                if any(id(leaf) in bare for leaf in pytree.tree_iter(value)):
+                    held[name] = pytree.tree_map(lambda leaf: bare.get(id(leaf), leaf), value)
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
 
     def put(self, group: Group, mesh: Mesh, known: bool) -> None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from paceline.comm.group import Group
+from paceline.comm.torch_private import pytree
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import stream_seed
 from paceline.strategies.chunks import Chunk, MicroBatch, tensors_of
