@@ -8,11 +8,13 @@ import ast
 import importlib
 import tomllib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from launching import train_basics
 from test_house import ROOT, Modules, dotted, package, walk
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -221,3 +223,13 @@ def test_a_newer_torch_is_named(version: str) -> None:
 @pytest.mark.parametrize("version", ["2.13.0+cpu", "2.15.9", "2.9.1", "unknown", torch.__version__])
 def test_a_torch_that_is_not_newer_is_not_named(version: str) -> None:
     assert untested(version) == ""
+
+
+def test_a_run_on_a_newer_torch_says_so_once(tmp_path: Path) -> None:
+    body = """
+torch.__version__ = "2.16.1"
+for number in range(2):
+    for _ in make(seed=number).steps(data, count=1): pass
+"""
+    lines = train_basics(tmp_path, body, 2).stderr.splitlines()
+    assert [line.removeprefix("paceline: ") for line in lines if "2.16.1" in line] == [untested("2.16.1")]

@@ -133,7 +133,7 @@ NAMES = [
     PrivateName("torch.distributed.ProcessGroup._device_types", "torch asks our group for its devices"),
     PrivateName("torch.distributed.ProcessGroup._get_backend", "torch asks our group for the backend of a device"),
     PrivateName("torch.distributed.ProcessGroup._get_sequence_number_for_group", "torch asks our group for it"),
-    PrivateName("torch.distributed.ProcessGroup._set_sequence_number_for_group", "torch tells our group"),
+    PrivateName("torch.distributed.ProcessGroup._set_sequence_number_for_group", "torch sets it", ("2.13",)),
     PrivateName("torch.distributed.ProcessGroup._allgather_base", "an older name, which torch still calls"),
     PrivateName("torch.distributed.ProcessGroup._reduce_scatter_base", "an older name, which torch still calls"),
     PrivateName("torch.distributed.Work._source_rank", "who sent a message that was received from anybody"),
