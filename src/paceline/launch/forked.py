@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import BuiltinImporter, PathFinder
@@ -111,6 +111,8 @@ def main(bare: set[str]) -> None:
     load()
     ours = sys.modules.keys() - bare
     loaded |= {name: len(vars(sys.modules[name])) for name in ours if isinstance(sys.modules[name], ModuleType)}
+    if _has_nanobind(loaded):
+        atexit.register(lambda: vars(sys).update(paceline_quiet_end=_QuietEnd()))
     name_process(*WARM)
     serve(socket.socket(fileno=int(sys.argv[1])), began)
 
@@ -136,6 +138,26 @@ def _leave_whole(loaded: Mapping[str, int]) -> None:
         if module is not None and len(vars(module)) == names:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
             del sys.modules[name]
+
+
+def _has_nanobind(names: Iterable[str]) -> bool:
+    """Whether one of these modules is made with nanobind, as Triton is that comes with torch 2.15."""
+    modules = [module for name in names if isinstance(module := sys.modules.get(name), ModuleType)]
+    return any(type(value).__module__ == "nanobind" for module in modules for value in vars(module).values())
+
+
+class _QuietEnd:
+    """Turns stderr off when the interpreter frees it with the contents of `sys`, which it frees last.
+
+    After that nanobind reports every object that is still there as a leak, in 30 lines. Objects of modules that are
+    left whole are there on purpose. Finalizers of a script have run by then, and can write to stderr.
+    """
+
+    def __init__(self) -> None:
+        self._nothing = os.open(os.devnull, os.O_WRONLY)
+
+    def __del__(self, redirect: Callable[[int, int], object] = os.dup2) -> None:  # its module may be gone
+        redirect(self._nothing, 2)
 
 
 def serve(agent: socket.socket, began: Began) -> None:
