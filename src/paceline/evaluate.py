@@ -58,6 +58,7 @@ class Sweep:
     micro: int
     place: Callable[[], Place]
     grid: Grid | None = None
+    of: str = ""  # which Trainer's, in the names of collectives
 
     def feed(self, micro_batches: int, whole: bool = False) -> Feed:
         """This worker's part, so many of all workers' micro-batches at a time, or a `whole` global batch."""
@@ -110,7 +111,7 @@ def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
     longer on some workers.
     """
     group = sweep.team.group
-    group.enter("evaluate()")
+    group.enter(f"evaluate(){sweep.of}", kind="evaluate()")
     same_lengths(group.gather_json(sweep.source.rows), group, "the dataset of evaluate()")
     rows, base, whole = 0, 0, sweep.job.over is not None
     if whole and sweep.grid is None:

@@ -96,7 +96,7 @@ class _Outputs:
     def _window(self) -> int | None:
         """The next window, whose outputs are then in `_got` of the main worker; None: there is none."""
         group, self._got = self._sweep.team.group, None
-        group.enter("predict()")
+        group.enter(f"predict(){self._sweep.of}", kind="predict()")
         word = self._agreed()
         if word is None:
             return None

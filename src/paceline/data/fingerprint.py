@@ -37,8 +37,8 @@ _SAME = (
 class Fingerprint:
     """The dataset of a loop, as all workers must have it."""
 
-    def __init__(self, source: Source, tell: Callable[..., None]) -> None:
-        self._source, self._tell = source, tell
+    def __init__(self, source: Source, tell: Callable[..., None], of: str = "") -> None:
+        self._source, self._tell, self._of = source, tell, of
         self._mine: dict[str, Any] = {}
         self._generation: int | None = None  # whose members are known to have the same
 
@@ -50,7 +50,7 @@ class Fingerprint:
         if group.size == 1 or generation == self._generation or self._source.rows is None:
             return ""
         self._mine = self._mine or _sample(self._source, self._tell)
-        group.enter("the first rows of steps()", kind="rows compared")
+        group.enter(f"the first rows of steps(){self._of}", kind="rows compared")
         told, known = group.gather_json(self._mine), self._generation is not None
         try:
             return self._judge(group, told)
