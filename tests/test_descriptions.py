@@ -180,3 +180,31 @@ def test_a_set_of_names_comes_in_one_order_on_all_cold_workers(workers: int, pla
 def test_a_users_own_hash_seed_stays() -> None:
     assert surround(1, {}, [0])[0]["PYTHONHASHSEED"] == "0"
     assert "PYTHONHASHSEED" not in surround(1, {"PYTHONHASHSEED": "random"}, [0])[0]
+
+
+def test_a_newcomer_with_another_model_ends_alone(tmp_path: Path) -> None:
+    body = """
+import os, time
+names = ["charge", "spin"][:: -1 if os.environ.get("PACELINE_NEWCOMER") else 1]
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(10, 10) for name in names}).double()
+    def forward(self, x):
+        return self.parts["spin"](torch.tanh(self.parts["charge"](x)))[:, :2]
+from pathlib import Path
+for report in make(model=Net).steps(data, count=400):
+    if report.step > 6 and not Path("ended").exists():
+        time.sleep(0.05)
+        log = Path("out/logs/worker-1.log")
+        if log.exists() and "WorkersDifferError" in log.read_text():
+            Path("ended").touch()
+    if Path("ended").exists():
+        break
+"""
+    done = train_basics(tmp_path, body, 2, "--max-restarts", "1", chaos="kill:1@4.forward")
+    assert (
+        "WorkersDifferError: workers disagree about the model: parameter 0 is parts.spin.weight [10, 10] float64 on "
+        f"worker 1 and parts.charge.weight [10, 10] float64 on the other workers; {ORDER}\n"
+    ) in done.stderr
+    assert (tmp_path / "ended").exists()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.comm.group import Group
-from paceline.data.fingerprint import same_lengths
+from paceline.data.fingerprint import compare_read, first_rows, same_lengths
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError, UsageError
 from paceline.hints import Hinting
@@ -113,18 +113,20 @@ def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
     group = sweep.team.group
     group.enter(f"evaluate(){sweep.of}", kind="evaluate()")
     same_lengths(group.gather_json(sweep.source.rows), group, "the dataset of evaluate()")
-    rows, base, whole = 0, 0, sweep.job.over is not None
+    rows, base, first, whole = 0, 0, list[list[str]](), sweep.job.over is not None
     if whole and sweep.grid is None:
         what = "the metric is over whole global batches, as the loss is, and the Trainer knows none"
         raise UsageError(what, "give global_batch= to the Trainer")
     with Objects.of(metric, sweep.job.device) or Means(metric) as found, sweep.resting():
-        for number, (_, count, micro_batches) in enumerate(sweep.feed(8 * group.size, whole)):
+        for number, (_, count, micro_batches) in enumerate(feed := sweep.feed(8 * group.size, whole)):
+            first = first or first_rows(feed)
             if whole:
                 sweep.at_once(number, base, micro_batches, found.add)
             else:
                 sweep.over(base, micro_batches, found.add)
             base += -(-count // sweep.micro)
             rows += count
+        compare_read(group, rows, feed, first, "the dataset of evaluate()")
         return {**found.together(group, base), "n": rows}
 
 

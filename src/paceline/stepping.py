@@ -16,6 +16,7 @@ import torch
 from paceline.agreement import Weights
 from paceline.arguments import peak_memory
 from paceline.data.balance import Balance, Change
+from paceline.data.fingerprint import refuse_lengths
 from paceline.data.loader import Place
 from paceline.errors import MetricError, UsageError
 from paceline.inner import Inner
@@ -280,6 +281,8 @@ class Stepper:
                 step.news = {**told, **step.news}
         if step.agreed.tune:
             self._choose(anew=True)
+        if step.agreed.lengths_differ:
+            refuse_lengths(self.replica.team, step.whole.measure)
         self._refuse(step)
         for member in self.run.members:
             member.state.step_computed()
@@ -551,6 +554,9 @@ class Stepper:
             "spread": sums.spread[0] * step.options.expected**2,
             "spread_count": sums.spread[1],
             "spread_squares": sums.spread[1] ** 2,
+            "streams": whole.measure > 0,
+            "measures": whole.measure,
+            "measure_squares": whole.measure**2,
             **run.saving.fields,
         }
         spent = self.spent | step.spent

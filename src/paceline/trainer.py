@@ -309,7 +309,7 @@ class Trainer(Telling):
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
         feed = Feed(source, grid, span, self._stepper.place or self._place, run.team.world.tell)
         self._stepper.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
-        alike = Fingerprint(source, run.team.world.tell, self._of)
+        alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=not self.plan.several)
         with run.loop(phase):
             while feed.has(phase.done):
                 report = self._advance(partial(self._deal, alike, feed, phase, cure), f"step {self.steps_done + 1}")
@@ -375,9 +375,11 @@ class Trainer(Telling):
         if told := alike.compare(self._group, self._run.team.operations.number):
             self._run.say(told, once=True)
         epoch, rows, micro_batches = feed.at(phase.done + ahead)
+        if told := alike.compare_stream(self._group, self._run.team.operations.number, feed, phase.done + ahead, epoch):
+            self._run.say(told, once=True)
         full = rows == feed.grid.global_batch
         last = self.plan.quorum is not None and not feed.has(phase.done + ahead + 1)
-        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last)
+        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last, feed.measure)
 
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""
