@@ -227,3 +227,45 @@ dist.destroy_process_group()
 def test_a_group_that_the_script_makes_stands_beside_that_of_the_plan(tmp_path: Path) -> None:
     head = "import os\nrank = int(os.environ['PACELINE_RANK'])\n"
     train_basics(tmp_path, head + OWN_GROUP, 2, "--max-restarts", "0")
+
+
+INSIDE = """
+import os
+import torch.distributed as dist
+rank = int(os.environ["PACELINE_RANK"])
+dist.init_process_group({backend!r}, store=dist.FileStore("store", 2), rank=rank, world_size=2)
+def loss(output, batch):
+    assert dist.get_rank() == rank and dist.get_world_size() == 2  # which may be asked
+    count = torch.tensor(len(output))
+    {in_loss}
+    return F.cross_entropy(output, batch[1], reduction="sum"), count
+class Rows:
+    def __len__(self):
+        return 96
+    def __getitem__(self, row):
+        {in_dataset}
+        return data[row]
+for report in make(loss).steps(Rows(), count=2, loader={{"num_workers": {workers}}}):
+    dist.all_reduce(torch.ones(1))
+"""
+ADVICE = (
+    "return (sum, count) from the loss, and Paceline adds it over all workers; for a loss over all rows of the global "
+    'batch say loss_over="batch"; let a dataset have all rows on every worker'
+)
+REFUSED = {
+    "loss": ({"in_loss": "dist.all_reduce(count)"}, "the loss, the forward or a hook calls allreduce()"),
+    "dataset": ({"in_dataset": "dist.barrier()"}, "the dataset or collate calls barrier()"),
+    "loader": ({"in_dataset": "dist.barrier()", "workers": 1}, "the dataset or collate calls barrier()"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [("loss", "gloo"), *(pytest.param(case, "paceline", marks=pytest.mark.slow) for case in REFUSED)],
+)
+def test_collectives_over_a_group_of_the_script_are_refused_inside(case: str, backend: str, tmp_path: Path) -> None:
+    given, what = REFUSED[case]
+    body = INSIDE.format(**{"backend": backend, "in_loss": "pass", "in_dataset": "pass", "workers": 0, **given})
+    done = train_basics(tmp_path, body, 2, "--max-restarts", "0", code=None)
+    assert done.returncode in (1, 2)
+    assert f"UsageError: {what} of torch.distributed; {ADVICE}" in " ".join(done.stderr.split())

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from paceline.comm.group import Group
+from paceline.comm.refusing import refusing
 from paceline.data.fingerprint import compare_read, first_rows, same_lengths
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError, UsageError
@@ -72,7 +73,8 @@ class Sweep:
     @contextmanager
     def resting(self) -> Iterator[None]:
         model, streams = self.model, Streams(self.job.device)
-        with torch.no_grad(), self.job.keeping(), _evaluating(model), unchanging(model), streams.lent():
+        alone = refusing("the forward or a metric")
+        with alone, torch.no_grad(), self.job.keeping(), _evaluating(model), unchanging(model), streams.lent():
             yield
 
     def over(self, base: int, micro_batches: Sequence[MicroBatch], use: Callable[[int, int, Any, Any], None]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from paceline.agreement import Weights
 from paceline.arguments import peak_memory
+from paceline.comm.refusing import refusing
 from paceline.data.balance import Balance, Change
 from paceline.data.fingerprint import refuse_lengths
 from paceline.data.loader import Place
@@ -228,7 +229,8 @@ class Stepper:
 
     def _load(self, step: Step, deal: Callable[[], Portion]) -> None:
         """This worker's micro-batches, on its device."""
-        step.whole, step.indivisible = deal(), False
+        with refusing("the dataset or collate"):
+            step.whole, step.indivisible = deal(), False
         for micro_batch in step.whole.micro_batches:
             step.indivisible |= not micro_batch.take_part()
             micro_batch.batch = to_device(micro_batch.batch, self.job.device)
