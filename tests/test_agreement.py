@@ -40,7 +40,7 @@ DATASETS = {
         f"DatasetError: row 95 of the dataset is another one on worker 1 than on workers 0, 2; {OTHER}",
     ),
     "seed": (
-        "list(make(seed=rank // 2).steps(data, order=lambda position, size, seed, epoch: (position + seed) % size))\n",
+        "list(make().steps(data, order=lambda position, size, seed, epoch: (position + rank // 2) % size))\n",
         "DatasetError: position 0 of an epoch is row 0 on worker 0 and row 1 on worker 2; "
         "give all workers the same seed= and an order= that depends on its arguments alone\n",
     ),

@@ -46,6 +46,7 @@ ROWS = [
             "arguments",
             "hints",
             "agreement",
+            "descriptions",
             "script",
             "telling",
         },

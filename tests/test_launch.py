@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from agents import MAIN, SOURCE, WORKER, Launcher, alive, family, journal, until
+from agents import AGAIN, MAIN, SOURCE, WORKER, Launcher, alive, family, journal, until
 
 from paceline.checkpoint.lock import hold_lock
 from paceline.errors import LaunchError
@@ -271,6 +271,40 @@ def test_several_workers_without_paceline(launcher: Launcher) -> None:
         "train.py ended without using paceline: no Trainer was made and paceline.join() was not called, so 4 "
         "workers did the same work 4 times; make a paceline.Trainer, or run it with plain python\n"
     )
+
+
+def test_workers_that_have_not_used_paceline_for_long_are_told_of(launcher: Launcher) -> None:
+    note = (
+        "note: no worker has used paceline yet: no Trainer was made and paceline.join() was not called; "
+        "if train.py never does, each worker does the same work by itself\n"
+    )
+    soon = {"UNUSED": 0.3}
+    assert launcher.run("time.sleep(1.5)", seconds=soon).stderr.count(note) == 1
+    assert note not in launcher.run("event('join'); time.sleep(1.5); event('ended')", seconds=soon, run_dir="b").stderr
+    assert note not in launcher.run("time.sleep(1.5)", seconds=soon, run_dir="c", workers=1).stderr
+
+
+def test_hosts_without_paceline(launcher: Launcher) -> None:
+    """Also where each of them has one worker."""
+    script = "mark('up')\nwait_for('up', 0, 1)\nif RANK == 0:\n    time.sleep(1)"
+    first = launcher.start(script, workers=1, begin=2)
+    until(lambda: (launcher.folder / "run/coordinator.json").exists())
+    joined = launcher.end(launcher.start(script, workers=1, join="run"))
+    ended = launcher.end(first)
+    what = "train.py ended without using paceline: no Trainer was made and paceline.join() was not called"
+    cure = "make a paceline.Trainer, or run it with plain python\n"
+    assert (ended.code, joined.code) == (1, 1)
+    assert f"{what}, so 2 workers did the same work 2 times; {cure}" in ended.stderr
+    assert f"{what}, so each worker did the same work by itself; {cure}" in joined.stderr
+
+
+def test_a_script_that_wants_ranks_of_torch_is_told_what_to_do(launcher: Launcher) -> None:
+    ended = launcher.run("import torch.distributed\ntorch.distributed.init_process_group('gloo')")
+    assert ended.code == 1
+    assert (
+        "\nnext: workers of `paceline run` have no RANK and no MASTER_ADDR: make a paceline.Trainer, which needs no "
+        f"group of torch.distributed, or start the script with torchrun; then run `{AGAIN}`: it starts anew"
+    ) in ended.stderr
 
 
 def test_one_worker_without_paceline(launcher: Launcher) -> None:

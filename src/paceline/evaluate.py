@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from paceline.comm.group import Group
-from paceline.data.fingerprint import same_lengths
+from paceline.comm.refusing import refusing
+from paceline.data.fingerprint import compare_read, first_rows, same_lengths
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError, UsageError
 from paceline.hints import Hinting
@@ -58,6 +59,7 @@ class Sweep:
     micro: int
     place: Callable[[], Place]
     grid: Grid | None = None
+    of: str = ""  # which Trainer's, in the names of collectives
 
     def feed(self, micro_batches: int, whole: bool = False) -> Feed:
         """This worker's part, so many of all workers' micro-batches at a time, or a `whole` global batch."""
@@ -71,7 +73,8 @@ class Sweep:
     @contextmanager
     def resting(self) -> Iterator[None]:
         model, streams = self.model, Streams(self.job.device)
-        with torch.no_grad(), self.job.keeping(), _evaluating(model), unchanging(model), streams.lent():
+        alone = refusing("the forward or a metric")
+        with alone, torch.no_grad(), self.job.keeping(), _evaluating(model), unchanging(model), streams.lent():
             yield
 
     def over(self, base: int, micro_batches: Sequence[MicroBatch], use: Callable[[int, int, Any, Any], None]) -> None:
@@ -110,20 +113,22 @@ def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
     longer on some workers.
     """
     group = sweep.team.group
-    group.enter("evaluate()")
+    group.enter(f"evaluate(){sweep.of}", kind="evaluate()")
     same_lengths(group.gather_json(sweep.source.rows), group, "the dataset of evaluate()")
-    rows, base, whole = 0, 0, sweep.job.over is not None
+    rows, base, first, whole = 0, 0, list[list[str]](), sweep.job.over is not None
     if whole and sweep.grid is None:
         what = "the metric is over whole global batches, as the loss is, and the Trainer knows none"
         raise UsageError(what, "give global_batch= to the Trainer")
     with Objects.of(metric, sweep.job.device) or Means(metric) as found, sweep.resting():
-        for number, (_, count, micro_batches) in enumerate(sweep.feed(8 * group.size, whole)):
+        for number, (_, count, micro_batches) in enumerate(feed := sweep.feed(8 * group.size, whole)):
+            first = first or first_rows(feed)
             if whole:
                 sweep.at_once(number, base, micro_batches, found.add)
             else:
                 sweep.over(base, micro_batches, found.add)
             base += -(-count // sweep.micro)
             rows += count
+        compare_read(group, rows, feed, first, "the dataset of evaluate()")
         return {**found.together(group, base), "n": rows}
 
 

@@ -11,6 +11,7 @@ import torch
 
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.data.loader import Source
+from paceline.descriptions import Description
 from paceline.errors import DatasetError, UsageError
 from paceline.observe.figures import ranks, trainer_names
 from paceline.step import Grid, deal
@@ -26,6 +27,7 @@ class Member(Protocol):
 
     state: State
     best: Best
+    described: Description  # of its model, arguments and optimizers, which a newcomer must have alike
 
     def snapshot(self, done: int | None = None) -> dict[str, Any]: ...
     def flush(self) -> None: ...

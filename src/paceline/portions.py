@@ -29,6 +29,7 @@ class Portion:
     full: bool = False
     fine: bool = False
     last: bool = False
+    measure: int = 0  # of what was read of an iterable dataset so far: the same on all workers
 
     @property
     def share(self) -> list[MicroBatch]:

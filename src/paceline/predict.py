@@ -22,6 +22,7 @@ from paceline.checkpoint.files import Whole, write_cure
 from paceline.checkpoint.storage import write_file
 from paceline.checkpoint.tensorfile import DTYPES, head, ordered
 from paceline.checkpoint.tree import raw
+from paceline.data.fingerprint import compare_read, first_rows
 from paceline.data.loader import Feed
 from paceline.errors import CheckpointError, UsageError, a
 from paceline.evaluate import Sweep
@@ -96,7 +97,7 @@ class _Outputs:
     def _window(self) -> int | None:
         """The next window, whose outputs are then in `_got` of the main worker; None: there is none."""
         group, self._got = self._sweep.team.group, None
-        group.enter("predict()")
+        group.enter(f"predict(){self._sweep.of}", kind="predict()")
         word = self._agreed()
         if word is None:
             return None
@@ -106,7 +107,12 @@ class _Outputs:
                 self._feed.close()
             self._feed = self._sweep.feed(size)
         self._fed = word
-        if not self._feed.has(at):
+        more = self._feed.has(at)
+        feed = self._feed
+        compare_read(
+            group, len(feed.read) * more, feed, first_rows(feed) if at == 0 else [], "the dataset of predict()"
+        )
+        if not more:
             if self._file is not None and group.rank == 0:
                 self._tries(self._file.close)
             self._agreed()

@@ -27,10 +27,11 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.comm.torch_private import pytree, untested
+from paceline.descriptions import refuse_difference
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
 from paceline.loops import Member, Phase
 from paceline.observe.account import process_began
-from paceline.observe.figures import duration, plural, size_of
+from paceline.observe.figures import duration, plural, ranks, size_of
 from paceline.observe.journal import Journal, plain
 from paceline.observe.loggers import Loggers
 from paceline.observe.memory import advice, whole_memory
@@ -139,9 +140,12 @@ class Run:
 
     def hand_over(self, done: int | None = None) -> Any:
         trainers = [member.snapshot(done) for member in self.members]
+        described = [member.described for member in self.members]
         if self.team.world.newcomer:  # those that it was given, and has not made yet
             trainers += self.tree.get("trainers", ())[len(trainers) :]
+            described += self.tree.get("described", ())[len(described) :]
         own = {
+            "described": described,
             "streams": user_streams(),
             "saved": [self.saving.begun, self.saving.open],
             "capability": get_cpu_capability(),
@@ -150,6 +154,7 @@ class Run:
 
     def take_over(self, tree: Any, newcomer: bool) -> None:
         self.saving.copied()
+        self.refuse_differences(tree)
         self.tree, (self.saving.begun, self.saving.open) = tree, tree["saved"]
         if newcomer and "exact" in self._plan.split() and tree["capability"] != get_cpu_capability():
             worker, theirs = self.team.operations.worker, tree["capability"]
@@ -169,7 +174,14 @@ class Run:
     def changing(self) -> int:
         return sum(p.nbytes for model in self.models for p in model.parameters() if p.requires_grad)
 
+    def refuse_differences(self, tree: Any) -> None:
+        """Raises WorkersDifferError where a trainer here is another one than the team's, which handed its own over."""
+        whose = "the other workers", ranks([self.team.operations.worker])
+        for member, described in zip(self.members, tree.get("described", ()), strict=False):
+            refuse_difference(described, member.described, whose)
+
     def prepare(self, tree: Any) -> None:
+        self.refuse_differences(tree)
         for member, saved in zip(self.members, tree["trainers"], strict=False):
             member.prepare(saved)
 

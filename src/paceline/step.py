@@ -132,6 +132,8 @@ class Agreed:
     step, in steps that compare them, and `look` wishes that the next one does; `spent` is where the time of each worker
     went, by part: data and compute of this step, the rest of the one before. `spread` are squares of gradients, as
     sums, of some rows or tokens of each worker, `spread_count` and `spread_squares` how many, and the squares of that.
+    `streams` are the workers that read an iterable dataset, `measures` and `measure_squares` the sums of `Feed.measure`
+    and of its squares.
     """
 
     count: float
@@ -156,13 +158,22 @@ class Agreed:
     spread: float = 0.0
     spread_count: float = 0.0
     spread_squares: float = 0.0
+    streams: int = 0
+    measures: int = 0
+    measure_squares: int = 0
+
+    @property
+    def lengths_differ(self) -> bool:
+        """Whether workers have read other numbers of rows of an iterable dataset: their measures are not all alike."""
+        return self.streams * self.measure_squares != self.measures**2
 
 
 NOTHING = Agreed(0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {}, (), ())
 Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
 _VOTES = ("tested", "strict", "whole", "failed", "news")
 _NUMBERS = ("count", "loss", "spread", "spread_count", "spread_squares")  # the rest are whole ones
-_FIELDS = (*_NUMBERS, *_VOTES, "stop", "save", "enter", "writing", "written", "look", "tune")
+_STREAMS = ("streams", "measures", "measure_squares")
+_FIELDS = (*_NUMBERS, *_VOTES, "stop", "save", "enter", "writing", "written", "look", "tune", *_STREAMS)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ import torch
 
 from paceline.agreement import Weights
 from paceline.arguments import peak_memory
+from paceline.comm.refusing import refusing
 from paceline.data.balance import Balance, Change
+from paceline.data.fingerprint import refuse_lengths
 from paceline.data.loader import Place
 from paceline.errors import MetricError, UsageError
 from paceline.inner import Inner
@@ -227,7 +229,8 @@ class Stepper:
 
     def _load(self, step: Step, deal: Callable[[], Portion]) -> None:
         """This worker's micro-batches, on its device."""
-        step.whole, step.indivisible = deal(), False
+        with refusing("the dataset or collate"):
+            step.whole, step.indivisible = deal(), False
         for micro_batch in step.whole.micro_batches:
             step.indivisible |= not micro_batch.take_part()
             micro_batch.batch = to_device(micro_batch.batch, self.job.device)
@@ -280,6 +283,8 @@ class Stepper:
                 step.news = {**told, **step.news}
         if step.agreed.tune:
             self._choose(anew=True)
+        if step.agreed.lengths_differ:
+            refuse_lengths(self.replica.team, step.whole.measure)
         self._refuse(step)
         for member in self.run.members:
             member.state.step_computed()
@@ -551,6 +556,9 @@ class Stepper:
             "spread": sums.spread[0] * step.options.expected**2,
             "spread_count": sums.spread[1],
             "spread_squares": sums.spread[1] ** 2,
+            "streams": whole.measure > 0,
+            "measures": whole.measure,
+            "measure_squares": whole.measure**2,
             **run.saving.fields,
         }
         spent = self.spent | step.spent

@@ -43,6 +43,7 @@ from paceline.checkpoint.export import refuse_other_suffix, write_together
 from paceline.comm.torch_private import pytree
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
+from paceline.descriptions import Description, compare, describe_model, describe_optimizers
 from paceline.errors import UsageError
 from paceline.evaluate import Sweep, evaluate
 from paceline.hints import Hinting
@@ -115,16 +116,7 @@ class Trainer(Telling):
         self._number = len(run.members)
         self._seed = seed
         self._device = device_of(run.team.world.local_rank)
-        whole, self.plan, origin = choose_plan(run.team.world, plan)
-        if self.plan.exact:
-            settle_arithmetic(run.team.capabilities, self._device)
-        mesh = self._mesh = self.plan.mesh(self._group.size)
-        if run.team.operations.elastic and run.members:
-            refuse_other_places(mesh.replica, self._group.mesh.replica)
-        self._group.mesh = max(self._group.mesh, whole.mesh(self._group.size), key=lambda mesh: mesh.replica)
-        run.begin(str(whole), origin, seed, self._device)
-        if shared := sharing(run.team.world, self._device):
-            run.say(shared, once=True)
+        mesh = self._mesh = self._choose_plan(plan)
         self._streams = Streams(self._device)
         self.model, told = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.apart)
         form = Hinting(fitting("forward", forward or default_forward), "forward", default=forward is None)
@@ -138,12 +130,16 @@ class Trainer(Telling):
             self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1
             run.need_team()
         known = run.knows(self._number)
+        self.described: Description = {}
+        said = {"global_batch": global_batch, "clip_norm": clip_norm, "seed": seed, "loss_over": loss_over}
+        self._compare(describe_model(self.model, {**said, "plan": str(replace(self.plan, data=None))}), known)
         self._replica = nest(self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks)
         for what, why in job.decisions:
             run.decide(self._number, what, why)
             run.say(what)
         optimizers = self._optimizers(optimizer, mesh)
         self._said = FromScript.of(seed, optimizers, self.model)
+        self._compare(describe_optimizers(optimizers, self._said.options, job.own), known)
         self._replica.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact, job.in_rows):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
@@ -163,6 +159,7 @@ class Trainer(Telling):
         run.members.append(self)
         run.models.append(self.model)
         if run.tree:
+            run.refuse_differences(run.tree)
             self.restore(newcomer=True)
         run.tell_needs()
 
@@ -172,6 +169,34 @@ class Trainer(Telling):
     def steps_done(self) -> int:
         """Optimizer steps done in the whole training, resumed ones included."""
         return self._stepper.done
+
+    @property
+    def _of(self) -> str:
+        """Which trainer of the script this is, in the names of collectives: workers must use the same one."""
+        return f" of Trainer {self._number}" if self._number else ""
+
+    def _choose_plan(self, script: str | None) -> Mesh:
+        """Settles the plan, which the `script` may say, and begins the run with it. Returns the plan's mesh."""
+        run = self._run
+        whole, self.plan, origin = choose_plan(run.team.world, script)
+        if self.plan.exact:
+            settle_arithmetic(run.team.capabilities, self._device)
+        mesh = self.plan.mesh(self._group.size)
+        if run.team.operations.elastic and run.members:
+            refuse_other_places(mesh.replica, self._group.mesh.replica)
+        self._group.mesh = max(self._group.mesh, whole.mesh(self._group.size), key=lambda mesh: mesh.replica)
+        run.begin(str(whole), origin, self._seed, self._device)
+        if shared := sharing(run.team.world, self._device):
+            run.say(shared, once=True)
+        return mesh
+
+    def _compare(self, part: Description, known: bool) -> None:
+        """Compares a part of this trainer's description among the workers, unless it is `known` to the others: then it
+        is compared with theirs when their state is taken over. Collective if it is not known.
+        """
+        self.described = {**self.described, **part}
+        if not known:
+            compare(self._group, part, f"the making of Trainer {self._number}")
 
     def _optimizers(self, make: Any, mesh: Mesh) -> list[Optimizer]:
         """What the user's function makes of what is here of the parameters. That it may be a part must not matter."""
@@ -284,7 +309,7 @@ class Trainer(Telling):
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
         feed = Feed(source, grid, span, self._stepper.place or self._place, run.team.world.tell)
         self._stepper.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
-        alike = Fingerprint(source, run.team.world.tell)
+        alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=not self.plan.several)
         with run.loop(phase):
             while feed.has(phase.done):
                 report = self._advance(partial(self._deal, alike, feed, phase, cure), f"step {self.steps_done + 1}")
@@ -336,7 +361,7 @@ class Trainer(Telling):
         """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice."""
         micro = self._grid.micro if self._grid else self.plan.micro
         step, together = self.steps_done + 1, self.plan.together
-        self._group.enter(f"step {step} by step()", kind="step()")
+        self._group.enter(f"step {step} by step(){self._of}", kind="step()")
         unit = self._group.along(*AXES[2:], mesh=self._mesh)
         whole = bring(self._group, unit, batch, micro, together, self._spare, looks)
         if together > 1 and whole.share:
@@ -350,9 +375,11 @@ class Trainer(Telling):
         if told := alike.compare(self._group, self._run.team.operations.number):
             self._run.say(told, once=True)
         epoch, rows, micro_batches = feed.at(phase.done + ahead)
+        if told := alike.compare_stream(self._group, self._run.team.operations.number, feed, phase.done + ahead, epoch):
+            self._run.say(told, once=True)
         full = rows == feed.grid.global_batch
         last = self.plan.quorum is not None and not feed.has(phase.done + ahead + 1)
-        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last)
+        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last, feed.measure)
 
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""
@@ -453,7 +480,7 @@ class Trainer(Telling):
         collate, options = collate or self._loader.get("collate"), self._loader.get("options", {})
         source = Source.of(dataset, self._seed, collate, None, options)
         place = lambda: replace(self._place(), fine=False)  # noqa: E731
-        return Sweep(self._run.team, self._job, model or self.model, source, micro, place, self._grid)
+        return Sweep(self._run.team, self._job, model or self.model, source, micro, place, self._grid, self._of)
 
     def keep_best(self, name: str, mode: str = "max") -> None:
         """Keeps the checkpoint of the weights whose `name` was best, in `evaluate` or `log`, beyond all others.
@@ -491,7 +518,7 @@ class Trainer(Telling):
         self._run.team.operations.run(settling(partial(self._write, Path(path))))
 
     def _write(self, path: Path) -> None:
-        self._group.enter("export()")
+        self._group.enter(f"export(){self._of}", kind="export()")
         state = in_pieces(self.model.state_dict(keep_vars=True), self._job.cuts, self._job.place)
         write_together(state, path, self._run.main, self._job.replica, self._group)
 

@@ -7,6 +7,8 @@ on the path without being installed, or TORCH_DEVICE_BACKEND_AUTOLOAD may be 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,12 +30,35 @@ def register() -> None:
 
 
 def lend(group: ProcessGroup, store: Any) -> None:
-    """Makes a group torch's default one."""
+    """Makes a group known to torch, whose parts may run over it. It is torch's default one only while `exposed`: users'
+    code must find the same torch.distributed under every plan.
+    """
     import torch.distributed as dist
 
     register()
     _ready.append(group)
     dist.init_process_group("paceline", store=store, world_size=group.size(), rank=group.rank())
+    dist.GroupMember.WORLD = None
+
+
+@contextmanager
+def exposed(group: ProcessGroup) -> Iterator[None]:
+    """Makes a group that is lent torch's default one meanwhile."""
+    import torch.distributed as dist
+
+    before, dist.GroupMember.WORLD = dist.GroupMember.WORLD, group
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = before
+
+
+def take_back(group: ProcessGroup) -> None:
+    """Makes torch forget a group that was lent, and no other."""
+    import torch.distributed as dist
+
+    with exposed(group):
+        dist.destroy_process_group()
 
 
 def _make(*details: Any) -> ProcessGroup:

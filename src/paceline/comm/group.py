@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import links
-from paceline.comm.autoload import lend
+from paceline.comm.autoload import exposed, lend, take_back
 from paceline.comm.backend import ProcessGroup
 from paceline.comm.channel import Channel
 from paceline.comm.engine import ENGINE, Operation, Steps
@@ -179,13 +179,14 @@ class Group:
             raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
 
     def lend(self) -> None:
-        """Makes torch.distributed's default group of the workers of a part, over which torch's own parts run; in a new
-        generation it is the same, over other connections. Raises UsageError where the script has made one. Collective.
+        """Makes a group of torch.distributed of the workers of a part, over which torch's own parts run while it is
+        `exposed`; in a new generation it is the same, over other connections. Raises UsageError where the script has
+        made one. Collective.
         """
         if self.size == 1 or self._lends:
             return
         if self._lent is not None and self._lent.rank() != self.rank:  # a newcomer whose mates were lost
-            dist.destroy_process_group()
+            take_back(self._lent)
             self._lent = None
         if self._lent is None and dist.is_initialized():
             what = "the script has initialised torch.distributed, whose default group the plan needs"
@@ -285,6 +286,10 @@ class Group:
         if check:
             self._barrier()
 
+    def exposed(self) -> contextlib.AbstractContextManager[None]:
+        """While it is entered, the group that is lent to torch is torch's default one."""
+        return exposed(self._lent) if self._lent is not None else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def lending(self, name: str, kind: str) -> Iterator[dist.ProcessGroup]:
         """Gives the group that is lent to torch, and declares what is done over it meanwhile."""
@@ -292,7 +297,8 @@ class Group:
         channel = self._lent.channel
         channel.declared = (name, call_site(), kind)
         try:
-            yield self._lent
+            with self.exposed():
+                yield self._lent
         finally:
             channel.declared = None
 
@@ -593,7 +599,7 @@ class Group:
             part._release(failed)
         self._parts.clear()
         if not failed and self._lent is not None:
-            dist.destroy_process_group()
+            take_back(self._lent)
             self._lent.shutdown()
         if not failed and self.channel is not None:
             self.channel.close()

@@ -8,6 +8,7 @@ import io
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch.backends.cpu import get_cpu_capability
 
 from paceline.comm.group import Group
-from paceline.data.loader import Slot, Source
+from paceline.data.loader import Feed, Slot, Source
 from paceline.errors import DatasetError
 from paceline.observe.figures import ranks
 from paceline.pulse import PULSE
@@ -32,15 +33,25 @@ _THEIRS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Ass
 _SAME = (
     "give all workers the same data in the same order: sort the names of files, seed what is split or made at random"
 )
+_WHOLE_STREAM = (
+    "yield the same rows in the same order on every worker: Paceline deals them out, so an iterable dataset must not "
+    "divide itself by rank, RANK or WORLD_SIZE"
+)
+_DRAWN = (
+    "rows of the iterable dataset came out differently when read twice, by random numbers other than those of torch, "
+    "random and numpy, and cannot be compared among the workers"
+)
+_SEED_OWN = "give its own generators the same seed on every worker, or rows may be trained on twice"
 
 
 class Fingerprint:
-    """The dataset of a loop, as all workers must have it."""
+    """The dataset of a loop, as all workers must have it. In `lockstep` all of them begin an epoch in the same step."""
 
-    def __init__(self, source: Source, tell: Callable[..., None]) -> None:
-        self._source, self._tell = source, tell
+    def __init__(self, source: Source, tell: Callable[..., None], of: str = "", lockstep: bool = True) -> None:
+        self._source, self._tell, self._of, self._lockstep = source, tell, of, lockstep
         self._mine: dict[str, Any] = {}
         self._generation: int | None = None  # whose members are known to have the same
+        self._epoch: int | None = None  # of an iterable dataset, whose first rows are known to be the same
 
     def compare(self, group: Group, generation: int) -> str:
         """Once in a generation. For people: rows that cannot be compared, if there are any. Collective.
@@ -50,7 +61,7 @@ class Fingerprint:
         if group.size == 1 or generation == self._generation or self._source.rows is None:
             return ""
         self._mine = self._mine or _sample(self._source, self._tell)
-        group.enter("the first rows of steps()", kind="rows compared")
+        group.enter(f"the first rows of steps(){self._of}", kind="rows compared")
         told, known = group.gather_json(self._mine), self._generation is not None
         try:
             return self._judge(group, told)
@@ -60,6 +71,29 @@ class Fingerprint:
             return ""
         finally:
             self._generation = generation
+
+    def compare_stream(self, group: Group, generation: int, feed: Feed, step: int, epoch: int) -> str:
+        """The same for an iterable dataset, whose first rows in the global batch of this `step` are compared: once in a
+        generation, and in lockstep when an epoch begins. Collective.
+        """
+        if self._source.rows is not None or group.size == 1:
+            return ""
+        if generation == self._generation and (epoch == self._epoch or not self._lockstep):
+            return ""
+        group.enter(f"the first rows of steps(){self._of}", kind="rows compared")
+        known, self._generation, self._epoch = self._generation is not None, generation, epoch
+        newcomers = group.gather_json(known)
+        mine = first_rows(feed)
+        found = _rows_apart(group, group.gather_json(mine))
+        if found is None:
+            return ""
+        if any(group.gather_json(mine != _read_again(feed, step))):
+            return f"{_DRAWN}; {_SEED_OWN}"
+        if known and not all(newcomers):
+            return ""  # the newcomers alone have others
+        number, usual, odd = found
+        what = f"workers disagree about the dataset: row {feed.grid.global_batch * step + number} of what it yields"
+        raise DatasetError(f"{what} is another one on {odd} than on {usual}", _WHOLE_STREAM)
 
     def _judge(self, group: Group, told: list[dict[str, Any]]) -> str:
         everyone, names, drawn = range(group.size), group.names, list[int]()
@@ -84,6 +118,65 @@ class Fingerprint:
         which = f"row{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))} of the dataset"
         what = "came out differently when loaded twice, by random numbers other than those of torch, random and numpy"
         return f"{which} {what}, and cannot be compared among the workers" if drawn else ""
+
+
+def first_rows(feed: Feed) -> list[list[str]]:
+    """The digests of the first rows of the global batch that was given last, of an iterable dataset."""
+    found = list[list[str]]()
+    for row in feed.read[:SAMPLED]:
+        exact, floats = hashlib.sha256(), hashlib.sha256()
+        _digest(row, exact, floats, _DEPTH)
+        found.append([exact.hexdigest()[:16], floats.hexdigest()[:16], get_cpu_capability()])
+    return found
+
+
+def _read_again(feed: Feed, step: int) -> list[list[str]]:
+    """The digests of the same rows in another pass over the dataset."""
+    source = replace(feed.source, options=None)
+    again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), feed.place, lambda *_, **__: None)
+    with Streams(torch.device("cpu")).lent():
+        return first_rows(again) if again.has(step) else []
+
+
+def _rows_apart(group: Group, told: Sequence[Sequence[Sequence[str]]]) -> tuple[int, str, str] | None:
+    """The first row that some workers have otherwise than the rest, and who these are; None where all have the same."""
+    for number in range(max(map(len, told), default=0)):
+        rows = [tuple(mine[number]) if number < len(mine) else () for mine in told]
+        # Floats that are computed come out otherwise on other processors.
+        kinds = {row[2] for row in rows if row}
+        alike = [row if len(kinds) == 1 else row[:1] for row in rows]
+        if apart := parted(range(group.size), alike):
+            usual, odd = (ranks(group.names[rank] for rank in some) for some in apart)
+            return number, usual, odd
+    return None
+
+
+def compare_read(group: Group, rows: int, feed: Feed, first: Sequence[Sequence[str]], what: str) -> None:
+    """Raises DatasetError where workers have read another number of rows of an iterable dataset, or other `first_rows`
+    of it. Part of the entered collective.
+    """
+    told = group.gather_json([rows, first]) if group.size > 1 and feed.source.rows is None else []
+    _refuse_lengths(group, what, [read for read, _ in told])
+    found = _rows_apart(group, [rows for _, rows in told])
+    if found is not None and not any(group.gather_json(first != _read_again(feed, 0))):
+        raise DatasetError(f"workers disagree about {what}: row {found[0]} differs on {found[2]}", _WHOLE_STREAM)
+
+
+def refuse_lengths(group: Group, measure: int) -> None:
+    """Raises DatasetError where some workers have read another number of rows of an iterable dataset. Collective."""
+    group.enter("the lengths of an iterable dataset", check=False, kind="rows compared")
+    _refuse_lengths(group, "the dataset", group.gather_json(measure), twice=True)
+
+
+def _refuse_lengths(group: Group, what: str, lengths: Sequence[int], twice: bool = False) -> None:
+    """Raises DatasetError where `lengths` differ. Where they are `twice` the rows, 1 more says that no row follows."""
+    if apart := parted(range(len(lengths)), lengths):
+        each = []
+        for some in apart:
+            rows, last = divmod(lengths[some[0]], 2) if twice else (lengths[some[0]], 0)
+            each.append(f"{rows} rows{' and then ends' * last} on {ranks(group.names[rank] for rank in some)}")
+        where = ", which yields for this global batch " if twice else ", which yields "
+        raise DatasetError(f"workers disagree about {what}{where}{' and '.join(each)}", _WHOLE_STREAM)
 
 
 def same_lengths(lengths: Sequence[int | None], group: Group, what: str) -> None:

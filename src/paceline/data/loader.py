@@ -330,6 +330,18 @@ class Feed:
         self._rows: _Rows | None = None  # where they are loaded in this process
         self._stream = _RowStream(self) if source.rows is None else None
 
+    @property
+    def read(self) -> list[Any]:
+        """The rows of the global batch that was given last, of an iterable dataset: every worker reads all of them."""
+        return [] if self._stream is None else self._stream.rows
+
+    @property
+    def measure(self) -> int:
+        """A number that is the same on workers whose iterable dataset is as long so far: twice the rows of the global
+        batch that was given last, and 1 more where it was the last one. 0 where the dataset has rows by number.
+        """
+        return 0 if self._stream is None else 2 * len(self._stream.rows) + self._stream.ended
+
     def grid_of(self, step: int) -> tuple[int, int, list[range]]:
         """Epoch, first position and micro-batches (as position ranges) of a phase's global batch."""
         assert self.source.rows is not None
@@ -521,6 +533,15 @@ class _RowStream:
         self.samples = self._begin()
         self._held: Any = None  # the first sample of the next global batch
         self._epoch, self._rows = 0, list[Any]()
+
+    @property
+    def rows(self) -> list[Any]:
+        return self._rows
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is no row after those of the global batch that was reached."""
+        return self._held is None
 
     def reach(self, step: int) -> bool:
         """Reads on to a global batch, from the beginning if it was passed; whether there is one of this number."""

@@ -43,6 +43,7 @@ from paceline.world import SERVERS
 OTHERS, CAUSE, EXIT = 1.0, 3.0, 10.0
 FAREWELL, PATIENCE = 5.0, 60.0  # seconds for the other hosts to end when the run is cut short, and else
 TWICE = 3.0  # seconds after which another SIGTERM is meant: job managers may send one to a group and its members
+UNUSED = 60.0  # seconds after which workers that have not joined a team are told of
 LOOK = 0.5  # seconds between two looks at whether the coordinator is there
 GIVEN_UP = 6.0  # seconds without a coordinator, after which workers that all have ended are not waited for
 
@@ -100,6 +101,7 @@ class Agent:
 
     def run(self, wakeup: socket.socket) -> int:
         """From the workers' start to the exit code; no process is left. `wakeup` brings the numbers of signals."""
+        self._unused = time.monotonic() + UNUSED
         self._workers.selector.register(wakeup, selectors.EVENT_READ, partial(self._signalled, wakeup))
         self._workers.selector.register(self._link, selectors.EVENT_READ, self._ordered)
         try:
@@ -119,6 +121,9 @@ class Agent:
                     key.data()
                 self._output.tick(time.monotonic())
                 self._hangs.look(time.monotonic(), self._stop is not None)
+                if now >= self._unused:
+                    self._ending.warn_of_strangers(self._workers.all)
+                    self._unused = math.inf
                 self._look_at_the_link()
                 self._tell()
                 self._recorder.look()

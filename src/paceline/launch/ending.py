@@ -23,6 +23,8 @@ from paceline.observe.traces import short
 from paceline.team.coordinator import STOPPED
 
 INTERRUPTED = 130
+NOT_USED = "no Trainer was made and paceline.join() was not called"
+INSTEAD = "make a paceline.Trainer, or run it with plain python"
 VANISHED = "ended with exit code 0 in the midst of its script, without a word"
 
 
@@ -63,7 +65,7 @@ class Ending:
         failing = {number: why for number, _, why in told if number in mine}
         failures = self.failures(workers, stop, failing)
         self._events = ChainMap(*(w.events for w in sorted(workers, key=lambda w: not w.counts)))
-        workers = [worker for worker in workers if worker.counts or worker in failures]
+        everyone, workers = workers, [worker for worker in workers if worker.counts or worker in failures]
         asked = INTERRUPTED if stop == signal.SIGINT else STOPPED
         if at_once:
             self._say(self._how_stopped("stopped at once"), always=True)
@@ -85,19 +87,36 @@ class Ending:
         if not finished and (stop is not None or any(worker.status == STOPPED for worker in workers)):
             self._say(self._how_stopped("stopped"), always=True)
             return asked
+        size = self._size
+        if stop is None and size != 1 and strangers(everyone):
+            what = f"{self._name} ended without using paceline: {NOT_USED}"
+            each = f"{size} workers did the same work {size} times"
+            work = each if size else "each worker did the same work by itself"
+            self._say(f"{what}, so {work}; {INSTEAD}", always=True)
+            return 1
         return self._finished(workers) if finished else self._unknown()
 
+    @property
+    def _size(self) -> int:
+        """How many workers the run began with, as far as this agent knows; 0 where others began it."""
+        return max(self._options.workers, self._options.begin) if self.first else 0
+
+    @property
+    def _name(self) -> str:
+        """What the workers ran."""
+        return self._options.module or Path(self._options.script).name or "the function"
+
+    def warn_of_strangers(self, workers: Sequence[Worker]) -> None:
+        """For people: that workers have run for long, and none has joined a team."""
+        if self._size != 1 and strangers(workers):
+            what = f"note: no worker has used paceline yet: {NOT_USED}"
+            self._say(f"{what}; if {self._name} never does, each worker does the same work by itself", always=True)
+
     def _finished(self, workers: Sequence[Worker]) -> int:
-        name, size = self._options.module or Path(self._options.script).name, self._options.workers
-        events = self._events
+        name, events = self._name, self._events
         if not self.first or not workers:  # others ended it
             self._say("the run has ended; its report is in the folder of its first worker")
             return 0
-        if "join" not in events and size > 1:
-            what = f"{name} ended without using paceline: no Trainer was made and paceline.join() was not called"
-            cure = "make a paceline.Trainer, or run it with plain python"
-            self._say(f"{what}, so {size} workers did the same work {size} times; {cure}", always=True)
-            return 1
         if "join" not in events:
             self._say(f"note: {name} ended without using paceline, which trained and saved nothing")
         elif events["join"].get("trainer") and not events.keys() & {"phase", "finished"}:
@@ -192,6 +211,12 @@ class Ending:
         }
         flags = [part for name, value in given.items() if value is not None for part in (name, str(value))]
         return shlex.join(["paceline", "run", *flags, *options.program])
+
+
+def strangers(workers: Sequence[Worker]) -> bool:
+    """Whether workers came to the end of their script, or run it still, and none of all has joined a team."""
+    run = [worker for worker in workers if worker.status in (0, None) and not worker.killed and not worker.serves]
+    return bool(run) and not any("join" in worker.events for worker in workers)
 
 
 def exception_of(worker: Worker) -> tuple[object, ...] | None:

@@ -37,6 +37,11 @@ OUT_OF_MEMORY = (
     "changes the mathematics",
 )
 ASKED = ("EOFError: EOF when reading a line", "bdb.BdbQuit")  # input(), breakpoint()
+NO_RANK = "using env:// rendezvous: environment variable"  # torch says where nobody has set RANK, or MASTER_ADDR
+USES_TORCH = (
+    "workers of `paceline run` have no RANK and no MASTER_ADDR: make a paceline.Trainer, which needs no group of "
+    "torch.distributed, or start the script with torchrun"
+)
 NO_TERMINAL = "workers have no terminal to ask at: give an argument instead, or this worker the terminal: --debug {}"
 
 
@@ -80,7 +85,7 @@ class Failure:
             self.frame = at or self.frame
         self.what = why or what or (not exits and self.kind) or f"ended with exit code {status}"
         cure = told.get("hint") or ("fix the cause" if what else "see its log")
-        self.cure = NO_TERMINAL.format(rank) if what.startswith(ASKED) else cure
+        self.cure = NO_TERMINAL.format(rank) if what.startswith(ASKED) else USES_TORCH if NO_RANK in what else cure
         if out_of_memory:  # it was a child of the worker, which raised for that
             self.cure += " (the kernel's out-of-memory killer ended a process here)"
 

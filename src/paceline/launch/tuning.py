@@ -41,6 +41,8 @@ def surround(
     if HUGE not in given and _PAGES.exists() and "[never]" not in _PAGES.read_text():
         variables[HUGE] = "1"
         memory.append("large tensors lie in huge pages, or each 4 kB of them would be a page fault")
+    if "PYTHONHASHSEED" not in given:  # sets of text come in one order on all workers, as a model may register them
+        variables["PYTHONHASHSEED"] = "0"
     if memory:
         done.append(("memory tuned", "; ".join(memory)))
     return variables, pins, done

@@ -78,7 +78,9 @@ class FullyShard(Layout):
         cuts = cut_in_rows(dict(job.model.named_parameters(remove_duplicate=False)), job.cuts, self.shards.count)
         job.cuts = {name: cut for name, cut in cuts.items() if cut.shape}
         job.own_cuts = {name: cuts[name] for name in job.named}
-        self.mesh = self._shard(reshard, share)
+        self.replica.lend()
+        with self.replica.exposed():
+            self.mesh = self._shard(reshard, share)
         self._gather_alike(reshard)
         job.keeping = self._keeping
         self._forward = job.forward
@@ -99,12 +101,12 @@ class FullyShard(Layout):
             module.register_forward_hook(self._leave)
         assert isinstance(job.model, FSDPModule)
         self._torchs = job.model._get_fsdp_state()
-        self._torchs._lazy_init()  # else it would take what is called first for the whole model
+        with self.replica.exposed():
+            self._torchs._lazy_init()  # else it would take what is called first for the whole model
 
     def _shard(self, reshard: bool, share: Share | None) -> DeviceMesh:
         """Leaves each place its rows of every parameter."""
         job = self.job
-        self.replica.lend()
         mesh = init_device_mesh(job.device.type, (self.replica.size,))
         named = dict(job.model.named_parameters())
         besides: list[Slot] = []

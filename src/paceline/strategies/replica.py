@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
+from paceline.comm.refusing import refusing
 from paceline.comm.shared import give_back
 from paceline.comm.transit import Heard, Hop, Transit
 from paceline.mesh import Mesh
@@ -94,7 +95,7 @@ class Replica:
         if self.codec is not None:
             self.codec.begin(options.turn, options.expected)
         self.transit.begin(name, heard)
-        with self.layout.running(name):
+        with self.layout.running(name), refusing("the loss, the forward or a hook"):
             sums = (self.over or self.runner).run(micro_batches, options, self.transit.send)
         self.transit.hand_on()
         if job.sparse:

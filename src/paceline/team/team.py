@@ -19,7 +19,7 @@ import paceline.world as worlds
 from paceline.comm.group import Group
 from paceline.comm.status import call_site
 from paceline.data.loader import Place
-from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError
+from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError, add_hint
 from paceline.mesh import Mesh
 from paceline.pulse import PULSE
 from paceline.team.exits import Exits, exception_told
@@ -27,6 +27,12 @@ from paceline.team.operations import Operations, settling
 from paceline.world import World
 
 T = TypeVar("T")
+_NO_GROUP = "Default process group has not been initialized"  # torch says to whoever calls its collectives
+_SUMS = (
+    "Paceline's workers have no group of torch.distributed: leave collectives, ranks and sizes out of losses, forwards "
+    "and datasets; return (sum, count) from a loss or metric, and Paceline adds it over all workers; elsewhere call "
+    "paceline.join().all_reduce(tensor)"
+)
 # What gloo and NCCL both can add.
 SUMS = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "complex128", "complex64"]
 
@@ -210,6 +216,8 @@ def _own_the_end(team: Team, before: Callable[..., Any]) -> None:
     """The order of shutdown is ours: how the script ends is noticed, and groups are released before torch goes."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if _NO_GROUP in str(error):
+            add_hint(error, _SUMS)
         team.fail(130 if issubclass(kind, KeyboardInterrupt) else 1, **exception_told(error))
         before(kind, error, trace)
 
