@@ -78,6 +78,17 @@ MemoryGroup = Callable[[int], Path]
 
 
 @pytest.fixture
+def default(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Another default dtype of torch's: the test's indirect parameter."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture
 def memory_group() -> Iterator[MemoryGroup]:
     """Makes a memory cgroup (version 1 or 2) with a limit in bytes; a process enters by `enter_group`."""
     made: list[Path] = []

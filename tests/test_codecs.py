@@ -163,6 +163,20 @@ def expected(word: str, rows: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(stretches)[: len(rows[0])]
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("word", ["bf16", "fp16", "int8", "topk:0.1", "sign", "powersgd:2"])
+def test_sums_do_not_depend_on_the_default_dtype(word: str, default: torch.dtype) -> None:
+    rows = [values(host, 700, "usual") for host in range(3)]
+    found = [summed(word, rows, [(20, 30), (100,)])]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found.append(summed(word, rows, [(20, 30), (100,)]))
+    finally:
+        torch.set_default_dtype(before)
+    np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize("word", ROUNDING)
 @given(rows=gradients)
 @quick

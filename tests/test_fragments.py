@@ -295,8 +295,9 @@ def test_the_histories_of_torchft(delay: int, merged: list[tuple[float, float]],
     assert found == merged
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16], indirect=True)
 @pytest.mark.parametrize("word", ["int8", "int4"])
-def test_what_codes_leave_out_is_kept(word: str) -> None:
+def test_what_codes_leave_out_is_kept(word: str, default: None) -> None:
     """Of three islands on one worker: sent + left = deltas, and int8 is closer than int4."""
     draw, shapes = torch.Generator().manual_seed(1), [(30, 30), (7,), ()]
     names = [str(number) for number in range(len(shapes))]
@@ -307,12 +308,14 @@ def test_what_codes_leave_out_is_kept(word: str) -> None:
     coded = Coded(manner(word).code, isles)  # type: ignore[arg-type]
     sent, deltas, apart = 0.0, 0.0, []
     for _ in range(5):
-        each = {i: [torch.randn(shape, generator=draw).double() for shape in shapes] for i in range(3)}
+        each = {i: [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes] for i in range(3)}
         given = {i: [delta.clone() for delta in each[i]] for i in each}
         for island, one in work.items():
             for name, delta in zip(names, given[island], strict=True):
                 delta += one.inner.beside.get("left", {}).get(name, 0.0)
-        flight = Flight([torch.zeros(shape, dtype=torch.float64) for shape in shapes], torch.ones(2).double())
+        flight = Flight(
+            [torch.zeros(shape, dtype=torch.float64) for shape in shapes], torch.ones(2, dtype=torch.float64)
+        )
         coded.start(flight, [0, 1, 2], given)
         flight.land(isles.twins)
         coded.keep(flight, [0, 1, 2])

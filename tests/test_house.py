@@ -173,6 +173,17 @@ def environment_outside_world(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: {', '.join(used & names)}"  # type: ignore[attr-defined]
 
 
+def tensors_of_the_default_dtype(modules: Modules) -> Iterator[str]:
+    """A script may set another default dtype than float32."""
+    made = {f"torch.{kind}" for kind in ("empty", "zeros", "ones", "full", "tensor", "arange", "linspace", "eye")}
+    made |= {"torch.rand", "torch.randn", "torch.normal", "torch.scalar_tensor"}
+    for name, tree in modules.items():
+        for node in walk(tree):
+            if isinstance(node, ast.Call) and dotted(node.func) in made:
+                if not any(word.arg == "dtype" for word in node.keywords):
+                    yield f"{name}:{node.lineno}: {dotted(node.func)} without dtype="
+
+
 def broad_excepts(modules: Modules) -> Iterator[str]:
     for name, tree in modules.items():
         for node in walk(tree):
@@ -266,6 +277,7 @@ RULES: list[Rule] = [
     import_cycles,
     imports_of_the_package_itself,
     environment_outside_world,
+    tensors_of_the_default_dtype,
     broad_excepts,
     questions_about_layouts,
     layouts_that_import_layouts,
@@ -376,6 +388,8 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
     (broad_excepts, "try: ...\nexcept* builtins.BaseException: ...", ["plan:2: catches everything"]),
     (broad_excepts, "with suppress(Exception): ...", ["plan:1: catches everything"]),
     (broad_excepts, "try: ...\nexcept (OSError, KeyError): ...\nwith suppress(OSError): ...", []),
+    (tensors_of_the_default_dtype, "torch.zeros(3)", ["plan:1: torch.zeros without dtype="]),
+    (tensors_of_the_default_dtype, "torch.zeros(3, dtype=some)\ntorch.zeros_like(other)", []),
     (questions_about_layouts, LAYOUTS | {"run": "isinstance(x, (int, rows.Rows))"}, ["run:1: asks for Rows"]),
     (questions_about_layouts, LAYOUTS | {"run": "issubclass(x, int | Layout)"}, ["run:1: asks for Layout"]),
     (questions_about_layouts, LAYOUTS | {"run": "match x:\n  case Rows(): ..."}, ["run:2: asks for Rows"]),

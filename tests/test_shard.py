@@ -20,12 +20,11 @@ from paceline.comm.buckets import Buckets
 from paceline.comm.exact import ExactBuckets
 from paceline.comm.group import Group
 from paceline.comm.staging import Staging
-from paceline.errors import UsageError
 from paceline.pieces import Shards
 from paceline.step import exact_sum
 from paceline.strategies.blocks import blocks_of
 from paceline.strategies.offload import Hosted
-from paceline.strategies.state import own_of, refuse_mixing
+from paceline.strategies.state import own_of
 from paceline.world import World
 
 PLANS = {
@@ -223,12 +222,6 @@ REFUSED = {
         "UsageError: SGD runs fused and would round the rows of a shard other than in the whole; "
         "leave fused out, or exact",
     ),
-    "rows that are mixed": (
-        "plan='shard=2 zero=1', optimizer=lambda p: torch.optim.Muon([w for n, w in p if w.dim() == 2]), "
-        "model=lambda: torch.nn.Sequential(torch.nn.Linear(10, 2, bias=False)).double()",
-        "UsageError: Muon looks at a parameter as a whole, and the plan keeps rows of it on each worker; "
-        "take one that treats each element by itself, as AdamW, or a plan without shard",
-    ),
     "torch.distributed": (
         "plan='shard=2', optimizer=lambda p: (torch.optim.SGD(p, lr=1)), model=(other_group() or net)",
         "UsageError: the script has initialised torch.distributed, whose default group the plan needs; "
@@ -250,17 +243,6 @@ def test_parameters_that_are_not_gathered_are_told(tmp_path: Path) -> None:
         "use them within model(...), where they are gathered, or say zero=2"
     )
     assert said in " ".join(done.stderr.split()), done.stderr
-
-
-@pytest.mark.parametrize("made", [torch.optim.Adafactor, torch.optim.Muon])
-def test_optimizers_that_mix_rows_are_refused(made: type[torch.optim.Optimizer]) -> None:
-    with pytest.raises(UsageError, match=f"^{made.__name__} looks at a parameter as a whole, and the plan keeps rows"):
-        refuse_mixing([made([nn.Parameter(torch.zeros(4, 4))])])
-
-
-def test_optimizers_that_do_not_mix_rows_are_not() -> None:
-    by_element = ("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
-    refuse_mixing([getattr(torch.optim, name)([nn.Parameter(torch.zeros(4, 4))], lr=0.1) for name in by_element])
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -52,7 +52,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
         bits = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(
             _INTEGERS[flat.element_size()]
         )
-        places = torch.arange(1, min(_CHUNK, len(bits)) + 1, device=bits.device)
+        places = torch.arange(1, min(_CHUNK, len(bits)) + 1, dtype=torch.int64, device=bits.device)
         by = (places * -7046029254386353131 >> 13 | 1).to(bits.dtype)  # odd, and as good as random
         for chunk in bits.split(_CHUNK):
             # Two changed signs must not cancel: the upper bits are mixed into the lower ones.
@@ -142,7 +142,7 @@ class Weights:
 
     def _sets(self, kept: bool) -> list[list[int]]:
         """The workers that must have the same weights, or that must keep the same, by rank."""
-        pieces = self.job.own_cuts if kept else self.job.cuts
+        pieces = self.job.kept_cuts if kept else self.job.cuts
         keys = [(kind, self.mesh.place(rank) if pieces else 0) for rank, kind in enumerate(self.kinds)]
         return [[rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
 

@@ -27,8 +27,10 @@ from paceline.hints import path_of, unfit
 from paceline.pieces import Cut
 from paceline.plan import Plan
 from paceline.schedules import cosine
+from paceline.strategies.coupling import Coupling, Scope, find_coupling
+from paceline.strategies.job import Job
 from paceline.strategies.sparse import tables
-from paceline.strategies.state import THEIRS
+from paceline.strategies.state import THEIRS, marked, marks_of
 from paceline.strategies.streams import Streams
 from paceline.world import World
 
@@ -347,19 +349,34 @@ def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> lis
     return optimizers
 
 
-def groups_of_whole(
-    optimizer: Any, own: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut]
-) -> dict[str, tuple[int, int]]:
-    """The group into which the user's function puts each parameter if it sees the whole shape, and no numbers; nothing
-    where it wants to see these.
+def coupling_of(optimizer: Any, job: Job) -> tuple[Coupling, dict[str, tuple[int, int]]]:
+    """What the updates of the user's optimizers depend on, and the group into which the user's function puts each
+    parameter if it sees the whole shape, and no numbers; no groups where it wants to see these.
     """
+    own, cuts = job.own, job.own_cuts
     shapes = {name: cuts[name].shape if name in cuts else tuple(param.shape) for name, param in own.items()}
-    whole = {n: nn.Parameter(torch.empty(shape, dtype=own[n].dtype, device="meta")) for n, shape in shapes.items()}
+    params = {
+        name: marked(torch.empty(shapes[name], dtype=param.dtype, device="meta"), marks_of(param))
+        for name, param in own.items()
+    }
+    groups = {}
     try:
-        made = optimizers_of(optimizer, list(whole.items()))
+        made = optimizers_of(optimizer, list(params.items()))
+        groups = _groups(made, params)
     except THEIRS:  # it wants to see numbers
-        return {}
-    return _groups(made, whole)
+        params = own
+        made = optimizers_of(optimizer, list(own.items()))
+    sparse = {name for name, param in job.named.items() if any(param is one for one in job.in_rows)}
+    device = next(iter(own.values())).device
+    make = lambda tiny: optimizers_of(optimizer, list(tiny.items()))  # noqa: E731
+    return find_coupling(made, params, shapes, make, device, sparse), groups
+
+
+def refuse_spread(found: Coupling, plan: Plan) -> None:
+    """Refuses optimizers whose update of a parameter depends on others, where no server has all of them."""
+    if found.scope == Scope.ALL and plan.divides_servers:
+        what = f"{found.kind} {found.why}, and server={plan.server} divides the parameters among {plan.server} servers"
+        raise UsageError(what, "say server=1, which has all parameters, or take an optimizer such as AdamW")
 
 
 def refuse_other_groups(

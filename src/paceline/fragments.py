@@ -277,7 +277,7 @@ class Coded:
     @cached_property
     def _block(self) -> int:
         """Bytes of a block's codes."""
-        return self.code.encode(torch.zeros(1, BLOCK)).numel()
+        return self.code.encode(torch.zeros(1, BLOCK, dtype=torch.float32)).numel()
 
     def _stretches(self, length: int) -> list[range]:
         """Of so many elements those of each island."""
@@ -291,7 +291,7 @@ class Coded:
         return self.code.encode(flat.float()[None])[0] if len(flat) else torch.empty(0, dtype=torch.uint8)
 
     def _decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
-        return self.code.decode(codes[None], length)[0] if length else torch.empty(0)
+        return self.code.decode(codes[None], length)[0] if length else torch.empty(0, dtype=torch.float32)
 
     def start(self, flight: Flight, part: Sequence[int], each: dict[int, list[torch.Tensor]]) -> None:
         """Starts summing what `each` island here sends of the rows of a `part`. Collective."""
@@ -301,7 +301,7 @@ class Coded:
         codes: dict[int, list[torch.Tensor]] = {}
         for island in isles.mine:
             deltas = [delta.cpu().view(-1) for delta in each.get(island, ())]
-            owed = torch.cat(deltas) if deltas else torch.zeros(length)
+            owed = torch.cat(deltas) if deltas else torch.zeros(length, dtype=torch.float32)
             codes[island] = [self._encode(owed[s.start : s.stop]) for s in stretches]
             if island in each:
                 for s, sent in zip(stretches, codes[island], strict=True):
@@ -318,7 +318,7 @@ class Coded:
             ins.append(torch.cat(to) if to else torch.empty(0, dtype=torch.uint8))
             size = len(speaks[number]) * sum(self._size(stretches[j]) for j in isles.mine)
             outs.append(torch.empty(size, dtype=torch.uint8))
-        flat = torch.empty(length)
+        flat = torch.empty(length, dtype=torch.float32)
         flight.flats = [(flight.totals, flat)]
 
         def steps(hosts: Hosts | None, fp: int) -> Steps:

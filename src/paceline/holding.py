@@ -237,8 +237,10 @@ class Holding:
             link.put(Kind.ROWS, frame.trainer, frame.key, content=text)
 
     def kept(self, part: int) -> list[dict[str, Any]]:
-        """Of each optimizer, by name."""
+        """The state of each optimizer: its groups, and what it keeps for the parameters of the part, by name."""
         names = self.replica.updater.names
         those = {names[id(self.params[number])] for number in self.parts[part]}
-        found = [optimizer_state(one, names, {}, 0)["state"] for one in self.replica.job.optimizers]
-        return [{name: kept for name, kept in state.items() if name in those} for state in found]
+        states = [optimizer_state(one, names, {}, 0) for one in self.replica.job.optimizers]
+        return [
+            {**one, "state": {name: kept for name, kept in one["state"].items() if name in those}} for one in states
+        ]

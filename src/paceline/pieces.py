@@ -93,6 +93,10 @@ class Piece:
     shape: Indices
     blocks: tuple[Block, ...]
 
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
     def rows(self, rows: range) -> Piece:
         """Some rows of its tensor."""
         blocks = []

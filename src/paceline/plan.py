@@ -201,6 +201,11 @@ class Plan:
         """Whether workers meet servers alone between the ends of windows: who is late holds up nobody there."""
         return bool(self.staleness or self.backup)
 
+    @property
+    def divides_servers(self) -> bool:
+        """Whether no parameter server holds all parameters."""
+        return (self.server or 0) - (self.copies or 0) > 1
+
     def in_shards(self, workers: int) -> Iterator[Plan]:
         """The plans over `workers` that are like this one and keep a model in more or fewer pieces: those that cost the
         least time first.

@@ -122,7 +122,8 @@ class ServedStepper(Stepper):
         for text in self.replica.kept():
             parts = unpack(torch.frombuffer(text, dtype=torch.uint8))
             for optimizer, part in zip(found["optimizers"], parts, strict=True):
-                optimizer["state"] |= part
+                # Optimizers also change numbers in their groups, as the step size that Prodigy estimates.
+                optimizer |= {**part, "state": optimizer["state"] | part["state"]}
         return found
 
 

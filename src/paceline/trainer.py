@@ -20,16 +20,17 @@ from paceline.arguments import (
     Schedule,
     built,
     choose_plan,
+    coupling_of,
     device_of,
     fit,
     fitting,
     fused,
-    groups_of_whole,
     left_out,
     optimizers_of,
     refuse_fused,
     refuse_other_groups,
     refuse_other_places,
+    refuse_spread,
     refuse_words,
     scheduler_of,
     settle_arithmetic,
@@ -58,10 +59,11 @@ from paceline.served import stepper_of
 from paceline.step import Grid, stream_seed
 from paceline.stepping import StepReport
 from paceline.strategies.chunks import MicroBatch, rows_of
+from paceline.strategies.coupling import Scope
 from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
-from paceline.strategies.state import copies_in_pieces, hidden_in, in_pieces, mixing, own_copies, refuse_mixing
+from paceline.strategies.state import copies_in_pieces, hidden_in, in_pieces, own_copies
 from paceline.strategies.streams import Streams
 from paceline.strategies.whole_batch import led
 from paceline.team.operations import settling
@@ -200,20 +202,21 @@ class Trainer(Telling):
 
     def _optimizers(self, make: Any, mesh: Mesh) -> list[Optimizer]:
         """What the user's function makes of what is here of the parameters. That it may be a part must not matter."""
-        run, job = self._run, self._job
-        groups = groups_of_whole(make, job.own, job.own_cuts) if mesh.replica > 1 else {}
+        run, job, plan = self._run, self._job, self.plan
+        groups = dict[str, tuple[int, int]]()
+        if job.own_cuts or plan.divides_servers:
+            found, groups = coupling_of(make, job)
+            refuse_spread(found, plan)
+            if job.own_cuts and found.scope > Scope.ELEMENT:
+                self._replica.see_whole()
+                what = f"{found.kind} gets whole parameters on each worker, and its state is not divided"
+                run.decide(self._number, what, f"it {found.why}")
+                run.say(f"{what}: it {found.why}", once=True)
         optimizers = optimizers_of(make, list(job.own.items()))
         if forgotten := left_out(optimizers, list(job.own.items())):
             run.say(forgotten, once=True)
-        if mesh.replica > 1:
-            if mesh.replica > mesh.unit or job.offload:
-                refuse_mixing(optimizers)
-            elif kind := mixing(optimizers):
-                self._replica.see_whole()
-                optimizers = optimizers_of(make, list(job.own.items()))
-                run.decide(self._number, f"{kind} has whole parameters on each worker", "it looks at them as a whole")
-            refuse_other_groups(optimizers, groups, job.own, job.own_cuts)
-        refuse_fused(optimizers, bool(self.plan.exact and self.plan.shard))
+        refuse_other_groups(optimizers, groups, job.own, job.own_cuts)
+        refuse_fused(optimizers, bool(plan.exact and plan.shard) and not job.whole_copies)
         return optimizers
 
     @property

@@ -143,7 +143,7 @@ class ProcessGroup(dist.ProcessGroup):
         def steps(fp: int) -> Steps:
             parts = mine.indices().t().contiguous(), mine.values()
             counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._size)]
-            yield from hosts.all_gather(counts, torch.tensor([len(parts[0])]), fp)
+            yield from hosts.all_gather(counts, torch.tensor([len(parts[0])], dtype=torch.int64), fp)
             most = max(int(count) for count in counts)
             gathered = []
             for part in parts:

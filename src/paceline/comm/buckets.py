@@ -151,7 +151,7 @@ class Landing:
 
 
 def _norms(gradients: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
+    return torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, dtype=torch.float64)
 
 
 def in_two_parts(param: torch.Tensor) -> UsageError:
@@ -192,9 +192,10 @@ class Buckets(Landing):
         super().__init__(params)
         self.own = self.params if own is None else list(own)
         self.shards = shards
-        self._views: list[torch.Tensor] = [torch.empty(0)] * len(self.params)
+        nothing = torch.empty(0, dtype=torch.float32)
+        self._views: list[torch.Tensor] = [nothing] * len(self.params)
         self._wires: list[Wires] = [[]] * len(self.params)
-        self._home: list[Bucket] = [Bucket(-1, torch.empty(0), [], torch.empty(0))] * len(self.params)
+        self._home: list[Bucket] = [Bucket(-1, nothing, [], nothing)] * len(self.params)
         self._groups = self._group(first_bytes, bytes_)
         self.rehouse(allocate)
         self._ready: Callable[[Bucket], None] | None = None

@@ -84,7 +84,7 @@ class Scaled:
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         blocks = _blocks(rows)
-        scales = torch.empty(*blocks.shape[:2], 1)
+        scales = torch.empty(*blocks.shape[:2], 1, dtype=torch.float32)
         codes = torch.empty(blocks.shape, dtype=self.dtype)
         for part, scale, code in _parts(blocks, scales, codes):
             torch.amax(part.abs(), -1, keepdim=True, out=scale)
@@ -99,7 +99,7 @@ class Scaled:
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
         scales, rest = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
         numbers = rest.view(self.dtype).view(len(codes), -1, BLOCK)
-        made = torch.empty(numbers.shape)
+        made = torch.empty(numbers.shape, dtype=torch.float32)
         for part, scale, code in _parts(made, scales[..., None], numbers):
             torch.mul(part.copy_(code), scale, out=part)
         return made.flatten(1)[:, :length]
@@ -150,7 +150,8 @@ class TopK:
 
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
         places, values = _unpacked(codes, 4 * self._count(length), torch.int32)
-        return torch.zeros(len(codes), length).scatter_(1, places.long(), values.view(torch.float32))
+        made = torch.zeros(len(codes), length, dtype=torch.float32)
+        return made.scatter_(1, places.long(), values.view(torch.float32))
 
 
 @dataclass
@@ -186,14 +187,15 @@ def manner(word: str) -> CodedSum:
 
 def pack_codes(code: Code, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Codes of all elements of some tensors, as one row."""
-    flat = torch.cat([torch.empty(0), *(_real(tensor).reshape(-1).float() for tensor in tensors)])
+    nothing = torch.empty(0, dtype=torch.float32)
+    flat = torch.cat([nothing, *(_real(tensor).reshape(-1).float() for tensor in tensors)])
     return code.encode(flat[None])[0] if len(flat) else torch.empty(0, dtype=torch.uint8)
 
 
 def add_codes(code: Code, codes: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """What `pack_codes` has made of others like these is added to them."""
     sizes = [_real(tensor).numel() for tensor in tensors]
-    flat = code.decode(codes[None], sum(sizes))[0] if len(codes) else torch.empty(0)
+    flat = code.decode(codes[None], sum(sizes))[0] if len(codes) else torch.empty(0, dtype=torch.float32)
     for tensor, part in zip(map(_real, tensors), flat.split(sizes), strict=True):
         tensor.add_(part.view(tensor.shape).to(tensor))
 
@@ -287,7 +289,7 @@ class Codec:
         code = how.code
         assert code is not None
         rows = flat.split(max(1, -(-len(flat) // leaders.size)))
-        step = max(1, leaders.chunk // code.encode(torch.zeros(1, BLOCK)).nbytes) * BLOCK
+        step = max(1, leaders.chunk // code.encode(torch.zeros(1, BLOCK, dtype=torch.float32)).nbytes) * BLOCK
         starts = range(0, len(rows[0]), step)
         yield from leaders.in_turns(
             self._stretch(code, leaders, [row[at : at + step] for row in rows]) for at in starts
@@ -297,7 +299,7 @@ class Codec:
     def _stretch(self, code: Code, leaders: Gloo, rows: Sequence[torch.Tensor]) -> Steps:
         """Sums some of each row; of the last ones less may be left, or nothing."""
         length = len(rows[0])
-        owed = torch.zeros(leaders.size, length)
+        owed = torch.zeros(leaders.size, length, dtype=torch.float32)
         for row, target in zip(rows, owed, strict=False):
             target[: len(row)].copy_(row)
         codes = yield from leaders.all_to_all(code.encode(owed))
@@ -360,7 +362,7 @@ class Codec:
         rights = [(left.T @ matrix.float()).T for (_, matrix), left in zip(thin, lefts, strict=True)]
         for (_, matrix), left, right in zip(thin, lefts, rights, strict=True):
             _add_product(matrix, left, right, -1.0)
-        said = torch.zeros(leaders.size)
+        said = torch.zeros(leaders.size, dtype=torch.float32)
         said[leaders.rank] = self._keep(bucket, owed)
         second = torch.cat([*(right.reshape(-1) for right in rights), said])
         yield from last(leaders.all_reduce(second))
@@ -382,7 +384,7 @@ class Codec:
         if number in self._was.basis:
             return self._was.basis[number]
         chance = torch.Generator().manual_seed(number)
-        return torch.randn(matrix.shape[1], rank, generator=chance)
+        return torch.randn(matrix.shape[1], rank, generator=chance, dtype=torch.float32)
 
 
 def _sum(code: Code, codes: torch.Tensor, length: int) -> torch.Tensor:

@@ -179,7 +179,7 @@ def all_to_all(shared: Shared, outs: Sequence[torch.Tensor], ins: Sequence[torch
 
 def lengths(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> torch.Tensor:
     """What a worker says before an all-to-all: what it gives to each, and then what it takes."""
-    return torch.tensor([len(part) for part in (*ins, *outs)])
+    return torch.tensor([len(part) for part in (*ins, *outs)], dtype=torch.int64)
 
 
 def meet(said: torch.Tensor) -> int:

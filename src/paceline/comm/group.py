@@ -448,7 +448,7 @@ class Group:
 
     def broadcast_bytes(self, data: torch.Tensor | None, source: int) -> torch.Tensor:
         """The flat bytes of `source`, on all workers. Part of the entered collective."""
-        length = torch.tensor([0 if data is None else len(data)])
+        length = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
         self.broadcast(length, source)
         if data is None:
             data = torch.empty(int(length), dtype=torch.uint8)
@@ -456,7 +456,7 @@ class Group:
 
     def send_bytes(self, data: torch.Tensor, rank: int) -> None:
         """Flat bytes to one other worker, which calls `receive_bytes`."""
-        for part in (torch.tensor([len(data)]), data):
+        for part in (torch.tensor([len(data)], dtype=torch.int64), data):
             self.send(part, rank)
 
     def receive_bytes(self, rank: int) -> torch.Tensor:

@@ -90,7 +90,7 @@ def measure(leaders: Gloo, meetings: Sequence[Sequence[Pair]], found: dict[Pair,
             seconds = yield from _swap(leaders, mate, size)
             if mine is not None:
                 found[mine] = size / max(seconds - latency, 0.9 * seconds), latency
-            longest = torch.tensor([seconds])
+            longest = torch.tensor([seconds], dtype=torch.float64)
             yield from leaders.all_reduce(longest, dist.ReduceOp.MAX)
             spent += float(longest)
             if float(longest) > LONG or spent + 2 * float(longest) > SECONDS / len(meetings) or size == MOST:

@@ -104,7 +104,8 @@ class Mailbox:
     def send(self, data: torch.Tensor, rank: int, tag: int) -> Steps:
         if self._hosts.several and rank != self._hosts.rank:
             net, there = yield from self._reach(rank)
-            head = torch.tensor([len(data)]).view(torch.uint8)  # gloo ends the receiver's process over another size
+            # Gloo ends the receiver's process over another size.
+            head = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
             for part in (head, data):
                 yield from in_thread(lambda part=part: _wait(net.send([part], there, tag)))  # type: ignore[misc]
             return

@@ -152,7 +152,8 @@ class Source:
             while some := list(_about(run, AHEAD)):
                 positions = [position for slot in some for position in range(slot.start, slot.stop)]
                 if self.order is sample_index:
-                    found = sample_index(torch.tensor(positions), self.rows, self.seed, epoch).tolist()
+                    places = torch.tensor(positions, dtype=torch.int64)
+                    found = sample_index(places, self.rows, self.seed, epoch).tolist()
                 else:
                     found = [int(self.order(position, self.rows, self.seed, epoch)) for position in positions]
                 indices = iter(found)
@@ -165,7 +166,7 @@ def _plain(tensor: Any) -> bool:
     """Whether its rows stacked have the strides of as many taken at once: other strides may go into a stack."""
     usual = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
     usual = usual and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad) and tensor.numel() > 0
-    return usual and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+    return usual and tensor.stride() == torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
 
 
 def _about(slots: Iterator[Slot], rows: int) -> Iterator[Slot]:

@@ -173,7 +173,8 @@ class _Queue(_Held):
         return options.rows, self.start.numel() // self.size + 1
 
     def _places(self, count: int) -> torch.Tensor:
-        return torch.arange(self.first, self.first + count, device=self.start.device)[-self.size :] % self.size
+        places = torch.arange(self.first, self.first + count, dtype=torch.int64, device=self.start.device)
+        return places[-self.size :] % self.size
 
     def record(self, rows: torch.Tensor, chunk: Chunk, count: int) -> None:
         moved = (int(self.pointer.now()) - self.first) % self.size

@@ -61,6 +61,7 @@ class Job:
     own: dict[str, nn.Parameter] = field(default_factory=dict)
     cuts: dict[str, Cut] = field(default_factory=dict)
     own_cuts: dict[str, Cut] = field(default_factory=dict)
+    whole_copies: bool = False  # whether `own` are whole copies of the parameters that the cuts are of
     stages: Stages | None = None
     said: tuple[Mapping[str, str] | None, str | None] = None, None  # by the user: which layers and blocks are cut
     place: int = 0
@@ -77,6 +78,11 @@ class Job:
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
     decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a forward, as in `Sums`
+
+    @property
+    def kept_cuts(self) -> Mapping[str, Cut]:
+        """How what optimizers keep for each parameter is cut: none of it where they hold whole copies."""
+        return {} if self.whole_copies else self.own_cuts
 
     @property
     def dense(self) -> list[nn.Parameter]:

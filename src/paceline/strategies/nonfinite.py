@@ -166,7 +166,7 @@ class Refusal:
         job, names, where = self.replica.job, list(self.replica.job.named), self.replica.own.blame()
         what = f"the gradient of {self.which} is not finite{where}, though its loss is ({loss:.6g})"
         if self._by_itself:
-            sums = enumerate(param.grad for param in job.own.values())
+            sums = enumerate(row.grad for row in self.replica.updater.rows)
             mine = next(([number, _kind(grad), ""] for number, grad in sums if _kind(grad)), None)
             if not self.replica.layout.gathers and job.over is None:
                 mine = self._backward() or mine

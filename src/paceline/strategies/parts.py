@@ -242,7 +242,7 @@ class Parts(_Mode):
         x, part = given[0], part_of(given[0])
         if part is None or any(isinstance(value, Tensor) for value in pytree.tree_leaves((given[1:], named))):
             return UNKNOWN
-        probe = torch.empty(logical(x), device="meta")
+        probe = torch.empty(logical(x), dtype=x.dtype, device="meta")
         seen = pytree.tree_leaves(function(probe, *given[1:], **named))
         places = [_place(one, part.length, probe.stride(part.dim)) for one in seen]
         if None in places:

@@ -125,7 +125,7 @@ def _flatten(on: Parts, function: Any, given: Any, named: Any) -> Any:
     x, part = given[0], part_of(given[0])
     if part is None:
         return UNKNOWN
-    sizes = function(torch.empty(logical(x), device="meta"), *given[1:], **named).shape
+    sizes = function(torch.empty(logical(x), dtype=x.dtype, device="meta"), *given[1:], **named).shape
     return on.reshaped(x, part, sizes, Tensor.reshape)
 
 
@@ -178,7 +178,7 @@ def _split(on: Parts, function: Any, given: Any, named: Any) -> Any:
     made = on.viewed(function, given, named)
     if made is not UNKNOWN:
         return made
-    probe = function(torch.empty(logical(x), device="meta"), *given[1:], **named)
+    probe = function(torch.empty(logical(x), dtype=x.dtype, device="meta"), *given[1:], **named)
     pieces = on.divided(x, part, [piece.shape[part.dim] for piece in probe])
     return UNKNOWN if pieces is None else tuple(pieces)
 

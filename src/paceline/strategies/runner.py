@@ -244,7 +244,7 @@ class Runner:
         with job.arithmetic():
             output = job.forward(job.model, chunk.batch)
             if output is ELSEWHERE:
-                return Loss(torch.zeros(()), 0.0, {}, chunk.sources, chunk.micro_batches[0].index)
+                return Loss(torch.zeros((), dtype=torch.float64), 0.0, {}, chunk.sources, chunk.micro_batches[0].index)
             lead = chunk.micro_batches[0].lead
             result = job.loss(output, chunk.batch if lead is None else lead)
         return Loss.of(result, chunk, any(param.requires_grad for param in self.params))

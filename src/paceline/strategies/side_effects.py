@@ -45,7 +45,8 @@ class BatchStatistics:
         self._active: list[Any] = []
         self._others: list[Any] = []
         self._buffers: list[torch.Tensor] = []
-        self._start = torch.empty(0)  # what the buffers held when the step began, as one flat float64 tensor
+        # What the buffers held when the step began, as one flat float64 tensor.
+        self._start = torch.empty(0, dtype=torch.float64)
         self._begun: list[torch.Tensor] = []  # its parts, one per buffer
         self._calls: list[int] = []  # versions of the counters of another trainer's
 
@@ -65,7 +66,7 @@ class BatchStatistics:
         buffers = [b for m in self._active for b in (m.num_batches_tracked, m.running_mean, m.running_var)]
         if [*map(id, buffers)] != [*map(id, self._buffers)]:  # cutting the views anew takes longer than all the rest
             self._buffers = buffers
-            self._start = self._now() if buffers else torch.empty(0)
+            self._start = self._now() if buffers else torch.empty(0, dtype=torch.float32)
             parts = self._start.split([buffer.numel() for buffer in buffers])
             self._begun = [part.view(buffer.shape) for buffer, part in zip(buffers, parts, strict=True)]
         elif buffers:
@@ -114,7 +115,7 @@ class BatchStatistics:
         A forward maps a statistic r to a·r + b. If micro-batch i alone moves it by d_i, all in turn move it by the sum
         of d_i·(a_(i+1) a_(i+2) ...). In a cumulative average a micro-batch weighs less the more batches were before.
         """
-        sizes = torch.tensor([1 + 2 * module.running_mean.numel() for module in self._active])
+        sizes = torch.tensor([1 + 2 * module.running_mean.numel() for module in self._active], dtype=torch.int64)
         counters = (sizes.cumsum(0) - sizes).to(records.device)  # where each module's batch counter stands
         calls = records[:, counters]
         momentum = torch.tensor([1.0 if m.momentum is None else m.momentum for m in self._active], dtype=torch.float64)
@@ -161,7 +162,8 @@ class BufferWatch:
         self._prints = [_print(param) for _, param in self._params] if values else []
         buffers = [module._buffers[key] for _, module, key in self._owners]
         if len(self._marks) != len(buffers) or self._changed_buffer(values=False) is not None:
-            self._values = [torch.empty(0) if buffer is None else buffer.clone() for buffer in buffers]
+            nothing = torch.empty(0, dtype=torch.float32)
+            self._values = [nothing if buffer is None else buffer.clone() for buffer in buffers]
         self._marks = [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
         self._versions = [param._version for _, param in self._params]
 
@@ -215,6 +217,6 @@ def _print(tensor: torch.Tensor) -> torch.Tensor:
     is not of floating point.
     """
     if not tensor.is_floating_point() or hasattr(tensor, "_local_tensor"):
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32)
     flat, wide = tensor.detach(), torch.float32 if tensor.device.type == "mps" else torch.float64
     return torch.stack([flat.sum(dtype=wide), torch.linalg.vector_norm(flat, dtype=wide)])

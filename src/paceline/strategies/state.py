@@ -98,78 +98,60 @@ def kept_for_each(optimizers: Sequence[Optimizer]) -> float:
 
 def _kept(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
     """The tensors that another optimizer of the kind keeps for a small parameter; None where it cannot be made."""
-    probe = nn.Parameter(torch.zeros(_SIDE, _SIDE))
+    probe = nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=torch.float32))
     probe.grad = torch.zeros_like(probe)
-    made = _tried(optimizer, [probe])
-    if made is None:
+    try:
+        with torch.random.fork_rng(devices=[]):  # it may draw
+            made = type(optimizer)([probe], **optimizer.defaults)
+            made.step()
+    except THEIRS:  # it wants something else besides
         return None
     return {key: value for key, value in made.state[probe].items() if isinstance(value, torch.Tensor)}
 
 
-def _tried(optimizer: Optimizer, params: list[nn.Parameter]) -> Optimizer | None:
-    """Another optimizer of the kind, after a step of these small parameters; None where it cannot be made."""
-    try:
-        with torch.random.fork_rng(devices=[]):  # it may draw
-            made = type(optimizer)(params, **optimizer.defaults)
-            made.step()
-    except THEIRS:  # it wants something else besides
-        return None
-    return made
-
-
-def mixing(optimizers: Sequence[Optimizer]) -> str:
-    """The kind of the first whose update of a part of a parameter depends on the rest, as tried on a small one; empty
-    where there is none.
+def refuse_odd_state(optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, Cut]) -> None:
+    """Raises UsageError where the state of a parameter of which a piece is here is neither a number nor a tensor of the
+    piece's shape: nobody could tell which part of the whole state it is.
     """
-    # Not symmetric: LAMB's ratio of norms would be that of the whole in each half.
-    whole = torch.linspace(-1.0, 2.0, _SIDE**2, dtype=torch.float64).view(_SIDE, _SIDE)
-    for one in optimizers:
-        tries = []
-        for length, dim in ((_SIDE, 0), (_SIDE // 2, 0), (_SIDE // 2, 1)):
-            params = [nn.Parameter(part.clone()) for part in whole.split(length, dim)]
-            for param in params:
-                param.grad = param.detach().sin()
-            if _tried(one, params) is not None:
-                tries.append(torch.cat([param.detach() for param in params], dim))
-        if any(not torch.allclose(tries[0], other, rtol=1e-9, atol=0.0) for other in tries[1:]):
-            return type(one).__name__
-    return ""
-
-
-def refuse_mixing(optimizers: Sequence[Optimizer]) -> None:
-    """For parameters in rows: refuses optimizers whose update of a row depends on others."""
-    if kind := mixing(optimizers):
-        what = f"{kind} looks at a parameter as a whole, and the plan keeps rows of it on each worker"
-        raise UsageError(what, "take one that treats each element by itself, as AdamW, or a plan without shard")
+    for param, state in optimizer.state.items():
+        name = names.get(id(param), "")
+        for key, value in state.items() if name in cuts else ():
+            if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != param.shape:
+                what = (
+                    f"{type(optimizer).__name__} keeps {key} of shape {tuple(value.shape)} for {name}, of which this "
+                    f"worker holds a piece of shape {tuple(param.shape)}: it can be neither saved nor moved"
+                )
+                cure = "take an optimizer whose state has the shape of its parameter, such as AdamW, or a plan of data="
+                raise UsageError(what, f"{cure} alone")
 
 
 def optimizer_state(
     optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, Cut], place: int
 ) -> dict[str, Any]:
     """The groups, and what is kept for each parameter; `names` are those of the tensors it holds, by identity. What is
-    kept for each element of one that is cut is marked as what is held of that.
+    kept for each element of one that is cut is marked as what is held of that. What is kept under a text is in
+    `besides`.
     """
     groups = [
         {**{k: v for k, v in group.items() if k != "param_names"}, "params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    state = {names[id(param)]: dict(value) for param, value in optimizer.state.items()}
-    for param in optimizer.state if cuts else ():
+    besides = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    params = [param for param in optimizer.state if not isinstance(param, str)]
+    state = {names[id(param)]: dict(optimizer.state[param]) for param in params}
+    if cuts:
+        refuse_odd_state(optimizer, names, cuts)
+    for param in params if cuts else ():
         if (name := names[id(param)]) in cuts:
-            _mark(state[name], type(optimizer).__name__, name, param, cuts[name], place)
-    return {"groups": groups, "state": state}
+            _mark(state[name], param, cuts[name], place)
+    return {"groups": groups, "state": state, **({"besides": besides} if besides else {})}
 
 
-def _mark(kept: dict[str, Any], kind: str, name: str, piece: torch.Tensor, cut: Cut, place: int) -> None:
-    """Marks what an optimizer of some `kind` keeps for each element of a parameter's `piece`."""
+def _mark(kept: dict[str, Any], piece: torch.Tensor, cut: Cut, place: int) -> None:
+    """Marks what an optimizer keeps for each element of a parameter's `piece`."""
     for key, value in kept.items():
-        if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != piece.shape):
-            continue
-        if value.shape != piece.shape:
-            what = f"{kind} keeps a tensor of shape {tuple(value.shape)} for {name}"
-            cure = "shard the state of optimizers that keep numbers for each element, as AdamW or SGD"
-            raise UsageError(f"{what}, {tuple(piece.shape)} of which are here", cure)
-        kept[key] = Held(value, cut, place)
+        if isinstance(value, torch.Tensor) and value.shape == piece.shape:
+            kept[key] = Held(value, cut, place)
 
 
 def _own_pieces(
@@ -277,7 +259,8 @@ def load_optimizer(
         numbers.update(zip(here, packed["params"], strict=True))
         groups.append({**packed, **{k: v for k, v in old.items() if k != "params"}})
     state = {numbers[name]: {key: _copy(value) for key, value in kept.items()} for name, kept in saved["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    besides = saved.get("besides") or {}
+    optimizer.load_state_dict({"state": {**besides, **state}, "param_groups": groups})
 
 
 def _copy(value: Any) -> Any:

@@ -17,7 +17,7 @@ from paceline.step import Agreed
 from paceline.strategies.job import Job, Options
 from paceline.strategies.offload import Hosted
 from paceline.strategies.sparse import rows_of
-from paceline.strategies.state import held, load_optimizer, optimizer_state, same_number
+from paceline.strategies.state import held, load_optimizer, optimizer_state, refuse_odd_state, same_number
 from paceline.strategies.whole import WholeCopies
 
 
@@ -33,13 +33,15 @@ class Update:
         if self.hosted is not None:
             job.own = dict(zip(job.own, self.hosted.copies, strict=True))
         self.own = list(job.own.values())
+        self._looks = True  # at the optimizers' state, after the first update
         frozen = [(name, param) for name, param in job.model.named_parameters() if not param.requires_grad]
         self.names = {id(param): name for name, param in [*frozen, *job.own.items()]}
 
     def see_whole(self, replica: Group) -> None:
         """Optimizers are to hold whole copies of what is cut."""
-        self.hosted = made = WholeCopies(dict(self.job.own), self.job.own_cuts, self.job.place, replica)
-        self.job.own, self.job.own_cuts = made.copies, {}
+        job, rows = self.job, dict(zip(self.job.own, self.rows, strict=True))
+        self.hosted = made = WholeCopies(rows, job.own_cuts, job.place, replica, job.offload)
+        job.own, job.whole_copies = made.copies, True
         self.own = list(made.copies.values())
         self.names |= {id(copy): name for name, copy in made.copies.items()}
 
@@ -67,6 +69,10 @@ class Update:
         with self.hosted.update() if self.hosted is not None else nullcontext():
             for optimizer in self.job.optimizers:
                 optimizer.step()
+        if self._looks:
+            self._looks = False
+            for optimizer in self.job.optimizers:
+                refuse_odd_state(optimizer, self.names, self.job.kept_cuts)
         self.home.applied()
         self.follow_schedule(agreed)
 
@@ -87,7 +93,7 @@ class Update:
         )
 
     def state(self) -> dict[str, Any]:
-        cuts, place = self.job.own_cuts, self.job.place
+        cuts, place = self.job.kept_cuts, self.job.place
         return {
             "optimizers": [optimizer_state(one, self.names, cuts, place) for one in self.job.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
@@ -98,7 +104,7 @@ class Update:
         same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
         same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
-            load_optimizer(optimizer, saved, self.names, self.job.own_cuts, self.job.place)
+            load_optimizer(optimizer, saved, self.names, self.job.kept_cuts, self.job.place)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(dict(saved))
         if self.job.exact and self.home.largest:

@@ -66,4 +66,4 @@ class Values:
 
 def _empty(param: nn.Parameter, device: torch.device) -> torch.Tensor:
     """Of its shape, without memory."""
-    return torch.tensor(_LIKELY).to(device, param.dtype).expand(param.shape)
+    return torch.tensor(_LIKELY, dtype=param.dtype).to(device).expand(param.shape)

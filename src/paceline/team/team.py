@@ -149,7 +149,7 @@ class Team:
 
         def compute() -> bool:
             self.group.enter(f"any {name!r}")
-            return bool(self.group.sum(torch.tensor([int(bool(flag))])).item())
+            return bool(self.group.sum(torch.tensor([int(bool(flag))], dtype=torch.int64)).item())
 
         return self._together(compute)
 

@@ -1,0 +1,173 @@
+"""Optimizers whose update of a number depends on others get what they need under each plan, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agents import journal
+from launching import SCRIPTS, paceline
+from optimizers import OPTIMIZERS, in_plain_torch
+from safetensors.torch import load_file
+from torch import nn
+
+from paceline.optim import LAMB, LARS
+from paceline.strategies.coupling import Coupling, Scope, find_coupling
+
+STEPS = 12
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Relative to the norm of the weights."""
+    assert found.keys() == expected.keys()
+    apart = sum(float((found[name] - tensor).square().sum()) for name, tensor in expected.items())
+    return float((apart / sum(float(tensor.square().sum()) for tensor in expected.values())) ** 0.5)
+
+
+def train(folder: Path, workers: int, plan: str, *names: str, code: int = 0, options: Any = ()) -> str:
+    """What the console says."""
+    words = [*(["--plan", plan] if plan else []), *options]
+    args = ("run", "--workers", str(workers), "--run-dir", "out", *words, SCRIPTS / "optimizers.py", str(STEPS), *names)
+    return " ".join(paceline(*args, cwd=folder, code=code).stderr.split())
+
+
+# -- what an optimizer's updates depend on ----------------------------------------------------------------------------
+
+
+def tried(make: Callable[[Any], Any], shapes: dict[str, tuple[int, ...]]) -> Coupling:
+    def made(params: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+        found = make(list(params.items()))
+        return found if isinstance(found, list) else [found]
+
+    params = {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
+    before = torch.get_rng_state()
+    found = find_coupling(made(params), params, shapes, made, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    return found
+
+
+SHAPES = {"a.weight": (16, 12), "a.bias": (16,), "b.weight": (12, 16), "b.bias": (12,), "by": ()}
+ELEMENTS = ("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+OTHERS = "updates each parameter by what the others are"
+WHOLE = "looks at a parameter as a whole"
+SHAPED = "keeps state of other shapes than its parameters'"
+KINDS = {
+    "DAdapt": (Scope.ALL, "DAdapt", OTHERS),
+    "Prodigy": (Scope.ALL, "Prodigy", OTHERS),
+    "NormClipped": (Scope.ALL, "NormClipped", OTHERS),
+    "Noting": (Scope.ALL, "Noting", OTHERS),
+    "hooked": (Scope.ALL, "SGD", OTHERS),
+    "in_groups": (Scope.ALL, "SGD", OTHERS),
+    "Wide": (Scope.ALL, "Wide", "could not be tried on small tensors (matrices of 12 rows or columns are wanted)"),
+    "Soap": (Scope.PARAMETER, "Soap", WHOLE),
+    "StableAdamW": (Scope.PARAMETER, "StableAdamW", WHOLE),
+    "Adafactor": (Scope.PARAMETER, "Adafactor", WHOLE),
+    "both": (Scope.PARAMETER, "Muon", WHOLE),
+    "Stacked": (Scope.PARAMETER, "Stacked", SHAPED),
+    "AdamW": (Scope.ELEMENT, "", ""),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_an_update_depends_on_is_found(name: str) -> None:
+    assert tried(OPTIMIZERS[name], SHAPES) == Coupling(*KINDS[name])
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_optimizers_of_torch_that_treat_each_element_by_itself(name: str) -> None:
+    assert tried(lambda params: getattr(torch.optim, name)(params, lr=0.1), SHAPES).scope == Scope.ELEMENT
+
+
+@pytest.mark.parametrize("made", [LAMB, LARS])
+def test_layerwise_optimizers_look_at_whole_parameters(made: Any) -> None:
+    assert tried(lambda params: made([param for _, param in params], lr=0.1), SHAPES).scope == Scope.PARAMETER
+
+
+class Rare(torch.optim.SGD):
+    """Divides by the norm over all parameters, in each thirtieth step alone."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.param_groups[0]["every"], self.steps = 30, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        if self.steps % self.param_groups[0]["every"] == 0:
+            grads = [param.grad for param in self.param_groups[0]["params"] if param.grad is not None]
+            torch._foreach_div_(grads, torch.nn.utils.get_total_norm(grads))
+        super().step()
+
+
+def test_what_is_done_every_so_many_steps_is_waited_for() -> None:
+    assert tried(Rare, SHAPES) == Coupling(Scope.ALL, "Rare", OTHERS)
+
+
+def test_a_function_that_wants_other_shapes_is_tried_with_its_optimizers_options() -> None:
+    """It puts small matrices into another group, where they are treated in another way."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        large = [param for _, param in params if param.numel() > 100]
+        small = [param for _, param in params if param.numel() <= 100]
+        return LARS([{"params": large}, {"params": small, "momentum": 0.0}], lr=0.1)
+
+    assert tried(make, SHAPES).scope == Scope.PARAMETER
+
+
+# -- and what it gets -------------------------------------------------------------------------------------------------
+
+CELLS = [(2, "shard=2 zero=1"), (2, "shard=2 zero=2"), (3, "shard=3"), (2, "shard=2 offload=cpu"), (2, "tensor=2")]
+CELLS += [(2, "pipeline=2"), (4, "data=2 shard=2 zero=1"), (4, "shard=2 tensor=2 zero=1"), (1, ""), (3, "")]
+CELLS += [(2, "server=1"), (3, "server=2 copies=1"), (2, "context=2"), (2, "exact shard=2 zero=1")]
+QUICK = (2, "shard=2 zero=1")
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan"), [pytest.param(*cell, marks=[] if cell == QUICK else pytest.mark.slow) for cell in CELLS]
+)
+def test_weights_are_those_of_plain_pytorch(workers: int, plan: str, tmp_path: Path) -> None:
+    said = train(tmp_path, workers, plan, *OPTIMIZERS, options=("--max-restarts", "0") if "server" not in plan else ())
+    for name in OPTIMIZERS:
+        assert distance(load_file(tmp_path / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name
+    if plan == "shard=2 zero=1":
+        what = "DAdapt gets whole parameters on each worker, and its state is not divided"
+        assert f"{what}: it {OTHERS}" in said
+        assert what in [entry.get("what") for entry in journal(tmp_path / "out", "decision")]
+        assert " AdamW gets" not in said
+
+
+@pytest.mark.parametrize("name", ["Prodigy", pytest.param("Wide", marks=pytest.mark.slow)])
+def test_servers_that_divide_parameters_are_refused(name: str, tmp_path: Path) -> None:
+    said = train(tmp_path, 2, "server=2", name, code=2)
+    what = f"UsageError: {name} {KINDS[name][2]}, and server=2 divides the parameters among 2 servers"
+    assert f"{what}; say server=1, which has all parameters, or take an optimizer such as AdamW" in said
+
+
+@pytest.mark.slow
+def test_servers_that_divide_parameters_have_whole_ones(tmp_path: Path) -> None:
+    names = ["Soap", "StableAdamW", "Adafactor", "both", "Stacked", "AdamW"]
+    train(tmp_path, 2, "server=2", *names)
+    for name in names:
+        assert distance(load_file(tmp_path / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name
+
+
+RESUMED = [((2, "server=1"), (1, "")), ((2, "shard=2"), (3, "")), ((1, ""), (2, "shard=2 zero=1"))]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [pytest.param(*one, marks=[] if not at else pytest.mark.slow) for at, one in enumerate(RESUMED)]
+)
+def test_what_they_keep_is_resumed_under_another_plan(
+    first: tuple[int, str], then: tuple[int, str], tmp_path: Path
+) -> None:
+    """The estimated step size lies in a group, the momentum of the norm under a text."""
+    names = ["Prodigy", "Noting"]
+    for name in names:
+        folder = tmp_path / name
+        folder.mkdir()
+        train(folder, *first, name, options=("--steps", "5"))
+        train(folder, *then, name)
+        assert distance(load_file(folder / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name
