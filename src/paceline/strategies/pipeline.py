@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -48,6 +49,24 @@ MOST = 64  # messages on their way, before a sender waits
 
 
 @dataclass
+class _Absent:
+    """A parameter that this worker has nothing of: what is in its place, the shape and the gradient hooks that it has
+    elsewhere, and where it belongs.
+    """
+
+    empty: nn.Parameter
+    shape: torch.Size
+    hooks: Any
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def filled(self, value: torch.Tensor) -> nn.Parameter:
+        made = nn.Parameter(value, self.empty.requires_grad)
+        vars(made).update(vars(self.empty))
+        made._backward_hooks = self.hooks
+        return made
+
+
+@dataclass
 class _Under:
     """A micro-batch that is under way in a stage: what came, and what went on."""
 
@@ -73,6 +92,7 @@ class Pipeline:
         self._keys = {name: keys.setdefault(id(param), (PARAM, len(keys), 0)) for name, param in named}
         self.absent = {name for name, stages in self._homes.items() if not {*stages} & {*self.own}}
         self._held: dict[Key, nn.Parameter] = {}  # by key, what is here
+        self._absent: dict[Key, _Absent] = {}  # and what is not
         self._slots: list[tuple[int, nn.Module, str, nn.Parameter]] = []  # stand-ins, and whose the parameter is
         self._stand_ins: dict[int, Key] = {}
         self._ways: dict[tuple[str, bool], list[list[Key]]] = {}  # by kind of forward: what each stage sends on
@@ -83,6 +103,7 @@ class Pipeline:
         self._sent: list[Any] = []
         self.waited = 0.0  # seconds, for other stages
         self.sent = 0  # bytes
+        self.assembles = False  # the whole model is here
         self._plain, job.forward = job.forward, self._inside
 
     def __deepcopy__(self, memo: Any) -> Pipeline:
@@ -127,6 +148,8 @@ class Pipeline:
                     empty = torch.empty((0, *job.cuts[name].shape[1:]), dtype=param.dtype, device=param.device)
                     empties[known] = marked(empty, marks_of(param))
                     empties[known].requires_grad = param.requires_grad
+                    self._absent[known] = _Absent(empties[known], param.shape, param._backward_hooks)
+                self._absent[known].slots.append((module, key))
                 module._parameters[key] = empties[known]
         job.named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         modules = dict(model.named_modules())
@@ -158,6 +181,8 @@ class Pipeline:
     # -- forwards -----------------------------------------------------------------------------------------------------
 
     def _block(self, number: int, name: str, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        if self.assembles:
+            return forward(*given, **named)
         if self._passage is None:
             what = f"{name} is called by itself, and {self._model} is cut in stages"
             raise UsageError(what, "call the whole model, on all workers")
@@ -165,7 +190,7 @@ class Pipeline:
 
     def _inside(self, model: nn.Module, batch: Any) -> Any:
         """The user's own forward, on the stage under way: its output, or what it has for the next ones."""
-        if model is not self.job.model:
+        if model is not self.job.model or self.assembles:
             return self._plain(model, batch)
         return self._passing(partial(self._plain, model, batch))
 
@@ -191,16 +216,20 @@ class Pipeline:
         """One micro-batch through the stage that a runner has said, or else through all that are here."""
         if model is not self.job.model:
             return self._plain(model, batch)
-        calls = partial(self._cut_forward, model, batch), partial(self._inside, model, batch)
-        return self._forwards(("forward", model.training), *calls)
+        if self.assembles:
+            return self._cut_forward(model, batch)
+        self.survey(model, batch)
+        return self._forwards(("forward", model.training), partial(self._cut_forward, model, batch))
 
-    def _forwards(
-        self, kind: tuple[str, bool], call: Callable[[], Any], surveyed: Callable[[], Any] | None = None
-    ) -> Any:
-        """`surveyed` is the same call without anything around it that looks at values."""
+    def survey(self, model: nn.Module, batch: Any) -> None:
+        """Sees which values stages need of earlier ones, if this is the first forward of its kind: without anything
+        around it that looks at values. Collective in the line then.
+        """
+        if (kind := ("forward", model.training)) not in self._ways:
+            self._survey(kind, partial(self._inside, model, batch))
+
+    def _forwards(self, kind: tuple[str, bool], call: Callable[[], Any]) -> Any:
         self.line.enter("the stages of a pipeline", check=False, kind="pipeline")
-        if kind not in self._ways:
-            self._survey(kind, surveyed or call)
         output = ELSEWHERE
         for stage in [self._stage] if self._stage is not None else self.own:
             output = self._ahead(stage, self._ways[kind], call)
@@ -275,6 +304,7 @@ class Pipeline:
 
     def _survey(self, kind: tuple[str, bool], call: Callable[[], Any]) -> None:
         """One forward on stand-ins, stage by stage, to see which values stages need of earlier ones."""
+        self.line.enter("the stages of a pipeline", check=False, kind="pipeline")
         found: dict[int, list[Key]] = {}
         before, self._surveys, self._want = self._stage, True, frozenset()
         try:
@@ -324,11 +354,12 @@ class Pipeline:
         else:
             went = [value for value in under.went if value.requires_grad]
             grads = [self._from(stage + 1, torch.empty_like(v, memory_format=torch.contiguous_format)) for v in went]
-            if went:
-                torch.autograd.backward(went, grads)
+            used = [(value, grad) for value, grad in zip(went, grads, strict=True) if not _is_none(grad)]
+            if used:
+                torch.autograd.backward([value for value, _ in used], [grad for _, grad in used])
         came = [value for value in under.came if value.requires_grad]
         if came:
-            self._to(stage - 1, [torch.zeros_like(v) if v.grad is None else v.grad for v in came])
+            self._to(stage - 1, [_none_like(v) if v.grad is None else v.grad for v in came])
 
     def better(self, seconds: Mapping[int, float]) -> str:
         """For people: another cut, where stages take their workers unequally long, and why. Collective in the line."""
@@ -358,6 +389,53 @@ class Pipeline:
             for other in workers[1:]:
                 self._to(other, [part.clone()])
 
+    # -- the whole model ----------------------------------------------------------------------------------------------
+
+    @property
+    def judge(self) -> int:
+        """The worker of the line that has the last stage."""
+        return self.last % self.line.size
+
+    def lacking(self) -> int:
+        """Bytes of what other workers have of the model."""
+        return sum(one.shape.numel() * one.empty.element_size() for one in self._absent.values())
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters as they are in the model now, with the first of their names."""
+        params = self.job.model.named_parameters()
+        return {name: param for name, param in params if param.requires_grad}
+
+    def source(self, name: str) -> int:
+        """The first worker of the line that has a parameter."""
+        return self._homes[name][0] % self.line.size
+
+    @contextmanager
+    def assembled(self) -> Iterator[None]:
+        """Meanwhile the worker of the last stage has the whole model, to which the others give their parameters here.
+        Collective in the line.
+        """
+        line, slots = self.line, list[tuple[nn.Module, str, nn.Parameter | None]]()
+        line.enter("the whole model, on one worker of a pipeline", check=False, kind="comparison")
+        first = {known: name for name, known in reversed(self._keys.items())}
+        for known, name in sorted(first.items()):
+            home = self.source(name)
+            if self.judge in {stage % line.size for stage in self._homes[name]}:
+                continue
+            if line.rank == home:
+                line.send(self._held[known].detach().contiguous(), self.judge)
+            elif line.rank == self.judge:
+                absent = self._absent[known]
+                value = torch.empty(absent.shape, dtype=absent.empty.dtype, device=absent.empty.device)
+                line.receive(value, home)
+                made = absent.filled(value)
+                slots += [(module, key, made) for module, key in absent.slots]
+        try:
+            with placed(slots):
+                self.assembles = self.job.assembled = line.rank == self.judge
+                yield
+        finally:
+            self.assembles = self.job.assembled = False
+
     def abandon(self) -> None:
         """Nothing is under way any more."""
         self._sent.clear()
@@ -368,7 +446,7 @@ class Pipeline:
 
     def _called(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """The model itself: by the user's forward, or by the script, when all of the line compute it together."""
-        if self._passage is not None:
+        if self._passage is not None or self.assembles:
             return forward(*given, **named)
         if torch.is_grad_enabled():
             what = f"{self._model} is cut in stages by pipeline=, and called outside of its own trainer's forward"
@@ -377,7 +455,9 @@ class Pipeline:
         self.line.enter(f"a call of {self._model}, which is cut in stages", kind="pipeline")
         refuse_other_input(self.line, (given, named), self._model, "pipeline= cuts it")
         call, mark = partial(self._passing, partial(forward, *given, **named)), self._streams.mark()
-        output = self._forwards(("call", self.job.model.training), call)
+        if (kind := ("call", self.job.model.training)) not in self._ways:
+            self._survey(kind, call)
+        output = self._forwards(kind, call)
         self.finish()
         return self._to_all(output, self._streams.moves(mark))
 
@@ -392,6 +472,22 @@ class Pipeline:
         for tensor in tensors_in([made]):
             self.line.broadcast(tensor, source)
         return Attributes(made) if isinstance(made, dict) else made
+
+
+def _none_like(value: torch.Tensor) -> torch.Tensor:
+    """What is sent where autograd made no gradient: its first element has all bits set, a NaN that no arithmetic
+    gives. The stage before then makes none either: optimizers move what has zeros, and leave alone what has none.
+    """
+    made = torch.empty_like(value, memory_format=torch.contiguous_format)
+    made.view(-1)[:1].view(torch.uint8).fill_(0xFF)
+    return made
+
+
+def _is_none(grad: torch.Tensor) -> bool:
+    if not grad.numel():
+        return False
+    first = grad.view(-1)[0].item()
+    return first != first and bool((grad.view(-1)[:1].view(torch.uint8) == 0xFF).all())
 
 
 class Attributes(dict[str, Any]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -200,16 +201,65 @@ class BufferWatch:
 
 @contextmanager
 def without_a_trace(model: nn.Module, streams: Streams) -> Iterator[None]:
-    """Forwards in here leave buffers and streams as they were."""
+    """Forwards in here leave buffers, streams, and attributes of modules as they were: also what they put into lists,
+    dicts and sets there, and how far generators are that modules keep.
+    """
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    attributes = [(module, _own_of(module)) for module in model.modules()]
+    contents = [(held, _content_of(held)) for _, some in attributes for held in _held_in(some.values())]
     try:
         with streams.lent():
             yield
     finally:
+        for held, content in contents:
+            _fill(held, content)
+        for module, some in attributes:
+            for name in _own_of(module).keys() - some.keys():
+                del vars(module)[name]
+            vars(module).update(some)
         with torch.no_grad():
             for buffer, value in kept:
                 if not torch.equal(buffer, value):  # BatchNorm's change without a new version
                     buffer.copy_(value)
+
+
+_TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has
+
+
+def _own_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes that are the module's own."""
+    return {name: value for name, value in vars(module).items() if name not in _TORCHS}
+
+
+def _held_in(values: Iterable[Any]) -> Iterator[Any]:
+    """What of attributes may change without being replaced, also where one is in another."""
+    for value in values:
+        if type(value) in (list, dict, set, deque, defaultdict, OrderedDict):
+            yield value
+            yield from _held_in(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, torch.Generator):
+            yield value
+
+
+def _content_of(held: Any) -> Any:
+    return held.get_state() if isinstance(held, torch.Generator) else held.copy()
+
+
+def _fill(held: Any, content: Any) -> None:
+    if isinstance(held, torch.Generator):
+        held.set_state(content)
+    elif not _same_content(held, content):
+        held.clear()
+        (held.extend if isinstance(held, list | deque) else held.update)(content)
+
+
+def _same_content(held: Any, content: Any) -> bool:
+    pairs = (held.items(), content.items()) if isinstance(held, dict) else (held, content)
+    return len(held) == len(content) and [*map(_known, pairs[0])] == [*map(_known, pairs[1])]
+
+
+def _known(value: Any) -> Any:
+    return tuple(map(id, value)) if isinstance(value, tuple) else id(value)
 
 
 def _print(tensor: torch.Tensor) -> torch.Tensor:

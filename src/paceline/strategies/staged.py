@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
 
-from paceline.errors import UsageError
+import torch
+
+from paceline.errors import PacelineError, UsageError
+from paceline.step import stream_seed
 from paceline.strategies.chunks import Chunk, MicroBatch
+from paceline.strategies.compared import farthest, loss_apart, room, weighing
 from paceline.strategies.job import Options, Sums
+from paceline.strategies.observing import USERS_OWN
 from paceline.strategies.pipeline import Pipeline
 from paceline.strategies.runner import Loss, Ready, Runner
 from paceline.strategies.schedule import FORWARD
+from paceline.strategies.side_effects import without_a_trace
 
 KEPT, FIRST = 8, 16  # steps whose seconds are looked at; the first look is after so many, then after twice as many
+_RESULTS = (
+    "let blocks return what the loss or the head needs of them: what they put into a list or an attribute, and what "
+    "hooks on layers inside of them keep, stays on the worker that has the block; and let neither forward nor loss add "
+    "up the model's parameters (weight_decay= of the optimizer is a penalty on them); or leave pipeline= out"
+)
 
 
 class StagedRunner(Runner):
@@ -28,6 +40,7 @@ class StagedRunner(Runner):
         self.pipeline = pipeline
         self._seconds: dict[int, deque[float]] = {stage: deque(maxlen=KEPT) for stage in pipeline.own}
         self.landing.late, self.landing.among = frozenset(pipeline.shared), pipeline.add_up
+        self._compared = False
 
     def restore(self, void: bool = False) -> None:
         super().restore(void)
@@ -35,6 +48,10 @@ class StagedRunner(Runner):
             self.pipeline.abandon()
 
     def run(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+        first = next((m for m in micro_batches if not m.blank), None)
+        if first is not None and not self._compared:
+            self._compare(Chunk([first], first.batch), options)
+            self._compared = True
         self.pipeline.waited = 0.0
         sums = super().run(micro_batches, options, ready)
         sums.waited = self.pipeline.waited
@@ -106,3 +123,144 @@ class StagedRunner(Runner):
         better = self.pipeline.better({stage: median(some) for stage, some in self._seconds.items()})
         if better:
             sums.news["stages"] = better, ""
+
+    # -- the model in stages beside the whole one ---------------------------------------------------------------------
+
+    def _compare(self, chunk: Chunk, options: Options) -> None:
+        """One micro-batch through the stages and through the whole model, on the worker of the last stage: the loss,
+        its count and metrics, and the gradients must be the same. Raises UsageError on all workers of the line.
+        """
+        line, at = self.pipeline, self.pipeline.line.rank == self.pipeline.judge
+        quiet = replace(options, reached=_nothing, spread="")
+        self.observer.why("")
+        if not self._fits(chunk):
+            what = "the whole model does not fit on one worker: no micro-batch was computed by it to compare with"
+            self.job.news["pipeline"] = what, ""
+            return
+        whole, found = None, dict[str, torch.Tensor]()
+        with line.assembled(), self._without_a_trace(quiet):
+            if at:
+                whole, found = self._whole(chunk, quiet)
+        with self._without_a_trace(quiet) as sums:
+            try:
+                parts = self._through([chunk], sums, quiet)
+            except USERS_OWN as error:
+                if isinstance(error, torch.OutOfMemoryError | PacelineError):
+                    raise
+                what = f"{type(self.job.model).__name__} cannot be computed when it is cut in stages by pipeline="
+                raise UsageError(f"{what} ({type(error).__name__}: {error})", _RESULTS) from error
+            mine = self._gradients()
+        self._decide(parts[0] if parts else None, whole, mine, found)
+
+    @contextmanager
+    def _without_a_trace(self, options: Options) -> Iterator[Sums]:
+        with without_a_trace(self.job.model, self.streams):
+            yield self._open(options)
+            self.undo()
+
+    def _fits(self, chunk: Chunk) -> bool:
+        """Whether the worker of the last stage has room for the whole model, its gradients, and what its forward keeps
+        (about three times what modules give), also if all of the line are on its host.
+        """
+        line, sizes = self.pipeline, list[int]()
+        with weighing(self.job.model, sizes), self.job.arithmetic():
+            line.survey(self.job.model, chunk.batch)
+        line.line.enter("memory for the whole model", check=False, kind="comparison")
+        kept, own = zip(*line.line.gather_json([sum(sizes), sum(p.nbytes for p in self.params)]), strict=True)
+        need = line.lacking() + 3 * sum(kept) + 2 * sum(own)
+        return bool(line.line.gather_json(need <= room(self.job.device))[line.judge])
+
+    def _gradients(self) -> dict[str, torch.Tensor | None]:
+        """Those of a micro-batch that has just passed, of the parameters that this worker is the first to have."""
+        line, found = self.pipeline, dict[str, torch.Tensor | None]()
+        line.line.enter("gradients of tied weights, to compare with", check=False, kind="comparison")
+        for number, (name, param) in enumerate(self.job.named.items()):
+            grad, param.grad = param.grad, None
+            if number in line.shared:
+                has = line.line.gather_json(grad is not None)
+                if any(has):
+                    grad = torch.zeros_like(param) if grad is None else grad.clone()
+                    line.add_up(number, [grad])
+            if name not in line.absent and line.source(name) == line.line.rank:
+                found[name] = grad
+        line.finish()
+        return found
+
+    def _whole(self, chunk: Chunk, options: Options) -> tuple[Loss, dict[str, torch.Tensor]]:
+        """What the whole model gives, with the same draws."""
+        named = self.pipeline.trained()
+        self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
+        with chunk.noted:
+            part = self._loss(chunk)
+            total = part.total.mul(1.0 / options.expected)
+            grads = torch.autograd.grad(total, [*named.values()], allow_unused=True)
+        return part.detached(), {name: grad for name, grad in zip(named, grads, strict=True) if grad is not None}
+
+    def _decide(
+        self,
+        part: Loss | None,
+        whole: Loss | None,
+        mine: Mapping[str, torch.Tensor | None],
+        found: Mapping[str, torch.Tensor],
+    ) -> None:
+        """On the worker that has the whole: is it the same? The others send it their gradients."""
+        line, model = self.pipeline, type(self.job.model).__name__
+        line.line.enter("gradients of stages, to compare with", check=False, kind="comparison")
+        said = line.line.gather_json([[*found], [name for name, grad in mine.items() if grad is not None]])
+        names, here = said[line.judge][0], {name for _, some in said for name in some}
+        news, wrong = "", ""
+        if part is not None and whole is not None:
+            gradients = _Arriving(line, mine, found, here)
+            name, distance = farthest(gradients, found, [whole.total])
+            one, two, apart = loss_apart(part, whole)
+            unlike = next((name for name in (*found, *sorted(here)) if (name in here) != (name in found)), "")
+            how = f"when {model} is cut in stages by pipeline="
+            if one:
+                wrong = f"the loss of a micro-batch is {one} {how}, and {two} of the whole model"
+            elif unlike:
+                wrong = f"{unlike} has {'a' if unlike in here else 'no'} gradient {how}, unlike in the whole model"
+            elif name:
+                wrong = f"the gradient of {name} differs by {distance:.1g} of its norm, more than any other, {how}"
+            news = f"loss {apart:.1g} and gradients {distance:.1g} apart"
+        else:
+            for name in names:
+                if name in here and name in mine:
+                    grad = mine[name]
+                    assert grad is not None
+                    line.line.send(grad.contiguous(), line.judge)
+        news, wrong = line.line.gather_json([news, wrong])[line.judge]
+        if wrong:
+            raise UsageError(wrong, _RESULTS)
+        self.job.news["pipeline"] = f"one micro-batch was computed by the whole model, too: {news}", ""
+
+
+class _Arriving(Mapping[str, torch.Tensor]):
+    """The gradients of all stages, one after another as they are asked for, in the order of the whole model's."""
+
+    def __init__(
+        self,
+        line: Pipeline,
+        mine: Mapping[str, torch.Tensor | None],
+        like: Mapping[str, torch.Tensor],
+        here: set[str],
+    ) -> None:
+        self._line, self._mine, self._like, self._here = line, mine, like, here
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        own, like = self._mine.get(name), self._like[name]
+        if own is not None:
+            return own
+        made = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        if name in self._here:
+            self._line.line.receive(made, self._line.source(name))
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._like)
+
+    def __len__(self) -> int:
+        return len(self._like)
+
+
+def _nothing(moment: str) -> None:
+    """Nobody is told of moments of a comparison."""

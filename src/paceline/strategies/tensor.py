@@ -107,8 +107,9 @@ class TensorCut:
         self._uncut = self._turning = False  # with whole layers, a forward is going on
         self._frames: list[_Frame] = []
         self._parts, self._wholes = Parts(self.moves, RULES, self._where, self._noted), Wholes(self.moves)
-        self._regions: dict[bool, set[str]] = {}  # by training mode: modules under which parts are followed
-        self._watched, self._joined = set[tuple[bool, bool]](), set[str]()
+        # By mode, training and assembled: modules under which parts are followed.
+        self._regions: dict[tuple[bool, bool], set[str]] = {}
+        self._watched, self._joined = set[tuple[bool, bool, bool]](), set[str]()
         self._plain, self._ours = job.forward, False
         job.forward = self._forward
         job.model.register_forward_pre_hook(self._called, with_kwargs=True)
@@ -334,7 +335,7 @@ class TensorCut:
             self._joined.add(f"{self._where()} ({name.strip('_')})")
 
     def _inside(self, name: str, module: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        regions = self._regions.get(self.job.model.training)
+        regions = self._regions.get((self.job.model.training, self.job.assembled))
         if self._uncut:  # also when it is computed again in the backward
             with nullcontext() if self._wholes.on else self._wholes:
                 return forward(*given, **named)
@@ -367,7 +368,8 @@ class TensorCut:
         return self._turned(model.training, partial(forward, *given, **named))
 
     def _turned(self, training: bool, call: Callable[[], Any]) -> Any:
-        regions, self._turning = self._regions.get(training), True
+        mode = training, self.job.assembled
+        regions, self._turning = self._regions.get(mode), True
         frame, self._seen = _Frame(""), set[str]()
         sent, self._frames = self.moves.sent, [frame]
         try:
@@ -380,8 +382,8 @@ class TensorCut:
             self._turning, self._frames = False, []
             self.moves.rest()
         if regions is None and (torch.is_grad_enabled() or not training):
-            self._regions[training] = self._seen | ({""} if frame.noted else set())
-            if training:
+            self._regions[mode] = self._seen | ({""} if frame.noted else set())
+            if training and not self.job.assembled:
                 self.job.inside["tensor"] = self.moves.sent - sent
         return output
 
@@ -393,7 +395,7 @@ class TensorCut:
             if model is not self.job.model:
                 self._enter()
                 return self._plain(model, batch)
-            if (mode := (model.training, torch.is_grad_enabled())) not in self._watched:
+            if (mode := (model.training, torch.is_grad_enabled(), self.job.assembled)) not in self._watched:
                 self._verify(model, batch)
                 self._watched.add(mode)
             self._enter()
