@@ -60,7 +60,7 @@ from paceline.strategies.chunks import MicroBatch, rows_of
 from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
-from paceline.strategies.state import copies_in_pieces, hidden_in, in_pieces, mixing, own_copies, refuse_mixing
+from paceline.strategies.state import copies_in_pieces, hidden_in, mixing, model_state, own_copies, refuse_mixing
 from paceline.strategies.streams import Streams
 from paceline.strategies.whole_batch import led
 from paceline.team.operations import settling
@@ -492,8 +492,7 @@ class Trainer(Telling):
 
     def _write(self, path: Path) -> None:
         self._group.enter("export()")
-        state = in_pieces(self.model.state_dict(keep_vars=True), self._job.cuts, self._job.place)
-        write_together(state, path, self._run.main, self._job.replica, self._group)
+        write_together(model_state(self._job), path, self._run.main, self._job.replica, self._group)
 
     def stop(self) -> None:
         """Ends the training when the loop asks for its next step; the run then counts as finished. Collective."""

@@ -61,6 +61,7 @@ class Job:
     own: dict[str, nn.Parameter] = field(default_factory=dict)
     cuts: dict[str, Cut] = field(default_factory=dict)
     own_cuts: dict[str, Cut] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of whole parameters, under all of their names
     stages: Stages | None = None
     said: tuple[Mapping[str, str] | None, str | None] = None, None  # by the user: which layers and blocks are cut
     place: int = 0
