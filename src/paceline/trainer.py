@@ -138,7 +138,10 @@ class Trainer(Telling):
             self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1
             run.need_team()
         known = run.knows(self._number)
-        self._replica = nest(self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks)
+        with self._streams.lent():  # blocks may be run to see what can be cut
+            self._replica = nest(
+                self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks
+            )
         for what, why in job.decisions:
             run.decide(self._number, what, why)
             run.say(what)
@@ -176,7 +179,8 @@ class Trainer(Telling):
     def _optimizers(self, make: Any, mesh: Mesh) -> list[Optimizer]:
         """What the user's function makes of what is here of the parameters. That it may be a part must not matter."""
         run, job = self._run, self._job
-        groups = groups_of_whole(make, job.own, job.own_cuts) if mesh.replica > 1 else {}
+        with self._streams.lent():  # what the user's function draws is drawn once
+            groups = groups_of_whole(make, job.own, job.own_cuts) if mesh.replica > 1 else {}
         optimizers = optimizers_of(make, list(job.own.items()))
         if forgotten := left_out(optimizers, list(job.own.items())):
             run.say(forgotten, once=True)
@@ -185,7 +189,8 @@ class Trainer(Telling):
                 refuse_mixing(optimizers)
             elif kind := mixing(optimizers):
                 self._replica.see_whole()
-                optimizers = optimizers_of(make, list(job.own.items()))
+                with self._streams.lent():
+                    optimizers = optimizers_of(make, list(job.own.items()))
                 run.decide(self._number, f"{kind} has whole parameters on each worker", "it looks at them as a whole")
             refuse_other_groups(optimizers, groups, job.own, job.own_cuts)
         refuse_fused(optimizers, bool(self.plan.exact and self.plan.shard))
