@@ -63,7 +63,7 @@ from paceline.strategies.coupling import Scope
 from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
-from paceline.strategies.state import copies_in_pieces, hidden_in, in_pieces, own_copies
+from paceline.strategies.state import copies_in_pieces, hidden_in, model_state, own_copies
 from paceline.strategies.streams import Streams
 from paceline.strategies.whole_batch import led
 from paceline.team.operations import settling
@@ -135,7 +135,10 @@ class Trainer(Telling):
         self.described: Description = {}
         said = {"global_batch": global_batch, "clip_norm": clip_norm, "seed": seed, "loss_over": loss_over}
         self._compare(describe_model(self.model, {**said, "plan": str(replace(self.plan, data=None))}), known)
-        self._replica = nest(self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks)
+        with self._streams.lent():  # blocks may be run to see what can be cut
+            self._replica = nest(
+                self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks
+            )
         for what, why in job.decisions:
             run.decide(self._number, what, why)
             run.say(what)
@@ -205,7 +208,8 @@ class Trainer(Telling):
         run, job, plan = self._run, self._job, self.plan
         groups = dict[str, tuple[int, int]]()
         if job.own_cuts or plan.divides_servers:
-            found, groups = coupling_of(make, job)
+            with self._streams.lent():  # what the user's function draws is drawn once
+                found, groups = coupling_of(make, job)
             refuse_spread(found, plan)
             if job.own_cuts and found.scope > Scope.ELEMENT:
                 self._replica.see_whole()
@@ -522,8 +526,7 @@ class Trainer(Telling):
 
     def _write(self, path: Path) -> None:
         self._group.enter(f"export(){self._of}", kind="export()")
-        state = in_pieces(self.model.state_dict(keep_vars=True), self._job.cuts, self._job.place)
-        write_together(state, path, self._run.main, self._job.replica, self._group)
+        write_together(model_state(self._job), path, self._run.main, self._job.replica, self._group)
 
     def stop(self) -> None:
         """Ends the training when the loop asks for its next step; the run then counts as finished. Collective."""

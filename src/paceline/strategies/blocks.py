@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,22 +16,35 @@ from paceline.comm.torch_private import pytree
 from paceline.errors import UsageError
 
 _WHY, _NONE = "children of one kind in a list or a sequence are blocks", "no part of the model repeats"
+_SHARED = "its blocks share parameters with each other, or with the rest"
 
 
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+def blocks_of(model: nn.Module, sharing: bool = False) -> dict[str, nn.Module]:
     """The parts of a model that repeat, by name: children of one kind in a list or a sequence, as a transformer's
-    layers are, also in lists of lists. One whose parameters are also used elsewhere is none.
+    layers are, also in lists of lists. A module that stands in lists twice is none, since it is called twice; nor is
+    one whose parameters are also used elsewhere, unless those that are `sharing` them are wanted.
     """
     found: dict[str, nn.Module] = {}
+    lists: dict[int, nn.Module] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        if any(prefix.startswith(f"{name}.") or prefix == name for name in found):
-            continue
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            lists[id(module)] = module
+            if any(prefix.startswith(f"{name}.") or prefix == name for name in found):
+                continue
             children = {n: c for n, c in _children(module) if next(c.parameters(), None) is not None}
             kinds = [type(child) for child in children.values()]
             dot = f"{prefix}." if prefix else ""
             found |= {f"{dot}{n}": child for n, child in children.items() if kinds.count(type(child)) > 1}
-    return {name: block for name, block in found.items() if not _shares(model, name, block)}
+    if not sharing:
+        return {name: block for name, block in found.items() if not _shares(model, name, block)}
+    times = Counter(id(child) for one in lists.values() for child in one._modules.values())
+    inside = {id(inner) for block in found.values() for inner in block.modules() if inner is not block}
+    once = {id(block): name for name, block in reversed(found.items())}
+    return {
+        name: block
+        for name, block in found.items()
+        if times[id(block)] == 1 and id(block) not in inside and once[id(block)] == name
+    }
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -62,10 +76,10 @@ def told(blocks: Mapping[str, nn.Module]) -> str:
     )
 
 
-def gathered(blocks: Mapping[str, nn.Module], rest: bool) -> tuple[str, str]:
+def gathered(model: nn.Module, blocks: Mapping[str, nn.Module], rest: bool) -> tuple[str, str]:
     """What is decided where parameters are gathered block by block, and why."""
     if not blocks:
-        return "all parameters are gathered at once", _NONE
+        return "all parameters are gathered at once", _SHARED if blocks_of(model, sharing=True) else _NONE
     others = ", and the rest" if rest else ""
     return f"parameters are gathered in {len(blocks) + rest} blocks: {told(blocks)}{others}", _WHY
 
@@ -93,7 +107,7 @@ def recompute(model: nn.Module) -> tuple[str, str]:
     Sublinear Memory Cost", 2016), with the same random draws and buffers. Returns what was decided, and why; UsageError
     without blocks.
     """
-    blocks = blocks_of(model)
+    blocks = blocks_of(model, sharing=True)
     if not blocks:
         raise UsageError("no part of the model repeats, so there are no blocks to recompute", "leave recompute out")
     for block in blocks.values():
@@ -147,7 +161,8 @@ def compiled(model: nn.Module, by_block: bool, exact: bool) -> tuple[str, str]:
     for module in blocks.values() or [model]:  # what is inside of hooks, which gather parameters
         module.forward = _Compiled(module.forward, dynamic=False if exact else None)
     if not blocks:
-        return "the model is compiled as a whole", _NONE if by_block else "its parameters are whole"
+        whole = _SHARED if blocks_of(model, sharing=True) else _NONE
+        return "the model is compiled as a whole", whole if by_block else "its parameters are whole"
     return f"{len(blocks)} blocks are compiled: {told(blocks)}", "what gathers their parameters comes in between"
 
 

@@ -72,7 +72,7 @@ class FullyShard(Layout):
         self.blocks = blocks_of(job.model)
         self._shapes = [param.shape for param in job.named.values()]
         groups = by_block(list(job.named), list(self.blocks))
-        job.decisions.append(gathered(self.blocks, rest=bool(groups[-1])))
+        job.decisions.append(gathered(job.model, self.blocks, rest=bool(groups[-1])))
         refuse_ungatherable(job.model, groups)
         marks = {name: marks_of(param) for name, param in job.model.named_parameters()}
         cuts = cut_in_rows(dict(job.model.named_parameters(remove_duplicate=False)), job.cuts, self.shards.count)

@@ -62,6 +62,7 @@ class Job:
     cuts: dict[str, Cut] = field(default_factory=dict)
     own_cuts: dict[str, Cut] = field(default_factory=dict)
     whole_copies: bool = False  # whether `own` are whole copies of the parameters that the cuts are of
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of whole parameters, under all of their names
     stages: Stages | None = None
     said: tuple[Mapping[str, str] | None, str | None] = None, None  # by the user: which layers and blocks are cut
     assembled: bool = False  # of a model in stages all is here for the moment, to compare with

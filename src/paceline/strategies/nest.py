@@ -105,6 +105,7 @@ def nest(
         share([*job.model.parameters(), *job.model.buffers()], group)
     mesh = plan.mesh(group.size)
     job.unit, job.said = mesh.unit, (placements, blocks)
+    job.shapes = {name: tuple(param.shape) for name, param in job.model.named_parameters(remove_duplicate=False)}
     job.units = group.along("data", "shard", mesh=mesh)
     job.place, job.replica = mesh.place(group.rank), group.along(*AXES[1:], mesh=mesh)
     values = Values(job) if mesh.pipeline * mesh.tensor > 1 else None

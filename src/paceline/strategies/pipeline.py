@@ -41,7 +41,7 @@ from paceline.strategies.passage import (
 from paceline.strategies.schedule import Action, table
 from paceline.strategies.side_effects import without_a_trace
 from paceline.strategies.stages import Stages
-from paceline.strategies.state import marked, marks_of, refuse_state
+from paceline.strategies.state import refuse_state
 from paceline.strategies.streams import Streams
 
 HEAD = 1024  # bytes of the first message; a longer head goes on in a second one
@@ -128,14 +128,14 @@ class Pipeline:
         """Leaves to others what is theirs."""
         job, model = self.job, self.job.model
         inside = tuple(f"{block}." for block in self.stages.blocks)
-        empties: dict[Key, nn.Parameter] = {}
+        theirs: dict[int, tuple[nn.Parameter, Cut]] = {}
         for prefix, module in list(model.named_modules(remove_duplicate=False)):
             for key, param in list(module._parameters.items()):
                 name = f"{prefix}.{key}".lstrip(".")
                 if param is None:
                     continue
                 known, homes = self._keys[name], self._homes[name]
-                job.cuts[name] = self._cut(job.cuts.get(name) or Cut.whole(param.shape), homes)
+                job.cuts[name] = cut = self._cut(job.cuts.get(name) or Cut.whole(param.shape), homes)
                 if name not in self.absent:
                     self._held[known] = param
                     continue
@@ -144,13 +144,12 @@ class Pipeline:
                     vars(other).update(vars(param))
                     self._slots.append((homes[0], module, key, other))
                     self._stand_ins[id(other)] = known
-                if known not in empties:
-                    empty = torch.empty((0, *job.cuts[name].shape[1:]), dtype=param.dtype, device=param.device)
-                    empties[known] = marked(empty, marks_of(param))
-                    empties[known].requires_grad = param.requires_grad
-                    self._absent[known] = _Absent(empties[known], param.shape, param._backward_hooks)
+                if known not in self._absent:
+                    self._absent[known] = _Absent(param, param.shape, param._backward_hooks)
                 self._absent[known].slots.append((module, key))
-                module._parameters[key] = empties[known]
+                theirs[id(param)] = param, cut
+        for param, cut in theirs.values():  # after all names of all are known; whoever else holds one has it empty, too
+            param.data = torch.empty((0, *cut.shape[1:]), dtype=param.dtype, device=param.device)
         job.named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         modules = dict(model.named_modules())
         for number, name in enumerate(self.stages.blocks):

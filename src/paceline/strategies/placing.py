@@ -67,7 +67,14 @@ class Placement:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module multiplies by one weight: torch's, or transformers' whose weight lies the other way."""
-    return type(module) is nn.Linear or is_conv1d(module)
+    return (type(module) is nn.Linear or is_conv1d(module)) and has_own(module)
+
+
+def has_own(module: nn.Module, name: str = "weight") -> bool:
+    """Whether a module's weight is a parameter, and not computed from others before each forward (pruning, the older
+    weight_norm).
+    """
+    return module._parameters.get(name) is not None
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -167,7 +174,12 @@ def _of_siblings(named: Mapping[str, nn.Module], found: Mapping[str, Placement])
 
 
 def _divisible(module: nn.MultiheadAttention, size: int) -> bool:
-    plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+    plain = (
+        has_own(module, "in_proj_weight")
+        and module._qkv_same_embed_dim
+        and module.bias_k is None
+        and not module.add_zero_attn
+    )
     return plain and module.num_heads % size == 0
 
 
@@ -248,8 +260,8 @@ def _vocabulary(model: nn.Module, placed: Mapping[str, Placement]) -> dict[str, 
     and that layer.
     """
     named = dict(model.named_modules())
-    entries = [(name, m) for name, m in named.items() if type(m) is nn.Embedding and not m.max_norm]
-    free = [(name, m) for name, m in named.items() if type(m) is nn.Linear and name not in placed]
+    entries = [(name, m) for name, m in named.items() if type(m) is nn.Embedding and has_own(m) and not m.max_norm]
+    free = [(name, m) for name, m in named.items() if type(m) is nn.Linear and has_own(m) and name not in placed]
     for weight in sorted((m.weight for _, m in entries), key=lambda weight: -weight.numel()):
         tied = [name for name, m in free if m.weight is weight]
         outputs = tied or [name for name, m in free if m.weight.shape == weight.shape]

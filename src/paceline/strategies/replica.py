@@ -29,7 +29,7 @@ from paceline.strategies.pipeline import Pipeline
 from paceline.strategies.runner import Runner
 from paceline.strategies.sparse import add_up, rows_of
 from paceline.strategies.staged import StagedRunner
-from paceline.strategies.state import held, in_pieces, load_model
+from paceline.strategies.state import held, load_model, model_state
 from paceline.strategies.update import Update
 from paceline.strategies.whole_batch import OverBatch
 
@@ -181,9 +181,8 @@ class Replica:
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, by logical names."""
         job = self.job
-        model = in_pieces(job.model.state_dict(keep_vars=True), job.cuts, job.place)
         owed = {name: Held(tensor, self.own.cuts[name], job.place) for name, tensor in self.own.shared().items()}
-        return {"model": model, **self.updater.state(), "owed": owed, "chosen": self.own.chosen}
+        return {"model": model_state(job), **self.updater.state(), "owed": owed, "chosen": self.own.chosen}
 
     def load(self, state: Mapping[str, Any]) -> None:
         load_model(self.job.model, state["model"], self.job.cuts, self.job.place)

@@ -118,7 +118,7 @@ def _listed(model: nn.Module, path: str) -> dict[str, nn.Module]:
 
 def _found(model: nn.Module) -> dict[str, nn.Module]:
     """The one list of blocks that a model has."""
-    blocks = blocks_of(model)
+    blocks = blocks_of(model, sharing=True)
     lists: dict[str, dict[str, nn.Module]] = {}
     for name, block in blocks.items():
         lists.setdefault(name.rpartition(".")[0], {})[name] = block

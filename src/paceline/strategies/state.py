@@ -183,6 +183,18 @@ def in_pieces(tensors: Mapping[str, Any], cuts: Mapping[str, Cut], place: int) -
     return {n: Held(local(t), cuts[n], place) if n in cuts else t for n, t in tensors.items()}
 
 
+def model_state(job: Job) -> dict[str, Any]:
+    """A model's state dict with its pieces marked as such. Raises UsageError for a parameter that would be saved in
+    another shape than the whole one has.
+    """
+    state = in_pieces(job.model.state_dict(keep_vars=True), job.cuts, job.place)
+    for name in job.shapes.keys() & state.keys() if job.cuts else ():
+        if (shape := tuple(state[name].shape)) != job.shapes[name]:
+            what = f"{name} would be saved with the shape {shape}, and the model was given with {job.shapes[name]}"
+            raise UsageError(what, "leave the shapes of parameters as they are once the Trainer is made")
+    return state
+
+
 def copies_in_pieces(tree: Any, job: Job) -> Any:
     """What a script keeps, with copies of parameters that are cut, as averages of weights are, marked as pieces: those
     under the name of one, and those in a list of all, in order.

@@ -41,12 +41,13 @@ from paceline.strategies.placing import (
     Placement,
     derive,
     folded,
+    has_own,
     is_conv1d,
     is_linear,
 )
 from paceline.strategies.rules import RULES
 from paceline.strategies.side_effects import without_a_trace
-from paceline.strategies.state import marks_of, refuse_state
+from paceline.strategies.state import refuse_state
 from paceline.strategies.streams import Streams
 
 _SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
@@ -176,10 +177,19 @@ class TensorCut:
     def _cut(self, layer: _Layer) -> None:
         module, kind = layer.module, layer.how.kind
         fits = {VOCABULARY: type(module) is nn.Embedding, HEADS: type(module) is nn.MultiheadAttention}
-        if not fits.get(kind, is_linear(module)) or getattr(module, "max_norm", None) is not None:
+        if (
+            not fits.get(kind, type(module) is nn.Linear or is_conv1d(module))
+            or getattr(module, "max_norm", None) is not None
+        ):
             kinds = {VOCABULARY: "Embedding", HEADS: "MultiheadAttention"}
             what = f"{layer.name} is {type(module).__name__}, which has no {kind} cut"
             raise UsageError(what, f"leave it out of tensor=, or name a {kinds.get(kind, 'Linear')}")
+        if not has_own(module, "in_proj_weight" if kind == HEADS else "weight"):
+            others = ", ".join(name for name, _ in module.named_parameters())
+            what = (
+                f"the weight of {layer.name} is computed from other parameters ({others}), which tensor= does not cut"
+            )
+            raise UsageError(what, "leave it out of tensor=")
         if kind == HEADS:
             self._cut_heads(layer)
             return
@@ -229,7 +239,7 @@ class TensorCut:
         return f"say tensor={fits[-1]}" if fits else f'say "{WHOLE}" of it in tensor='
 
     def _divide(self, layer: _Layer, module: nn.Module, key: str, dim: int, part: Division, path: str = "") -> None:
-        """Puts the own piece of a parameter where the whole one is, everywhere in the model. Neither has values yet."""
+        """Leaves of a parameter the own piece, under all of its names in the model. It has no values yet."""
         whole, path = cast(nn.Parameter, getattr(module, key)), path or key
         if id(whole) in self._made:  # tied to one that is cut already
             _, cut = self._made[id(whole)]
@@ -239,18 +249,15 @@ class TensorCut:
             return
         part = replace(part, dim=dim)
         cut = part.cut(tuple(whole.shape), self.unit.size)
-        own = nn.Parameter(whole.detach()[(0,) * whole.dim()].expand(cut.at(self.unit.rank).shape), whole.requires_grad)
-        vars(own).update(marks_of(whole))
-        mark(own, part)
-        self._made[id(own)] = own, cut
+        # The parameter stays the same object: whoever else holds it, as a list in a module or a closure, has the piece.
+        whole.data = whole.detach()[(0,) * whole.dim()].expand(cut.at(self.unit.rank).shape)
+        mark(whole, part)
+        self._made[id(whole)] = whole, cut
         # Of neighbours that have the same, each has a part of the gradient.
-        if part.count < self.unit.size and own.requires_grad:
-            own.register_hook(partial(self._among_holders, part))
-        for name, other in self.job.model.named_modules(remove_duplicate=False):
-            for field_, param in other._parameters.items():
-                if param is whole:
-                    other._parameters[field_] = own
-                    self.job.cuts[f"{name}.{field_}".lstrip(".")] = cut
+        if part.count < self.unit.size and whole.requires_grad:
+            whole.register_hook(partial(self._among_holders, part))
+        named = self.job.model.named_parameters(remove_duplicate=False)
+        self.job.cuts |= {name: cut for name, param in named if param is whole}
 
     def _among_holders(self, part: Division, gradient: torch.Tensor) -> torch.Tensor:
         """The sum over those that have the same piece."""
