@@ -17,6 +17,7 @@ from paceline.step import Grid, deal
 
 if TYPE_CHECKING:
     from paceline.best import Best
+    from paceline.following import PlateauFollower
 
 LISTED = 16  # workers whose shares are told one by one
 
@@ -26,6 +27,7 @@ class Member(Protocol):
 
     state: State
     best: Best
+    plateau: PlateauFollower
 
     def snapshot(self, done: int | None = None) -> dict[str, Any]: ...
     def flush(self) -> None: ...
