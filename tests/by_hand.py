@@ -102,8 +102,8 @@ class Plain:
         for optimizer in self.optimizers:
             optimizer.step()
         for scheduler in self.schedulers:
-            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            scheduler.step(*[self.losses[-1]] * plateau)
+            if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):  # the loop steps it
+                scheduler.step()
 
     def train(self, steps: Steps) -> Plain:
         for micro_batches in steps:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from basics import cross_entropy, data, make, net, x
+from basics import data, make, net, x
 from launching import train_basics
 from mistaken import Maps, trained
 from torch import nn
@@ -21,11 +21,6 @@ ADAMW = "write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 LOSS = "write loss=lambda output, batch: torch.nn.functional.cross_entropy(output, batch[1])"
 MICRO_BATCH = "[3x10 float64, 3 int64]"
 MODEL = "and an nn.Module or a function of nothing that makes one is wanted"
-
-
-def twice(loss: torch.Tensor) -> torch.Tensor:
-    loss.backward()
-    return loss
 
 
 class Two(nn.Module):
@@ -83,10 +78,6 @@ HINTS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     "a forward of nothing": (
         {"forward": lambda model, batch: None}, data, TypeError,
         "output is None: the forward returns nothing; end it with return",
-    ),
-    "a backward of their own": (
-        {"loss": lambda output, batch: twice(cross_entropy(output, batch))}, data, RuntimeError,
-        "the trainer calls backward(): leave it out of loss and forward",
     ),
     "a model of two inputs": (
         {"model": Two}, data, TypeError,

@@ -50,7 +50,7 @@ ROWS = [
             "script",
             "telling",
         },
-        *{"evaluate", "predict", "metrics", "best", "schedules", "optim"},
+        *{"evaluate", "predict", "metrics", "best", "following", "schedules", "optim"},
     },
     {"trainer"},
     {"planner"},

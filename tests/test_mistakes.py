@@ -16,6 +16,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
 import paceline
+from paceline import plateau
 from paceline.cli import main
 from paceline.errors import DatasetError, MetricError, UsageError
 from paceline.plan import Plan
@@ -37,6 +38,10 @@ def some() -> SGD:
     return SGD(net().parameters(), lr=0.25)
 
 
+PLATEAU = (
+    "schedule is torch.optim.lr_scheduler.ReduceLROnPlateau, which needs a value to follow, and a step has none but "
+    'the loss of its rows; write schedule=paceline.plateau("loss"{}), as evaluate() or log() names the value'
+)
 GIVEN: dict[str, tuple[dict[str, Any], str]] = {
     "an optimizer": (
         {"optimizer": some()},
@@ -59,10 +64,18 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
         f"schedule is {COSINE}(...) itself, made for another optimizer; "
         f"write schedule=functools.partial({COSINE}, T_max=10); it counts optimizer steps",
     ),
-    "a scheduler that wants nothing": (
-        {"schedule": ReduceLROnPlateau(some())},
-        "schedule is torch.optim.lr_scheduler.ReduceLROnPlateau(...) itself, made for another optimizer; "
-        "write schedule=torch.optim.lr_scheduler.ReduceLROnPlateau; it counts optimizer steps",
+    "a plateau itself": ({"schedule": ReduceLROnPlateau(some())}, PLATEAU.format("")),
+    "a plateau": ({"schedule": ReduceLROnPlateau}, PLATEAU.format("")),
+    "a part of a plateau": (
+        {"schedule": partial(ReduceLROnPlateau, mode="max", patience=3)},
+        PLATEAU.format(", mode='max', patience=3"),
+    ),
+    "a function that returns a plateau": (
+        {"schedule": lambda optimizer: ReduceLROnPlateau(optimizer)}, PLATEAU.format(""),
+    ),
+    "a plateau without its value": (
+        {"schedule": plateau},
+        'schedule is paceline.plateau, which makes one; write schedule=paceline.plateau("loss")',
     ),
     "a scheduler's class": (
         {"schedule": CosineAnnealingLR},
@@ -74,9 +87,13 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
         "schedule is torch.optim.lr_scheduler.StepLR without its step_size; write schedule=functools.partial("
         "torch.optim.lr_scheduler.StepLR, step_size=...); it counts optimizer steps",
     ),
-    "a function of the optimizer": (
-        {"schedule": lambda optimizer: CosineAnnealingLR(optimizer, 10)},
-        f"schedule is called with the step, and makes a scheduler of it; {FACTOR}",
+    "a function of another optimizer": (
+        {"schedule": lambda optimizer: CosineAnnealingLR(optimizer and some(), 10)},
+        f"schedule(optimizer) returned {COSINE} of another optimizer; make it of the optimizer that it is called with",
+    ),
+    "a function of the optimizer that returns none": (
+        {"schedule": lambda optimizer: CosineAnnealingLR(optimizer, 10) and None},
+        "schedule(optimizer) returned None; return one of torch's schedulers, or of a function of the step a factor",
     ),
     "a factor": ({"schedule": 0.1}, f"schedule cannot be called with the step: it is a float; {FACTOR}"),
     "a criterion": (

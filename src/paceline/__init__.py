@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.plan import Plan as Plan
     from paceline.schedules import cosine as cosine
     from paceline.schedules import linear as linear
+    from paceline.schedules import plateau as plateau
     from paceline.schedules import wsd as wsd
     from paceline.step import stream_seed as stream_seed
     from paceline.stepping import StepReport as StepReport
@@ -50,6 +51,7 @@ _HOMES = {
     "stream_seed": "paceline.step",
     "cosine": "paceline.schedules",
     "linear": "paceline.schedules",
+    "plateau": "paceline.schedules",
     "wsd": "paceline.schedules",
 }
 

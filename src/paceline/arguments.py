@@ -26,7 +26,7 @@ from paceline.errors import PlanError, UsageError, WorkersDifferError, a, add_hi
 from paceline.hints import path_of, unfit
 from paceline.pieces import Cut
 from paceline.plan import Plan
-from paceline.schedules import cosine
+from paceline.schedules import Plateau, cosine, plateau
 from paceline.strategies.coupling import Coupling, Scope, find_coupling
 from paceline.strategies.job import Job
 from paceline.strategies.sparse import tables
@@ -513,11 +513,17 @@ def fused(optimizers: list[Optimizer], device: torch.device, exact: bool, sparse
 
 
 def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
-    """One of torch's schedulers, from its class or partial, or from a factor as a function of the step."""
+    """One of torch's schedulers: from its class or partial, from a factor as a function of the step, from a function of
+    the optimizer that returns one, or from what `paceline.plateau` returns.
+    """
+    if isinstance(schedule, Plateau):
+        return schedule.on(optimizer)
     of_torch = (LRScheduler, ReduceLROnPlateau)
     made = schedule.func if isinstance(schedule, partial) else schedule
     is_class = inspect.isclass(made) and issubclass(made, of_torch)
-    kind = made if is_class else type(made)
+    kind: Any = made if is_class else type(made)
+    if issubclass(kind, ReduceLROnPlateau):
+        raise _of_each_step(kind, schedule.keywords if isinstance(schedule, partial) else {})
     why, wants = unfit(kind if isinstance(made, of_torch) else schedule, optimizer)
     if isinstance(made, of_torch) or (is_class and why):
         known = {name: value for name, value in vars(made).items() if isinstance(value, int | float)}
@@ -526,23 +532,72 @@ def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
         write = f"functools.partial({path_of(kind)}, {more})" if wants else path_of(kind)
         raise UsageError(f"schedule is {path_of(kind)}{how}", f"write schedule={write}; it counts optimizer steps")
     if is_class:
-        scheduler: LRScheduler = schedule(optimizer)
-        return scheduler
-    partly = "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=...)"
-    cure = f"write schedule=lambda step: min(1.0, (step + 1) / 100), or schedule={partly}"
+        return _checked_scheduler(schedule(optimizer), optimizer)
     if why:
-        raise UsageError(f"schedule cannot be called with the step: {why}", cure)
+        raise UsageError(f"schedule cannot be called with the step: {why}", _FACTOR)
     if getattr(schedule, "__module__", "") == cosine.__module__ and "." not in schedule.__qualname__:
         name = f"paceline.{schedule.__name__}"
-        raise UsageError(f"schedule is {name}, which makes one", f"write schedule={name}(1000), with the steps in all")
+        example = f'{name}("loss")' if schedule is plateau else f"{name}(1000), with the steps in all"
+        raise UsageError(f"schedule is {name}, which makes one", f"write schedule={example}")
     try:
         return LambdaLR(optimizer, schedule)
-    except TypeError as error:
-        if "is not an Optimizer" in str(error):
-            raise UsageError("schedule is called with the step, and makes a scheduler of it", cure) from error
-        if re.search(r"for \*: 'float'|can't multiply", str(error)):
-            raise UsageError(f"schedule gives no factor of the learning rate for step 0 ({error})", cure) from error
-        raise
+    except THEIRS as error:  # a function of the optimizer cannot do with a step, and a factor not with an optimizer
+        return _by_the_optimizer(schedule, optimizer, error)
+
+
+_FACTOR = (
+    "write schedule=lambda step: min(1.0, (step + 1) / 100), or "
+    "schedule=functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=...)"
+)
+
+
+def _by_the_optimizer(schedule: Any, optimizer: Optimizer, of_step: Exception) -> LRScheduler:
+    """The scheduler that a function makes of the optimizer. With step 0 it has failed; where it fails here as well, the
+    error counts that is not about having been given the other of the two.
+    """
+    try:
+        made = schedule(optimizer)
+    except THEIRS as error:
+        takes = "not an Optimizer|'int' object (has no attribute|is not subscriptable)"
+        raise (error if re.search(takes, str(of_step)) else of_step) from None
+    if not isinstance(made, LRScheduler) and re.search(r"for \*: 'float'|can't multiply", str(of_step)):
+        what = f"schedule gives no factor of the learning rate for step 0 ({of_step})"
+        raise UsageError(what, _FACTOR) from of_step
+    return _checked_scheduler(made, optimizer)
+
+
+def _checked_scheduler(made: Any, optimizer: Optimizer) -> LRScheduler:
+    """One that steps with the optimizer it was given, with all that it has inside."""
+    queue = [made]
+    while queue:
+        one = queue.pop()
+        if isinstance(one, ReduceLROnPlateau):
+            raise _of_each_step(type(one), {})
+        if not isinstance(one, LRScheduler):
+            what = f"schedule(optimizer) returned {one!r:.60}"
+            raise UsageError(what, "return one of torch's schedulers, or of a function of the step a factor")
+        if one.optimizer is not optimizer:
+            what = f"schedule(optimizer) returned {path_of(type(one))} of another optimizer"
+            raise UsageError(what, "make it of the optimizer that it is called with")
+        queue += getattr(one, "_schedulers", ())
+    found: LRScheduler = made
+    return found
+
+
+def _of_each_step(kind: type, options: Mapping[str, Any]) -> UsageError:
+    """A class of ReduceLROnPlateau says nothing of the value that it is to look at."""
+    more = "".join(f", {name}={value!r}" for name, value in options.items())
+    what = f"schedule is {path_of(kind)}, which needs a value to follow, and a step has none but the loss of its rows"
+    return UsageError(what, f'write schedule=paceline.plateau("loss"{more}), as evaluate() or log() names the value')
+
+
+def refuse_plateau(schedulers: Sequence[LRScheduler], plan: Plan) -> None:
+    """Refuses a schedule by reported values where the optimizers' steps are not those of all workers together."""
+    if (plan.local or plan.in_windows) and any(isinstance(one, ReduceLROnPlateau) for one in schedulers):
+        what = (
+            f"schedule=paceline.plateau(...) does not work with {plan.several}, where optimizers are at several steps"
+        )
+        raise UsageError(what, f"take a schedule of steps, or leave {plan.several} out")
 
 
 def refuse_other_places(places: int, before: int) -> None:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
+from paceline.following import Followed
 
 if TYPE_CHECKING:
-    from paceline.comm.group import Group
     from paceline.run import Run
 
 _MODES = {"max": 1, "min": -1}
 
 
-class Best:
+class Best(Followed):
     """What `Trainer.keep_best` follows: a value by `name`, the best one so far, and the `step` of the run that had it.
     A better one is `due` until its checkpoint is there.
     """
 
     def __init__(self) -> None:
-        self.name, self.mode = "", ""
+        super().__init__("keep_best()", "no best is kept")
+        self.mode = ""
         self.value: float | None = None
         self.step: int | None = None
         self.due: tuple[float, int] | None = None
-        self.seen: tuple[int, float] | None = None  # the last that was offered
         self._saved: list[Any] | None = None
-        self._heard = False  # of a value by that name, or people have been told that there was none
 
     def follow(self, name: str, mode: str) -> None:
         if not isinstance(name, str) or not name:
@@ -50,39 +47,11 @@ class Best:
         if saved and saved[:2] == [self.name, self.mode]:
             self.value, self.step = saved[2:]
 
-    def heard(self, values: Mapping[str, Any], source: str, say: Callable[..., None]) -> float | None:
-        """The value that is followed, from this `source`. Where the first values have other names, people are told; of
-        what is logged only if a name is much alike, as others may be logged beside it.
-        """
-        others = [name for name in values if name != "n"]
-        near = difflib.get_close_matches(self.name, others, n=1, cutoff=0.5)
-        self._heard |= self.name in values
-        if self.name and not self._heard and (near or (others and source == "evaluate()")):
-            self._heard = True
-            gave = " and ".join(map(repr, near or others[:5]))
-            say(f"keep_best() follows {self.name!r}, and {source} gave {gave}: until there is one, no best is kept")
-        return self.of(values)
-
-    def of(self, values: Mapping[str, Any]) -> float | None:
-        """The value that is followed, if it is there. Raises UsageError where it is no number."""
-        try:
-            return float(values[self.name]) if self.name in values else None
-        except (TypeError, ValueError, RuntimeError):
-            what = f"keep_best() follows {self.name!r}, which is {values[self.name]!r:.60} and no number"
-            raise UsageError(what, "evaluate or log a number by that name") from None
-
-    def agree(self, group: Group, value: float) -> dict[str, Any]:
-        """Worker 0's value, which was logged, on all. Collective."""
-        group.enter(f"log({self.name}=), which keep_best() follows")
-        return {self.name: group.gather_json(value)[0]}
-
-    def offer(self, values: Mapping[str, Any], step: int) -> None:
-        """Values that were found with the weights of `step`, the same on all workers."""
-        value, best = self.of(values), self.value if self.due is None else self.due[0]
-        if value is not None:
-            self.seen = step, value
-            if math.isfinite(value) and (best is None or (value - best) * _MODES[self.mode] > 0):
-                self.due = value, step
+    def take(self, value: float, step: int) -> None:
+        """A better one is due."""
+        best = self.value if self.due is None else self.due[0]
+        if math.isfinite(value) and (best is None or (value - best) * _MODES[self.mode] > 0):
+            self.due = value, step
 
 
 def keep_best(run: Run) -> None:

@@ -22,6 +22,7 @@ from paceline.pulse import PULSE
 from paceline.step import Grid, stream_seed
 from paceline.strategies.buffers import unchanging
 from paceline.strategies.chunks import Chunk, MicroBatch, to_device
+from paceline.strategies.counts import is_pair
 from paceline.strategies.job import Job
 from paceline.strategies.streams import Streams
 from paceline.strategies.whole_batch import filled, gathered
@@ -147,10 +148,14 @@ class Means:
 
     def add(self, number: int, rows: int, output: Any, batch: Any) -> None:
         found = self._metric(output, batch)
-        pairs = found.values() if isinstance(found, Mapping) else [None]
-        if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
-            raise MetricError(f"the metric returned {found!r:.60}", "return {name: (sum, count)}")
-        self._sums[number] = {str(name): (float(total), float(count)) for name, (total, count) in found.items()}
+        if not isinstance(found, Mapping) or not all(map(is_pair, found.values())):
+            raise MetricError(f"the metric returned {' '.join(repr(found).split()):.60}", "return {name: (sum, count)}")
+        sums = {str(name): (float(total), float(count)) for name, (total, count) in found.items()}
+        for name, (_, count) in sums.items():
+            if not count >= 0.0:
+                what = f"the metric returned {count:g} as the count of {name!r} for {rows} row{'s' if rows > 1 else ''}"
+                raise MetricError(what, "return {name: (sum, count)} with the number of rows that were summed")
+        self._sums[number] = sums
 
     def together(self, group: Group, micro_batches: int) -> dict[str, float]:
         """Every micro-batch's sums to every worker, then added in grid order: equal bits on any number of workers."""

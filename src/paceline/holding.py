@@ -182,6 +182,9 @@ class Holding:
     def apply(self, step: int, told: dict[str, Any]) -> None:
         """The step, once."""
         agreed = replace(NOTHING, count=told["count"], loss=told["loss"], unused=tuple(told["unused"]))
+        for optimizer, rates in zip(self.replica.job.optimizers, told.get("rates") or (), strict=False):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
         before = {n: self.params[n].detach().clone() for n in self.all_dense} if self.in_codes else {}
         self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
         if self.in_codes:

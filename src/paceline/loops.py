@@ -18,6 +18,7 @@ from paceline.step import Grid, deal
 
 if TYPE_CHECKING:
     from paceline.best import Best
+    from paceline.following import PlateauFollower
 
 LISTED = 16  # workers whose shares are told one by one
 
@@ -28,6 +29,7 @@ class Member(Protocol):
     state: State
     best: Best
     described: Description  # of its model, arguments and optimizers, which a newcomer must have alike
+    plateau: PlateauFollower
 
     def snapshot(self, done: int | None = None) -> dict[str, Any]: ...
     def flush(self) -> None: ...

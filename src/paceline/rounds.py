@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from paceline.data.loader import Place
 from paceline.errors import NonFiniteLossError, UsageError
 from paceline.fragments import Fragments
@@ -35,13 +33,10 @@ def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
     """For a trainer whose plan says `local`; it is `about` what a Stepper is."""
     run, job, replica, plan = (about[name] for name in ("run", "job", "replica", "plan"))
     count = plan.local
-    schedulers = [type(one).__name__ for one in job.schedulers if isinstance(one, ReduceLROnPlateau)]
     batches = 0 if grid is None else len(grid.cut(grid.global_batch))
     wrong, cure = "", ""
     if job.over is not None:
         wrong, cure = 'loss_over="batch" needs the whole global batch at once', "leave one of the two out"
-    elif schedulers:
-        wrong, cure = f"{schedulers[0]} follows one loss, and each island has its own", "take another schedule"
     elif grid is not None and batches < count:
         wrong = f"its global batch of {grid.global_batch} rows is {batches} micro-batches, and each island needs one"
         micro = max(1, grid.global_batch // count)

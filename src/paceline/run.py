@@ -48,7 +48,7 @@ from paceline.strategies.servers import Servers
 from paceline.strategies.state import held, in_pieces
 from paceline.team.commands import Generation
 from paceline.team.coordinator import STOPPED
-from paceline.team.operations import Attempt, LeftError
+from paceline.team.operations import Attempt, LeftError, Taken
 from paceline.team.team import Team, join
 
 
@@ -452,17 +452,24 @@ class Run:
 
     # -- results of collectives outside of the loops ------------------------------------------------------------
 
-    def outside(self, make: Callable[[], Attempt], spends: str = "script") -> Any:
-        """The result of a collective; in a resumed run, before its first step, the one that was recorded."""
-        found = self.recorded() or [self.team.operations.run(make, spends)]
+    def outside(self, make: Callable[[], Attempt], spends: str = "script", taken: Taken | None = None) -> Any:
+        """The result of a collective; in a resumed run, before its first step, the one that was recorded. For `taken`
+        see `Operations.run`.
+        """
+        found = self.recorded() or [self.team.operations.run(make, spends, taken)]
         self.record(found[0])
         return found[0]
 
-    def recorded(self) -> list[Any]:
-        """In a resumed run, before its first step, the result that the next collective had, in a list."""
+    @property
+    def replays(self) -> bool:
+        """Whether the next collective has a result of before, in a resumed run before its first step."""
         self.need_team()
         now = not self.passing or self.took_step or self.loops or self.stepping
-        found = [] if now else self.results[self._replayed : self._replayed + 1]
+        return not now and self._replayed < len(self.results)
+
+    def recorded(self) -> list[Any]:
+        """In a resumed run, before its first step, the result that the next collective had, in a list."""
+        found = [self.results[self._replayed]] if self.replays else []
         self._replayed += len(found)
         return found
 
@@ -593,6 +600,9 @@ class Run:
             if self.saving.asked or self.saving.open or self.step > self.saving.begun:
                 self.save(wait=True, must=True)
             self._close_account()
+            for text in [one.plateau.unmoved for one in self.members] if self.took_step else ():
+                if text:
+                    self.say(text)
             if not done and self.took_step:
                 self.journal.write("stopped", step=self.step, why="the script ended before its loops did")
             if done and self.step:

@@ -8,8 +8,13 @@ the scheduler that is named.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import UsageError
 
@@ -58,6 +63,37 @@ def wsd(steps: int, warmup: int, decay: int) -> Factor:
     return factor
 
 
+@dataclass(frozen=True)
+class Plateau:
+    """A schedule that `paceline.plateau` makes: the value it follows, and the options of torch's ReduceLROnPlateau."""
+
+    name: str
+    options: Mapping[str, Any]
+
+    def on(self, optimizer: Optimizer) -> ReduceLROnPlateau:
+        return ReduceLROnPlateau(optimizer, **self.options)
+
+
+def plateau(name: str, **options: Any) -> Plateau:
+    """Reduces the learning rate when a reported value stops improving, as torch's ReduceLROnPlateau.
+
+    `name` is that of a value which `trainer.evaluate` or `trainer.log` reports; the schedule moves at each report, and
+    not with the steps. A value that is evaluated and then logged at the same step is one report. `options` are those of
+    torch: `mode` ("min" unless said), `factor`, `patience`, `threshold`, `threshold_mode`, `cooldown`, `min_lr`, `eps`.
+    Raises UsageError.
+    """
+    if not isinstance(name, str) or not name:
+        what = f"plateau() is given {name!r:.60}, and the name of a value is wanted"
+        raise UsageError(what, 'write plateau("loss"), as evaluate() or log() names it')
+    made = Plateau(name, options)
+    try:
+        made.on(SGD([nn.Parameter()], lr=1.0))
+    except (TypeError, ValueError) as error:
+        known = "mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps"
+        raise UsageError(f"plateau({name!r}) has wrong options: {error}", f"give options of torch's: {known}") from None
+    return made
+
+
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
@@ -75,7 +111,7 @@ def follow_batch(rule: str, before: int, now: int, optimizers: Sequence[Any], sc
     while queue:
         scheduler = queue.pop()
         queue += getattr(scheduler, "_schedulers", [])  # of one that has others inside
-        for name in ("base_lrs", "_last_lr"):
+        for name in ("base_lrs", "_last_lr", "min_lrs"):
             if hasattr(scheduler, name):
                 setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
     return f"lr_scaling={rule}: learning rates times {factor:.6g}, for a global batch of {now} rows instead of {before}"

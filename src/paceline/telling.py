@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,12 +10,13 @@ from paceline.agreement import Weights
 from paceline.best import Best
 from paceline.comm.group import Group
 from paceline.errors import UsageError, a
+from paceline.following import Followed, agree
 from paceline.mesh import Mesh
 from paceline.observe.figures import ranks
 from paceline.plan import Plan
 from paceline.run import Run
 from paceline.strategies.job import Job
-from paceline.team.operations import settling
+from paceline.team.operations import Attempt, settling
 
 
 def _medium(name: str, value: Any) -> Any:
@@ -32,11 +34,13 @@ class Telling:
     _group: Group
     _number: int
     best: Best
+    followed: list[Followed]  # values by name, the best among them
     plan: Plan
     steps_done: Any  # a property there
 
     def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
-        self.best.offer(values, self._run.step)
+        for one in self.followed:
+            one.offer(values, self._run.step)
         return values
 
     def _weights(self, job: Job, mesh: Mesh) -> Weights:
@@ -55,7 +59,7 @@ class Telling:
     def log(self, *unnamed: Any, **values: Any) -> None:
         """Keeps the user's own figures (or a text) in the run's journal, at the current step. What has more than one
         number is a histogram or a picture: see `paceline.Histogram` and `paceline.Image`. Collective for the one that
-        `keep_best` follows. Raises UsageError.
+        `keep_best` or `paceline.plateau` follows. Raises UsageError.
         """
         if unnamed:
             raise UsageError("log() takes values by name", f"write trainer.log(**{unnamed[0]!r:.60})")
@@ -64,9 +68,27 @@ class Telling:
             self._keep(media)
         if values or not media:
             self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
-        value = self.best.heard(values, "log()", self._run.say)
-        if value is not None and self.best.seen != (self._run.step, value):
-            self._run.outside(settling(partial(self.best.agree, self._group, value), self._offer))
+        found, whose = dict[str, float](), ""
+        for one in self.followed:
+            value = one.heard(values, "log()", self._run.say)
+            if value is not None and one.seen != (self._run.step, value):  # evaluate() has not just reported it
+                found[one.name], whose = value, whose or one.whose
+        if found:
+            self._report(settling(partial(agree, self._group, found, whose), self._offer))
+
+    def _report(self, make: Callable[[], Attempt], spends: str = "script") -> dict[str, Any]:
+        """Values that all workers find together, and what follows from them: in a resumed run, those that it found."""
+        recorded = self._run.replays
+        found = dict(self._run.outside(make, spends, self._take_over))
+        for one in self.followed if recorded else ():
+            one.replay(found, self._run.step)
+        return found
+
+    def _take_over(self, values: dict[str, Any], _: Any) -> dict[str, Any]:
+        """Values that the others have found, whose state this worker has by now, and learning rates with it."""
+        for one in self.followed:
+            (one.replay if one is not self.best else one.offer)(values, self._run.step)
+        return values
 
     def _keep(self, media: dict[str, Any]) -> None:
         run, folder = self._run, self._run.folder

@@ -30,6 +30,7 @@ from paceline.arguments import (
     refuse_fused,
     refuse_other_groups,
     refuse_other_places,
+    refuse_plateau,
     refuse_spread,
     refuse_words,
     scheduler_of,
@@ -47,6 +48,7 @@ from paceline.data.loader import Feed, Place, Source
 from paceline.descriptions import Description, compare, describe_model, describe_optimizers
 from paceline.errors import UsageError
 from paceline.evaluate import Sweep, evaluate
+from paceline.following import PlateauFollower
 from paceline.hints import Hinting
 from paceline.loops import Phase, State, grid_told, idle_text, resumed_grid
 from paceline.mesh import AXES, Mesh
@@ -78,8 +80,9 @@ class Trainer(Telling):
     ``(sum, count, {name: (sum, count)})``. `optimizer(params)` receives the trainable named parameters and returns one
     optimizer or a list. `global_batch` is the rows of one optimizer step over all workers; only `step` can do without.
     `forward(model, batch)` is by default ``model(batch)`` for a tensor, ``model(batch[0])`` for a tuple or list,
-    ``model(**batch)`` for a mapping. `schedule` is a factor as a function of the step (from 0) or a scheduler class of
-    torch's, plain or as functools.partial. `clip_norm` bounds the norm of the mean gradient. `plan` says how the work
+    ``model(**batch)`` for a mapping. `schedule` is a factor as a function of the step (from 0), a scheduler class of
+    torch's, plain or as functools.partial, a function of the optimizer that returns a scheduler, or
+    ``paceline.plateau(name)``. `clip_norm` bounds the norm of the mean gradient. `plan` says how the work
     is spread; ``--plan`` wins over it. `tensor` names the layers that are cut and how, `pipeline_blocks` the list of
     blocks that is cut in stages, where these should not be found. With ``loss_over="batch"`` the loss gets what
     `forward` returned for all rows of the global batch, wherever they were, and None as `batch`.
@@ -145,7 +148,9 @@ class Trainer(Telling):
         optimizers = self._optimizers(optimizer, mesh)
         self._said = FromScript.of(seed, optimizers, self.model)
         self._compare(describe_optimizers(optimizers, self._said.options, job.own), known)
-        self._replica.build(optimizers, [scheduler_of(schedule, opt) for opt in optimizers] if schedule else [])
+        schedulers = [scheduler_of(schedule, one) for one in optimizers] if schedule else []
+        refuse_plateau(schedulers, self.plan)
+        self._replica.build(optimizers, schedulers)
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact, job.in_rows):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
@@ -161,6 +166,8 @@ class Trainer(Telling):
         self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
         self.state, self.best = State(), Best()
+        self.plateau = PlateauFollower(schedule, schedulers, run.say)
+        self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
         run.members.append(self)
         run.models.append(self.model)
         if run.tree:
@@ -452,11 +459,12 @@ class Trainer(Telling):
 
         def compute() -> dict[str, Any]:
             found = evaluate(sweep, metric)
-            self.best.heard(found, "evaluate()", self._run.say)
+            for one in self.followed:
+                one.heard(found, "evaluate()", self._run.say)
             self._run.show("evaluate", trainer=self._number, step=self.steps_done, results=found)
             return found
 
-        return dict(self._run.outside(settling(compute, self._offer), "evaluating"))
+        return self._report(settling(compute, self._offer), "evaluating")
 
     def predict(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,8 +17,10 @@ from paceline.errors import ChangingBufferError, LossError, UsageError, a, add_h
 from paceline.step import add_metrics, exact_sum, stream_seed
 from paceline.strategies.buffers import DECLARED, Carried
 from paceline.strategies.chunks import Chunk, MicroBatch, merged
+from paceline.strategies.counts import CountCheck, is_pair, refuse_metric_counts, refuse_no_count
 from paceline.strategies.hooks import weighed
 from paceline.strategies.job import ELSEWHERE, LOSS_FORMS, Job, Options, Sums
+from paceline.strategies.loop_calls import refuse_loop_calls
 from paceline.strategies.noise import squares
 from paceline.strategies.observing import HOOKED, USERS_OWN, Observer
 from paceline.strategies.side_effects import OTHERS, BufferWatch
@@ -34,11 +36,12 @@ class Runner:
     """
 
     def __init__(self, job: Job, landing: Landing, gathered: bool) -> None:
-        self.job, self.landing = job, landing
+        self.job, self.landing, self.gathered = job, landing, gathered
         self.params = list(job.named.values())
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
         self.streams = Streams(job.device)
         self.observer = Observer(job, self.streams, gathered)
+        self.counts = CountCheck(self.streams, alone=job.unit == 1 and not gathered)
         self._squares = 0.0  # of gradients that went to other workers
         self._mark: tuple[Any, ...] = ()  # of the streams, before the last forward
         self._look_around()
@@ -86,7 +89,7 @@ class Runner:
         for chunk in self._forwards([Chunk([m], m.batch) for m in micro_batches]):
             (one,) = chunk.micro_batches
             self.streams.seed(stream_seed(self.job.seed, options.step, one.index))
-            with chunk.noted, _single_row_told(chunk, options), torch.no_grad(), self.job.arithmetic():
+            with chunk.noted, _single_row_told(chunk, options), torch.no_grad(), self.job.arithmetic(), self.guard():
                 output = self.job.forward(self.job.model, chunk.batch)
                 if output is not ELSEWHERE:
                     found.append((one, self.job.whole(output)))
@@ -241,24 +244,35 @@ class Runner:
 
     def _loss(self, chunk: Chunk) -> Loss:
         job = self.job
-        with job.arithmetic():
+        with job.arithmetic(), self.guard():
             output = job.forward(job.model, chunk.batch)
             if output is ELSEWHERE:
                 return Loss(torch.zeros((), dtype=torch.float64), 0.0, {}, chunk.sources, chunk.micro_batches[0].index)
             lead = chunk.micro_batches[0].lead
             result = job.loss(output, chunk.batch if lead is None else lead)
-        return Loss.of(result, chunk, any(param.requires_grad for param in self.params))
+            loss = Loss.of(result, chunk, any(param.requires_grad for param in self.params))
+            if lead is None and loss.mean is None and not self.counts.done:
+                self.counts.check(job.loss, output, chunk.batch, loss.count, chunk.rows, self.models)
+        return loss
+
+    def guard(self) -> AbstractContextManager[None]:
+        """The context of the user's loss and forward: in the first step it refuses the calls of a loop by hand."""
+        if self.observer.done:
+            return nullcontext()
+        return refuse_loop_calls([*self.params, *self.job.own.values()], self.gathered)
 
     def _add_up(self, parts: Sequence[Loss], sums: Sums) -> None:
         if not parts:
             return
         losses = torch.stack([part.total for part in parts]).cpu().double().tolist()
         counts = [float(part.count) for part in parts]
+        self.counts.refuse_values(counts, losses, [", ".join(part.sources) for part in parts])
         sums.loss, sums.count = exact_sum(losses), math.fsum(counts)
         bad = (part for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss))
         sums.bad = [source for part in bad for source in part.sources]
         for part in parts:
             add_metrics(sums.metrics, part.metrics)
+        refuse_metric_counts(sums.metrics)
         if self.job.exact:
             for part, loss, count in zip(parts, losses, counts, strict=True):
                 metrics = {name: (float(pair[0]), float(pair[1])) for name, pair in part.metrics.items()}
@@ -296,6 +310,7 @@ class Loss:
         elif isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], torch.Tensor):
             total, count = result[0], result[1]
             metrics = result[2] if len(result) == 3 else {}
+            refuse_no_count(count)
         else:
             what = f"a tuple of {len(result)}" if isinstance(result, tuple) else a(type(result).__name__)
             raise LossError(f"the loss returned {what}", LOSS_FORMS)
@@ -304,8 +319,8 @@ class Loss:
         if trainable and torch.is_grad_enabled() and not total.requires_grad:
             cure = "compute it from the model's output, without detach(), item() or no_grad()"
             raise LossError("the loss does not depend on any trainable parameter", cure)
-        if not isinstance(metrics, Mapping) or any(not _is_pair(pair) for pair in metrics.values()):
-            raise LossError(f"the loss returned metrics {metrics!r:.80}", LOSS_FORMS)
+        if not isinstance(metrics, Mapping) or not all(map(is_pair, metrics.values())):
+            raise LossError(f"the loss returned metrics {' '.join(repr(metrics).split()):.80}", LOSS_FORMS)
         return Loss(total.reshape(()), count, metrics, chunk.sources, chunk.micro_batches[0].index, mean)
 
     def detached(self) -> Loss:
@@ -315,7 +330,3 @@ class Loss:
 
 def _bare(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2

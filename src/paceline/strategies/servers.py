@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.comm.buckets import Bucket, levels_of, zeros
 from paceline.comm.codecs import Codec, add_codes, manner, pack_codes
@@ -408,12 +409,18 @@ class InStep(Served):
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
         self.runner.carried.merge(sums.records)
-        told = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused}
+        told = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused, "rates": self._rates()}
         text = json.dumps({**told, "expected": options.expected, "norm": norm}).encode()
         for server in self.servers.used:
             self.servers.put(server, Kind.COMMIT, self.number, self.key, (), text)
         self.servers.advance()
         self._owed = self.key, agreed
+
+    def _rates(self) -> list[list[float]] | None:
+        """The learning rates of the step, where they follow values that servers know nothing of."""
+        if not any(isinstance(one, ReduceLROnPlateau) for one in self.job.schedulers):
+            return None
+        return [[float(group["lr"]) for group in one.param_groups] for one in self.job.optimizers]
 
     def complete(self) -> None:
         """The weights that servers have made of the step."""

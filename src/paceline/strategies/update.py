@@ -77,11 +77,9 @@ class Update:
         self.follow_schedule(agreed)
 
     def follow_schedule(self, agreed: Agreed) -> None:
-        """The rates of the next step."""
+        """The rates of the next step. One that follows a value moves when that is reported: see following.py."""
         for scheduler in self.job.schedulers:
-            if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(agreed.loss / agreed.count)
-            else:
+            if not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()
 
     # -- state --------------------------------------------------------------------------------------------------

@@ -171,13 +171,16 @@ class OverBatch:
         assert job.over is not None
         leaves = [x.requires_grad_() for x in columns if x.is_floating_point()]
         self.runner.streams.seed(stream_seed(job.seed, options.step, options.micro_batches))
-        with job.arithmetic():
-            result = job.over(filled(like, columns), None)
+        output = filled(like, columns)
+        with job.arithmetic(), self.runner.guard():
+            result = job.over(output, None)
         moved = self.runner.carried.moved(values=True) or self.runner.watch.changed(values=False)
         if moved:
             what = f"the loss over the batch changes the {moved.removeprefix('the forward changes the ')}"
             raise ChangingBufferError(what, "change it in the body of the loop")
         part = Loss.of(result, Chunk([MicroBatch(0, rows, None, "the global batch")], None), True)
+        if part.mean is None and not self.runner.counts.done:
+            self.runner.counts.check(job.over, output, None, part.count, rows, self.runner.models)
         own = [x for x in _leaves(part.total) if not any(x is leaf for leaf in leaves)]
         found = iter(torch.autograd.grad(part.total.mul(1.0 / options.expected), [*leaves, *own], allow_unused=True))
         grads = [next(found) if x.requires_grad else None for x in columns]
@@ -188,6 +191,7 @@ class OverBatch:
     def _tell(self, sums: Sums, part: Loss, first: bool) -> None:
         """Who has the first micro-batch tells what the loss was, the others nothing."""
         loss, count = float(part.total), float(part.count)
+        self.runner.counts.refuse_values([count], [loss], ["the global batch"])
         metrics = {name: (float(total), float(number)) for name, (total, number) in part.metrics.items()}
         sums.loss, sums.count = (loss, count) if first else (0.0, 0.0)
         sums.metrics = metrics if first else dict.fromkeys(metrics, (0.0, 0.0))

@@ -1,0 +1,366 @@
+"""What a loss returns: counts that are none, and calls of a loop by hand, are refused before the first step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from alone import by_hand, same, trainer
+from by_hand import built, grid
+from cases import cross_entropy, mlp, rows
+from launching import train_basics
+from test_errors import fails
+from torch import nn
+
+from paceline.errors import LossError, MetricError, UsageError, hint_of
+from paceline.trainer import Trainer
+
+DATA = rows(1, 45, 10)
+FORMS = (
+    "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)}); count "
+    "is how many rows or tokens were summed, or the sum of their weights, and an accuracy is a metric"
+)
+
+
+def summed(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(output, batch[1], reduction="sum")
+
+
+def accuracy(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (output.argmax(1) == batch[1]).double().mean()
+
+
+FIRST = "micro-batch 0 (rows 0-1 of epoch 0)"
+REFUSED = {
+    "a number of its own": (lambda o, b: 0.5, "0.5 as the count of 2 rows, and 0.5 and 0.5 as those of their halves"),
+    "one": (lambda o, b: torch.ones(()), "1 as the count of 2 rows, and 1 and 1 as those of their halves"),
+    "a mapping": (lambda o, b: {"accuracy": accuracy(o, b)}, "a dict as the count"),
+    "a text": (lambda o, b: "2", "a str as the count"),
+    "nothing": (lambda o, b: None, "a NoneType as the count"),
+    "a bool": (lambda o, b: True, "a bool as the count"),
+    "a bool of torch's": (lambda o, b: torch.tensor(True), "a bool as the count"),
+    "several": (lambda o, b: torch.ones(2), "a tensor of shape (2,) as the count"),
+    "a complex number": (lambda o, b: torch.ones((), dtype=torch.complex128), "a complex number as the count"),
+    "less than none": (lambda o, b: -2, f"-2 as the count of {FIRST}"),
+    "not a number": (lambda o, b: float("nan"), f"nan as the count of {FIRST}"),
+    "infinite": (lambda o, b: torch.tensor(torch.inf), f"inf as the count of {FIRST}"),
+    "another loss": (lambda o, b: o.square().sum(), "a count that depends on trainable parameters"),
+}
+
+
+def refused(loss: Any, **more: Any) -> str:
+    made = trainer(loss=loss, **more)
+    before = [param.clone() for param in made.model.parameters()]
+    with pytest.raises(LossError) as caught:
+        list(made.steps(DATA))
+    assert all(map(torch.equal, before, made.model.parameters()))
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_count_is_refused(case: str) -> None:
+    count, told = REFUSED[case]
+    assert refused(lambda o, b: (summed(o, b), count(o, b))) == f"the loss returned {told}; {FORMS}"
+
+
+class Sure(nn.Module):
+    """Knows each label, so that every accuracy is exactly 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, labels: torch.Tensor) -> torch.Tensor:
+        return self.scale * F.one_hot(labels, 5)
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ("", "1 as the count of 2 rows, and 1 and 1 as those of their halves"),
+        ("micro=1", "1 as the count of 1 row, and 1 for it twice"),
+    ],
+)
+def test_an_accuracy_of_exactly_one_is_no_count(plan: str, told: str) -> None:
+    assert (
+        refused(
+            lambda o, b: (cross_entropy(o, b), accuracy(o, b)),
+            model=Sure,
+            forward=lambda model, batch: model(batch[1]),
+            plan=plan or None,
+        )
+        == f"the loss returned {told}; {FORMS}"
+    )
+
+
+def rare(output: Any, batch: Any) -> torch.Tensor:
+    return (batch[0][:, 0] > 0.5).double().sum()
+
+
+def weights(batch: Any) -> torch.Tensor:
+    return 0.1 + batch[0][:, 0].abs()
+
+
+def weighted(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (F.cross_entropy(output, batch[1], reduction="none") * weights(batch)).sum()
+
+
+def flat(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Three tokens of each row, one after another."""
+    return model(batch[0].repeat_interleave(3, 0))
+
+
+def undefined_for(output: torch.Tensor) -> torch.Tensor:
+    raise ValueError("too few rows")
+
+
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "a mask, which leaves some micro-batches without any": {
+        "loss": lambda o, b: ((F.cross_entropy(o, b[1], reduction="none") * (b[0][:, 0] > 0.5)).sum(), rare(o, b))
+    },
+    "weights": {"loss": lambda o, b: (weighted(o, b), weights(b).sum())},
+    "weights of single rows": {"loss": lambda o, b: (weighted(o, b), weights(b).sum().item()), "plan": "micro=1"},
+    "weights, and one by one": {"loss": lambda o, b: (weighted(o, b), weights(b).sum()), "plan": "exact"},
+    "weights of tokens": {
+        "forward": flat,
+        "loss": lambda o, b: (
+            weighted(o, [b[0].repeat_interleave(3, 0), b[1].repeat_interleave(3)]),
+            3 * weights(b).sum(),
+        ),
+    },
+    "weights, and an output of one's own": {
+        "forward": lambda model, batch: SimpleNamespace(logits=model(batch[0]), name="mlp"),
+        "loss": lambda o, b: (weighted(o.logits, b), weights(b).sum()),
+    },
+    "numpy's": {"loss": lambda o, b: (summed(o, b), np.float64(len(o)))},
+    "numpy's whole": {"loss": lambda o, b: (summed(o, b), np.int64(len(o)))},
+    "a float of a loss that cannot have parts": {
+        "loss": lambda o, b: (summed(o, b) if len(o) > 1 else undefined_for(o), float(len(o)))
+    },
+}
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_sums_of_masks_and_weights_are_counts(case: str) -> None:
+    given = {"plan": None, "forward": lambda model, batch: model(batch[0]), **ACCEPTED[case]}
+    data = rows(1, 48, 10)  # no micro-batch of a single row
+    mine = trainer(**given)
+    list(mine.steps(data, epochs=2))
+    micro = 1 if given["plan"] == "micro=1" else None
+    plain = by_hand(built(mlp), loss=given["loss"], forward=given["forward"])
+    same(mine, plain.train(grid(data, 16, micro, epochs=2)))
+
+
+@pytest.mark.usefixtures("run")
+def test_a_fraction_that_cannot_be_compared_is_refused() -> None:
+    told = refused(lambda o, b: (summed(o, b) if len(o) > 1 else undefined_for(o), len(o) / 4))
+    assert told == f"the loss returned 0.5 as the count of {FIRST}; {FORMS}"
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ({"a": 1.0}, "metrics {'a': 1.0}; "),
+        ({"a": ("b", 1)}, "metrics {'a': ('b', 1)}; "),
+        ({"a": (1, torch.ones(2))}, "metrics {'a': (1, tensor([1., 1.]))}; "),
+        ({"a": (1, -1)}, "-2 as the count of its metric 'a'; "),
+        ({"a": (1, float("nan"))}, "nan as the count of its metric 'a'; "),
+    ],
+)
+def test_a_metric_that_is_no_sum_and_count(metrics: Any, told: str) -> None:
+    found = refused(lambda o, b: (summed(o, b), len(o), metrics), global_batch=4, plan="micro=2")
+    assert found.startswith(f"the loss returned {told}return a scalar ")
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ({"a": 0.5}, "the metric returned {'a': 0.5}; return {name: (sum, count)}"),
+        ({"a": ("b", 1)}, "the metric returned {'a': ('b', 1)}; return {name: (sum, count)}"),
+        (
+            {"a": (1, -2)},
+            "the metric returned -2 as the count of 'a' for 2 rows; return {name: (sum, count)} with the number of "
+            "rows that were summed",
+        ),
+    ],
+)
+def test_a_metric_of_evaluate_that_is_no_sum_and_count(found: Any, told: str) -> None:
+    with pytest.raises(MetricError) as caught:
+        trainer().evaluate(DATA, lambda output, batch: found)
+    assert str(caught.value) == told
+
+
+# ---- calls that belong to a loop by hand
+
+
+def scaled(own: Trainer, optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
+    return torch.amp.GradScaler("cpu").scale(loss)
+
+
+def backward(own: Trainer, optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def of_autograd(own: Trainer, optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
+    torch.autograd.backward([loss], retain_graph=True)
+    return loss
+
+
+def of_inputs(own: Trainer, optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
+    loss.backward(retain_graph=True, inputs=[next(own.model.parameters())])
+    return loss
+
+
+def step(own: Trainer, optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
+    optimizer.step()
+    return loss
+
+
+def zero(own: Trainer, optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    return loss
+
+
+def zero_model(own: Trainer, optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
+    own.model.zero_grad()
+    return loss
+
+
+BACKWARD = "backward() at {}, which adds to the gradients that the trainer computes; return the loss, and for the "
+BACKWARD += "gradient of anything else call torch.autograd.grad(value, inputs)"
+ZERO = "zero_grad() at {}, which drops the gradients that the trainer has computed in this step; leave it out: the "
+ZERO += "trainer begins each step without gradients"
+CALLS = {
+    scaled: "GradScaler.scale() at {}, which trains on a loss times the scale; return the loss as it is, and say "
+    'plan="precision=fp16", which scales it itself',
+    backward: BACKWARD,
+    of_autograd: BACKWARD,
+    of_inputs: BACKWARD,
+    step: "optimizer.step() at {}, which updates the weights in the middle of a step; leave it out: the trainer "
+    "updates the weights once per step",
+    zero: ZERO,
+    zero_model: ZERO,
+}
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("where", ["loss", "forward"])
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_of_a_loop_by_hand_are_refused(call: Any, where: str) -> None:
+    seen: dict[str, Any] = {}
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        seen["optimizer"] = torch.optim.SGD(params, lr=0.1)
+        return seen["optimizer"]
+
+    def forward(model: nn.Module, batch: Any) -> torch.Tensor:
+        output = model(batch[0])
+        if where == "forward":
+            call(made, seen["optimizer"], output.sum())
+        return output
+
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        found = cross_entropy(output, batch)
+        return call(made, seen["optimizer"], found) if where == "loss" else found
+
+    made = trainer(optimizer=optimizer, loss=loss, forward=forward)
+    with pytest.raises(UsageError) as caught:
+        list(made.steps(DATA))
+    line = f"test_loss_forms.py:{call.__code__.co_firstlineno + 1}"
+    assert str(caught.value) == f"the loss or forward calls {CALLS[call].format(line)}"
+    assert made.steps_done == 0
+
+
+@pytest.mark.usefixtures("run")
+def test_calls_that_touch_nothing_that_is_trained_are_the_users_own() -> None:
+    """A scaler that is off, and a model beside, which the loss fits to each micro-batch from the same start."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        beside = nn.Linear(10, 5).double()
+        nn.init.zeros_(beside.weight)
+        nn.init.zeros_(beside.bias)
+        inner = torch.optim.SGD(beside.parameters(), lr=0.1)
+        inner.zero_grad()
+        cross_entropy(beside(batch[0]), batch).backward()
+        inner.step()
+        beside.zero_grad()
+        noise = torch.zeros(10, dtype=torch.float64, requires_grad=True)
+        cross_entropy(beside(batch[0] + noise), batch).backward(inputs=[noise])
+        return scaler.scale(cross_entropy(output, batch) + output.mean() * noise.grad.sum())
+
+    mine = trainer(loss=loss, plan="micro=4")
+    list(mine.steps(DATA, count=3))
+    same(mine, by_hand(built(mlp), loss=loss).train(grid(DATA, 16, 4, count=3)))
+
+
+@pytest.mark.usefixtures("run")
+def test_a_backward_of_a_later_step_has_a_hint() -> None:
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        found = cross_entropy(output, batch)
+        if made.steps_done:
+            found.backward()
+        return found
+
+    made = trainer(loss=loss)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time") as caught:
+        list(made.steps(DATA))
+    assert hint_of(caught.value) == "the trainer calls backward(): leave it out of loss and forward"
+
+
+# ---- with workers
+
+PAIR = """
+def loss(o, b):
+    return F.cross_entropy(o, b[1]), (o.argmax(1) == b[1]).double().mean()
+list(make(loss).steps(data))
+"""
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_loss_and_accuracy_end_the_run_before_the_first_step(workers: int, tmp_path: Any) -> None:
+    block = fails(PAIR, tmp_path, workers)
+    assert "LossError: the loss returned " in block
+    assert " as the count of 3 rows, and " in block
+    assert f" as those of their halves; {FORMS}\n" in block
+
+
+WEIGHTED = """
+def loss(o, b):
+    weights = 0.1 + b[0][:, 0].abs()
+    return (F.cross_entropy(o, b[1], reduction='none') * weights).sum(), weights.sum()
+t = make(loss)
+list(t.steps(data))
+t.export('out.safetensors')
+"""
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "shard=2 zero=3",
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("", "tensor=2", "pipeline=2", "context=2")),
+    ],
+)
+def test_weights_are_counts_under_each_plan(plan: str, tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+
+    found = []
+    for workers, name in ((1, ""), (2, plan)):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        train_basics(folder, WEIGHTED, workers, *(["--plan", name] if name else []))
+        found.append(load_file(folder / "out.safetensors"))
+    size = sum(float(value.square().sum()) for value in found[0].values())
+    apart = sum(float((found[0][name] - found[1][name]).square().sum()) for name in found[0])
+    assert (apart / size) ** 0.5 <= 1e-12
