@@ -43,6 +43,7 @@ ROWS = [
             "serving",
             "tickets",
             "loops",
+            "ended",
             "arguments",
             "hints",
             "agreement",
