@@ -146,7 +146,10 @@ class Trainer(Telling):
             self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1
             run.need_team()
         known = run.knows(self._number)
-        self._replica = nest(self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks)
+        with self._streams.lent():  # layouts may run parts of the model
+            self._replica = nest(
+                self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks
+            )
         for what, why in job.decisions:
             run.decide(self._number, what, why)
             run.say(what)
@@ -276,15 +279,24 @@ class Trainer(Telling):
     def _optimizers(self, make: Any, mesh: Mesh) -> list[Optimizer]:
         """What the user's function makes of what is here of the parameters. That it may be a part must not matter."""
         run, job = self._run, self._job
-        groups = groups_of_whole(make, job.own, job.own_cuts) if mesh.replica > 1 else {}
+        groups: dict[str, tuple[int, int]] = {}
+        if mesh.replica > 1:
+            with self._streams.lent():  # that the function is called more often than on one worker must not show
+                groups = groups_of_whole(make, job.own, job.own_cuts)
+        before = self._streams.mark() if mesh.replica > 1 else ()
         optimizers = optimizers_of(make, list(job.own.items()))
         if forgotten := left_out(optimizers, list(job.own.items())):
             run.say(forgotten, once=True)
         if mesh.replica > 1:
-            if mesh.replica > mesh.unit or job.offload:
-                refuse_mixing(optimizers)
-            elif kind := mixing(optimizers):
+            with self._streams.lent():
+                if mesh.replica > mesh.unit or job.offload:
+                    refuse_mixing(optimizers)
+                    kind = ""
+                else:
+                    kind = mixing(optimizers)
+            if kind:
                 self._replica.see_whole()
+                self._streams.restore(before)
                 optimizers = optimizers_of(make, list(job.own.items()))
                 run.decide(self._number, f"{kind} has whole parameters on each worker", "it looks at them as a whole")
             refuse_other_groups(optimizers, groups, job.own, job.own_cuts)
