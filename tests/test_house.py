@@ -43,6 +43,7 @@ ROWS = [
             "serving",
             "tickets",
             "loops",
+            "ended",
             "arguments",
             "hints",
             "agreement",
@@ -179,9 +180,9 @@ def tensors_of_the_default_dtype(modules: Modules) -> Iterator[str]:
     made |= {"torch.rand", "torch.randn", "torch.normal", "torch.scalar_tensor"}
     for name, tree in modules.items():
         for node in walk(tree):
-            if isinstance(node, ast.Call) and dotted(node.func) in made:
-                if not any(word.arg == "dtype" for word in node.keywords):
-                    yield f"{name}:{node.lineno}: {dotted(node.func)} without dtype="
+            called = isinstance(node, ast.Call) and dotted(node.func) in made
+            if called and not any(word.arg == "dtype" for word in node.keywords):
+                yield f"{name}:{node.lineno}: {dotted(node.func)} without dtype="
 
 
 def broad_excepts(modules: Modules) -> Iterator[str]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import pickle
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from launching import SCRIPTS, paceline
 
 from paceline.errors import UsageError
 from paceline.step import PARTS, Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
@@ -380,3 +383,37 @@ def test_streams_in_another_process_are_that_process_own(streams):
     first = draw_all()
     streams.seed(5)
     assert draw_all() == first
+
+
+# -- the script's own streams -----------------------------------------------------------------------------------
+
+
+def draws_after_a_trainer(folder: Path, workers: int, *plans: str, **env: str) -> dict[str, list[float]]:
+    folder.mkdir()
+    command = ("run", "--workers", str(workers), "--max-restarts", "0", SCRIPTS / "draws.py", "out.json")
+    paceline(*command, *plans, cwd=folder, **env)
+    found: dict[str, list[float]] = json.loads((folder / "out.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workers", "plans"),
+    [
+        (2, ("data=2", *(f"shard=2 zero={zero}" for zero in (1, 2, 3)), "tensor=2", "pipeline=2", "context=2")),
+        *(
+            pytest.param(workers, plans, marks=pytest.mark.slow)
+            for workers, plans in (
+                (3, ("data=3", "shard=3 zero=3", "pipeline=3", "context=3")),
+                (2, ("data=2 exact",)),
+                (2, ("local=2 every=2",)),
+                (2, ("server=1",)),
+                (2, ("data=2 recompute=blocks",)),
+            )
+        ),
+    ],
+)
+def test_making_a_trainer_moves_the_scripts_own_streams_alike_under_every_plan(workers, plans, tmp_path):
+    """Only by what the script itself draws for its model and its optimizer."""
+    alone = draws_after_a_trainer(tmp_path / "alone", 1, "data=1")
+    for title, found in draws_after_a_trainer(tmp_path / "together", workers, *plans).items():
+        assert found == alone[f"data=1, {title.rpartition(', ')[2]}"], title

@@ -71,6 +71,7 @@ class Weights:
         name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else job.device.type
         self.kind, self.kinds = f"{name} {get_cpu_capability()}", list[str]()
         self.due, self.checks, self.seconds = True, 0, 0.0
+        self.trainer = 0  # its number
         self.distance: float | None = None
         self.refused = False  # the last step was
         self.done, self._alike = 0, -1  # steps; after how many of them all were alike last
@@ -260,8 +261,15 @@ class Agreement:
         """Nothing of those whose last step was refused: its forwards may have written to weights."""
         return [None if one.refused else one.told() for one in self.weights]
 
-    def write(self, journal: Journal) -> None:
-        for number, one in enumerate(self.weights):
+    def release(self, weights: Weights, journal: Journal) -> None:
+        """Compares those of a trainer that has ended no more."""
+        if weights in self.weights:
+            self.write(journal, [weights])
+            self.weights.remove(weights)
+            self._noted = (-1, None)  # what was noted is in the order of the weights
+
+    def write(self, journal: Journal, some: Sequence[Weights] | None = None) -> None:
+        for one in self.weights if some is None else some:
             if one.checks:
                 told = {"checks": one.checks, "seconds": one.seconds, "distance": one.distance}
-                journal.write("agreement", trainer=number, **told)
+                journal.write("agreement", trainer=one.trainer, **told)

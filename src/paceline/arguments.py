@@ -7,6 +7,7 @@ import difflib
 import inspect
 import math
 import operator
+import os
 import re
 import sys
 from collections import Counter
@@ -146,6 +147,8 @@ class Fixed(Generic[T]):
         self.name = name
 
     def __get__(self, one: Any, owner: type) -> T:
+        if one is not None and self.name not in one.__dict__:
+            raise AttributeError(self.name)  # the owner's __getattr__ says why
         return self if one is None else one.__dict__[self.name]  # type: ignore[return-value]
 
     def __set__(self, one: Any, value: T) -> None:
@@ -268,6 +271,15 @@ def peak_memory(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (10 if sys.platform.startswith("linux") else 0)
+
+
+def memory_now(device: torch.device) -> int:
+    """The bytes that this process has at present: on the device, or with a CPU in all."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if not sys.platform.startswith("linux"):
+        return peak_memory(device)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def private_memory() -> int:

@@ -60,6 +60,7 @@ class Islands:
     of `group`; `manner` tells people how islands are merged.
     """
 
+    trainer = 0  # its number
     codec: Codec | None = None
     differs = True  # as state of one's own
     manner = ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.data.loader import Source
@@ -18,7 +19,6 @@ from paceline.step import Grid, deal
 
 if TYPE_CHECKING:
     from paceline.best import Best
-    from paceline.following import PlateauFollower
 
 LISTED = 16  # workers whose shares are told one by one
 
@@ -29,7 +29,6 @@ class Member(Protocol):
     state: State
     best: Best
     described: Description  # of its model, arguments and optimizers, which a newcomer must have alike
-    plateau: PlateauFollower
 
     def snapshot(self, done: int | None = None) -> dict[str, Any]: ...
     def flush(self) -> None: ...
@@ -38,7 +37,15 @@ class Member(Protocol):
     def prepare(self, saved: dict[str, Any]) -> None: ...
     def complete_step(self) -> None: ...
     def needs(self) -> list[tuple[str, tuple[int, ...]]]: ...
+    def held(self) -> int: ...
+    def measure(self, besides: int) -> list[dict[str, Any]] | None: ...
+    def measured(self, said: list[Any]) -> None: ...
+    def look_around(self) -> None: ...
     def hear(self, said: list[Any]) -> None: ...
+    @property
+    def viewed(self) -> nn.Module | None: ...
+    @property
+    def unmoved(self) -> str: ...
     @property
     def steps_done(self) -> int: ...
     @property
@@ -225,12 +232,12 @@ def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None
 
 
 def grid_told(
-    grid: Grid, shares: list[int], rows: int | None, total: int | None, unit: int, number: int, models: Sequence[Any]
+    grid: Grid, shares: list[int], rows: int | None, total: int | None, unit: int, number: int, models: Sequence[str]
 ) -> dict[str, Any]:
-    """What the journal keeps of it. Shares are of units of so many workers. Of several trainers, who train `models`, it
-    is that of this number.
+    """What the journal keeps of it. Shares are of units of so many workers. Of several trainers, who train `models` of
+    these classes, it is that of this number.
     """
-    kinds = {other: type(model).__name__ for other, model in enumerate(models)}
+    kinds = dict(enumerate(models))
     sizes = {"global_batch": grid.global_batch, "micro": grid.micro, "micro_batches": len(grid.cut(grid.global_batch))}
     text = grid_text(grid, shares, rows, total, _whose(unit))
     if len(kinds) > 1:  # steps are counted over all of them

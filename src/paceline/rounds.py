@@ -86,6 +86,7 @@ class Rounds(Stepper):
         self._trouble: NonFiniteLossError | None = None  # that an island here has come to
         self.place = self._place
         if self.islands is not None:
+            self.islands.trainer = self.trainer
             self.run.own.append(self.islands)
             self.islands.recall = self._recall
 
@@ -169,9 +170,9 @@ class Rounds(Stepper):
         found, (weights, kept) = super().memory(), self.isles.most
         return found | {"parameters": found["parameters"] + weights, "optimizer": max(found["optimizer"], kept)}
 
-    def measure(self) -> None:
+    def measured(self, said: Sequence[list[dict[str, Any]]]) -> None:
         """At the end of a loop; what is left of late islands where it was stopped does not count."""
-        super().measure()
+        super().measured(said)
         name_dropped(self.run, self.trainer, self.isles.late, self.done, "training was stopped")
         self.isles.drop()
 

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,11 +29,13 @@ from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.comm.torch_private import pytree, untested
 from paceline.descriptions import refuse_difference
+from paceline.ended import Ended, release
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
 from paceline.loops import Member, Phase
 from paceline.observe.account import process_began
 from paceline.observe.figures import duration, plural, ranks, size_of
 from paceline.observe.journal import Journal, plain
+from paceline.observe.ledger import BytesSent
 from paceline.observe.loggers import Loggers
 from paceline.observe.memory import advice, whole_memory
 from paceline.observe.profiling import Profiles
@@ -48,7 +51,7 @@ from paceline.strategies.servers import Servers
 from paceline.strategies.state import held, in_pieces
 from paceline.team.commands import Generation
 from paceline.team.coordinator import STOPPED
-from paceline.team.operations import Attempt, LeftError, Taken
+from paceline.team.operations import Attempt, LeftError, Taken, settling
 from paceline.team.team import Team, join
 
 
@@ -68,7 +71,9 @@ class Run:
         world = team.world
         world.tell("join", trainer=True)
         self.folder = Path(world.run_dir) if world.run_dir else None
-        self.members: list[Member] = []
+        self._members: list[Member | weakref.ref[Member]] = []  # of trainers in use the script alone holds them
+        self.classes: list[str] = []  # of their models
+        self.ended: set[int] = set()  # trainers that wait to be released
         self.own = Owns()
         self.models: list[torch.nn.Module] = []  # the members', for whoever must know what a loss may run
         self.notice: int | None = None
@@ -92,9 +97,9 @@ class Run:
         self.agreement = Agreement(team, self.saving.copied)
         self._check: dict[str, Any] = json.loads(world.check) if world.check else {}
         self.asked = self._check.get("explain")  # the plan, and for how many workers
-        self.measures: list[Callable[[], None]] = []  # of trainers
+        self.traffic = BytesSent(team.group.ledger)
         self.reverse = bool(self._check.get("reverse"))  # micro-batches are summed in the opposite order
-        self._left = False
+        self._left = self._closing = False
         self._plan = ""
         self.besides = 0
         self._opened = self.main
@@ -136,10 +141,68 @@ class Run:
         """Whether this worker speaks and writes for the team."""
         return self.team.rank == 0 and not self.team.operations.waiting and self.serving is None
 
+    # -- trainers -------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[Member]:
+        """All trainers that the script has made; of those that have ended, what is kept."""
+        found = (one() if isinstance(one, weakref.ref) else one for one in self._members)
+        return [one for one in found if one is not None]
+
+    @property
+    def several(self) -> bool:
+        """Whether the script has made more than one."""
+        return len(self._members) > 1
+
+    def enlist(self, member: Member, model: torch.nn.Module) -> None:
+        self._members.append(weakref.ref(member))
+        self.classes.append(type(model).__name__)
+        self.models.append(model)
+
+    def stand_in(self, number: int, member: Member) -> None:
+        """A trainer has ended on this worker, and has given its parts to `member`."""
+        self._members[number] = member
+        self.ended.add(number)
+
+    def forget(self, number: int, ended: Ended | None = None) -> None:
+        """A trainer has `ended` on all workers, or in the checkpoint: nothing of it is compared or summed any more."""
+        for one in [one for one in self.agreement.weights if one.trainer == number]:
+            self.agreement.release(one, self.journal)
+        for figures in self.own.release(number):
+            self.journal.write("codec", **figures)
+        if ended is not None:
+            self._members[number] = ended
+            self.ended.discard(number)
+
+    def view_models(self) -> None:
+        """The models that a loss may run are those that members have now."""
+        members = self.members
+        self.models[:] = [model for member in members if (model := member.viewed) is not None]
+        for member in members:
+            member.look_around()
+
+    def measure(self) -> None:
+        """For the report, of all trainers: what workers were to hold and send, and what they did. Collective."""
+        group, members = self.team.group, self.members
+        held = [member.held() for member in members]
+        mine = {str(n): told for n, one in enumerate(members) if (told := one.measure(sum(held) - held[n]))}
+
+        def gather() -> Any:
+            group.enter("what workers held and sent", kind="figures")
+            return group.gather_json(mine)
+
+        said = [mine] if group.size == 1 else self.team.operations.run(settling(gather))
+        for number in mine:
+            if all(number in one for one in said):
+                members[int(number)].measured([one[number] for one in said])
+
     # -- a team that changes ------------------------------------------------------------------------------------
 
     def hand_over(self, done: int | None = None) -> Any:
         trainers = [member.snapshot(done) for member in self.members]
+        if len({*self.team.group.hosts}) > 1 and self.saving.storage is not None and not self.saving.storage.shared:
+            # Whoever takes it may not see the folder.
+            trainers = [self.saving.last_of(number, saved, self.say) for number, saved in enumerate(trainers)]
         described = [member.described for member in self.members]
         if self.team.world.newcomer:  # those that it was given, and has not made yet
             trainers += self.tree.get("trainers", ())[len(trainers) :]
@@ -163,6 +226,8 @@ class Run:
                 "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them",
             )
         if newcomer:
+            trainers = [self.saving.last_of(number, saved, self.say) for number, saved in enumerate(tree["trainers"])]
+            self.tree = {**tree, "trainers": trainers}
             self.passing, self.results, self._streams = True, list(tree["results"]), [tree["streams"]]
         for member in self.members:
             member.restore(newcomer)
@@ -301,7 +366,7 @@ class Run:
 
     def _needs(self) -> list[tuple[str, list[int]]]:
         """All trainers' together, where their plans are the same."""
-        first, *others = [member.needs() for member in self.members]
+        first, *others = [needs for member in self.members if (needs := member.needs())]
         found = [(text, list(sizes)) for text, sizes in first]
         for needs in others:
             if [text for text, _ in needs] == [text for text, _ in found]:
@@ -430,7 +495,7 @@ class Run:
         """
         save, self._save_due = self._save_due, 0
         self.saving.turn()
-        self._tell_saved()
+        self.tell_saved()
         keep_best(self)
         if self._stop_due:
             self.leave(130 if self.notice == 2 else STOPPED, "asked to stop")
@@ -439,6 +504,7 @@ class Run:
         if self.saving.asked or save == 1:
             self.save()
         elif save:
+            release(self)
             self.saving.begin(self._subject(), mirror=True)
         while not ends and (self._enter_due or self.team.operations.hold):
             self._enter_due = False
@@ -511,25 +577,27 @@ class Run:
         asked = saving.asked
         if saving.open and (wait or asked):
             saving.finish()
-            self._tell_saved()
+            self.tell_saved()
         if asked or self.step != (saving.committed if wait else saving.begun):
+            if not self._closing:  # else a script that has left main() could not be continued
+                release(self)
             saving.begin(self._subject(), still=wait)
         trouble = saving.finish() if wait and saving.open else None
         if must and trouble is not None:
             raise CheckpointError(*trouble)
-        self._tell_saved()
+        self.tell_saved()
         return trouble is None and saving.committed == self.step
 
     def _subject(self) -> Subject:
         pool = partial(self.own.pool, self.team.operations) if self.own.differ else None
-        return Subject(self.step, self._tree, self._params, self._about, self._meet, pool)
+        return Subject(self.step, self._tree, self._params, self.about, self._meet, pool)
 
     def _meet(self) -> None:
         self.agreement.meet()
         for text in self.own.meet(self.team.operations.done):
             self.say(text)
 
-    def _tell_saved(self) -> None:
+    def tell_saved(self) -> None:
         for told in self.saving.news:
             if isinstance(told, dict):
                 self.journal.write("checkpoint", **told)
@@ -544,7 +612,7 @@ class Run:
     def _params(self) -> Iterator[torch.Tensor]:
         return (param for model in self.models for param in model.parameters())
 
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
         return {
             "plan": self._plan,
             "script": script_text(),
@@ -558,8 +626,8 @@ class Run:
 
     def leave(self, code: int, why: str) -> None:
         """Ends the script here, politely, after a checkpoint; in a notebook or at a prompt the cell alone."""
-        for measure in self.measures if not code else ():
-            measure()
+        if not code:
+            self.measure()
         self.save(wait=True)
         saved = self.saving.committed
         path = f"checkpoints/{folder_of(saved)}" if self.folder and saved else None
@@ -595,12 +663,13 @@ class Run:
         for told in self.own.figures():
             self.journal.write("codec", **told)
         done = bool(self.members) and all(member.complete for member in self.members)
+        self._closing = True
         if not failed and not self._left and self.members:
             keep_best(self)
             if self.saving.asked or self.saving.open or self.step > self.saving.begun:
                 self.save(wait=True, must=True)
             self._close_account()
-            for text in [one.plateau.unmoved for one in self.members] if self.took_step else ():
+            for text in [one.unmoved for one in self.members] if self.took_step else ():
                 if text:
                     self.say(text)
             if not done and self.took_step:

@@ -29,11 +29,13 @@ from paceline.checkpoint.files import (
     Whole,
     bytes_of,
     commit,
+    ended_in,
     find_checkpoint,
     give_up,
     layout,
     new_attempt,
     whole_shapes,
+    with_ended,
     write_error,
 )
 from paceline.checkpoint.saver import Background, Part
@@ -197,6 +199,19 @@ class Saving:
             self.asked = self._again = False
             self.begun, self._saved_at = subject.step, time.monotonic()
 
+    def put_aside(self, subject: Subject, storage: Storage) -> list[str] | None:
+        """Writes what is kept beside the checkpoints, in a `storage` of its own, and waits for it; what went wrong, the
+        same on all workers. Collective.
+        """
+        if self.open:
+            self.finish()
+        self._into = storage
+        self.team.operations.run(
+            settling(partial(self._prepare, subject), partial(self._start, subject, True)), "saving"
+        )
+        self.open = True
+        return self.finish()
+
     def _prepare(self, subject: Subject) -> Any:
         group = self.team.group
         group.enter("a checkpoint")
@@ -229,7 +244,7 @@ class Saving:
     def _who_writes(self) -> tuple[list[int], Any]:
         """The workers that reach the place: those who find in it what the first one puts there."""
         operations, group, storage = self.team.operations, self.team.group, self._into
-        if not isinstance(storage, Folder) or storage is not self.storage:
+        if not isinstance(storage, Folder) or (self._mirror is not None and storage is self._mirror[1]):
             return list(operations.members), None
         if self._writers is None or self._writers[0] != operations.number:
             probe, trouble = f".probe-{new_attempt()}", None
@@ -403,6 +418,16 @@ class Saving:
 
     # -- a run that goes on -----------------------------------------------------------------------------------------
 
+    def last_of(self, number: int, saved: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+        """What checkpoints say of a trainer that has ended, with its last weights. CheckpointError: they are not seen
+        here.
+        """
+        if self.storage is None or saved.get("closed") is None or "model" in saved:
+            return saved
+        line: dict[str, Any] = {"tree": {"trainers": [{}] * number + [{"closed": saved["closed"]}]}}
+        last = ended_in(line, self.storage, say)[number]
+        return {**unflatten(last.manifest["tree"]["trainers"][number], last.tensors(mapped=True)), **saved}
+
     @PULSE.waiting()
     def look(self, say: Callable[[str], None]) -> tuple[int, Any] | None:
         """Step and tree of the newest good checkpoint, as this worker sees it."""
@@ -435,8 +460,11 @@ class Saving:
         manifest: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
         if mine is not None and mine.step == step:
-            manifest = {name: value for name, value in mine.manifest.items() if name not in ("files", "tensors")}
-            tensors = mine.tensors(mapped=not blind)  # whoever takes a value copies it
+            ended = {} if storage is None else ended_in(mine.manifest, storage, say)
+            manifest = with_ended(mine.manifest, ended)
+            manifest = {name: value for name, value in manifest.items() if name not in ("files", "tensors")}
+            for one in (mine, *ended.values()):
+                tensors |= one.tensors(mapped=not blind)  # whoever takes a value copies it
         if blind:
             if storage is not None and not storage.shared:
                 names = ", ".join(str(rank) for rank in blind)

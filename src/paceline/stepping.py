@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.agreement import Weights
-from paceline.arguments import peak_memory
+from paceline.arguments import memory_now, peak_memory
 from paceline.comm.refusing import refusing
 from paceline.data.balance import Balance, Change
 from paceline.data.fingerprint import refuse_lengths
@@ -41,7 +41,7 @@ from paceline.strategies.replica import Replica
 from paceline.strategies.scaling import LossScale
 from paceline.strategies.streams import Streams
 from paceline.team.migration import Migration
-from paceline.team.operations import Attempt, settling
+from paceline.team.operations import Attempt
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ class Stepper:
     micro_batches: int = 0  # of a global batch, the largest so far
     noise: Noise = field(default_factory=Noise)
     waiting_since: float = field(default_factory=time.perf_counter)
+    peak: int = 0  # bytes that the process had at most before its first step
     place: Callable[[], Place] | None = None  # how its global batches are dealt, if otherwise than all others
 
     def __post_init__(self) -> None:
@@ -138,7 +139,7 @@ class Stepper:
             never = self.run.reverse or plan.one_by_one
             self.balance = Balance(self.grid, self.operations.members, never, unit)
         self.scaling = LossScale() if plan.precision == "fp16" else None
-        self.run.measures.append(self.measure)
+        self.replica.own.trainer = self.trainer
         self.run.own.append(self.replica.own)
 
     def turn(self, deal: Callable[[], Portion], name: str) -> Step | None:
@@ -155,6 +156,7 @@ class Stepper:
             except UsageError as error:
                 told = {"refused": [error.what, error.cure]}
             self.run.answer(told)
+        self.run.traffic.turn(self.trainer)
         step = Step(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
             self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
@@ -379,6 +381,7 @@ class Stepper:
                 self.busy, self.waited = self.busy + step.spent["compute"] - waited, self.waited + waited
             else:
                 self.before = self._sent()
+                self.peak = 0 if not self.run.several else peak_memory(self.job.device)
             self.made += 1
             if self.made == 3 and self.run.team.group.rank == 0:
                 codecs = self.job.device.type == "cpu" and not self.plan.exact
@@ -405,27 +408,23 @@ class Stepper:
         if decision is not None:
             self.run.decide(self.trainer, *decision)
 
-    def measure(self) -> None:
-        """For the report: what each worker of a replica was to hold and send, and what it did. Collective."""
-        if not self.done:
-            return
-        group, mesh = self.run.team.group, self.plan.mesh(self.run.team.size)
-        held = {**self.memory(), "process": peak_memory(self.job.device)}
+    def measure(self, besides: int) -> list[dict[str, Any]]:
+        """What this worker was to hold and send in a step, and what it did. The process holds so much `besides`."""
+        mesh, peak = self.plan.mesh(self.run.team.size), peak_memory(self.job.device)
+        held = self.memory()
+        # Of trainers in turn an earlier one may have been larger.
+        whole = peak if peak > self.peak or not self.run.several else memory_now(self.job.device)
+        held["process"] = max(whole - besides, sum(held.values()))
         self.run.journal.write("memory", trainer=self.trainer, **held)
-        if mesh.size == 1:
-            return
         steps, sent = max(self.made - 1, 1), {k: n - self.before.get(k, 0) for k, n in self._sent().items()}
         did: dict[str, Any] = {"seconds": self.busy / steps, "waited": self.waited / steps}
         did["sent"] = {kind: round(count / steps) for kind, count in sent.items() if count}
         found = cost(self.plan, facts_of(self.job), mesh.size, -(-self.micro_batches // mesh.units))
-        figures = [dataclasses.asdict(found), held | did]
+        return [dataclasses.asdict(found), held | did]
 
-        def gather() -> Any:
-            group.enter("what workers held and sent", kind="figures")
-            return group.gather_json(figures)
-
-        said = self.operations.run(settling(gather))
-        predicted, measured = zip(*said[: mesh.replica], strict=True)
+    def measured(self, said: Sequence[list[dict[str, Any]]]) -> None:
+        """For the report: what all workers have measured."""
+        predicted, measured = zip(*said[: self.plan.mesh(len(said)).replica], strict=True)
         told = {"stages": [{"blocks": blocks} for blocks in blocks_told(self.job)], "workers": len(said)}
         told |= {"micro_batches": self.micro_batches, "predicted": predicted, "measured": measured}
         self.run.journal.write("figures", trainer=self.trainer, plan=str(self.plan), **told)
@@ -439,7 +438,7 @@ class Stepper:
         return [len(part) for part in deal(batches, weights)]
 
     def _sent(self) -> dict[str, float]:
-        return {kind: costs[1] for kind, costs in self.run.team.group.ledger.items()}
+        return self.run.traffic.of(self.trainer)
 
     def house(self, name: str) -> None:
         """Before a trainer's first step in a generation: memory comes from its group, the step's vector has as many

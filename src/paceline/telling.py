@@ -27,6 +27,13 @@ def _medium(name: str, value: Any) -> Any:
     return medium(name, value)
 
 
+def _healed(run: Run, trainer: int, workers: list[int], names: list[str], when: str) -> None:
+    told, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
+    step = run.members[trainer].steps_done
+    run.journal.write("healed", trainer=trainer, step=step, workers=workers, tensors=names)
+    run.say(f"healed: {ranks(workers)} had another {told}{more}, {when}, and took what the majority has")
+
+
 class Telling:
     """A part of the Trainer."""
 
@@ -49,18 +56,16 @@ class Telling:
         heals = self._run.team.world.heal
         if heals and apart:
             self._run.say(f"--heal does nothing under {apart}=: workers do not have the same there", once=True)
-        return Weights(job, mesh, not apart, self._healed if heals and not apart else None)
-
-    def _healed(self, workers: list[int], names: list[str], when: str) -> None:
-        told, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
-        self._run.journal.write("healed", trainer=self._number, step=self.steps_done, workers=workers, tensors=names)
-        self._run.say(f"healed: {ranks(workers)} had another {told}{more}, {when}, and took what the majority has")
+        made = Weights(job, mesh, not apart, partial(_healed, self._run, self._number) if heals and not apart else None)
+        made.trainer = self._number
+        return made
 
     def log(self, *unnamed: Any, **values: Any) -> None:
         """Keeps the user's own figures (or a text) in the run's journal, at the current step. What has more than one
         number is a histogram or a picture: see `paceline.Histogram` and `paceline.Image`. Collective for the one that
         `keep_best` or `paceline.plateau` follows. Raises UsageError.
         """
+        followed = self.followed
         if unnamed:
             raise UsageError("log() takes values by name", f"write trainer.log(**{unnamed[0]!r:.60})")
         if media := {name: one for name, value in values.items() if (one := _medium(name, value)) is not None}:
@@ -69,7 +74,7 @@ class Telling:
         if values or not media:
             self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
         found, whose = dict[str, float](), ""
-        for one in self.followed:
+        for one in followed:
             value = one.heard(values, "log()", self._run.say)
             if value is not None and one.seen != (self._run.step, value):  # evaluate() has not just reported it
                 found[one.name], whose = value, whose or one.whose

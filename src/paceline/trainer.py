@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import nn
@@ -39,13 +42,14 @@ from paceline.arguments import (
     trainable,
     whole_number,
 )
-from paceline.best import Best
+from paceline.best import Best, keep_best
 from paceline.checkpoint.adopt import adopted, refuse_another_model
 from paceline.checkpoint.export import refuse_other_suffix, write_together
 from paceline.comm.torch_private import pytree
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
 from paceline.descriptions import Description, compare, describe_model, describe_optimizers
+from paceline.ended import Ended, refuse_calls, release
 from paceline.errors import UsageError
 from paceline.evaluate import Sweep, evaluate
 from paceline.following import PlateauFollower
@@ -94,6 +98,8 @@ class Trainer(Telling):
         "the optimizer has its parameters; make another Trainer, or trainer.model.load_state_dict(...)"
     )
     state = Fixed[State]("a checkpoint keeps what lies in it; write trainer.state.update(...)")
+    _closed = False
+    _stands_in = False  # for one that has ended, until all workers release it
 
     def __init__(
         self,
@@ -116,9 +122,11 @@ class Trainer(Telling):
         refuse_words("Trainer", words, Trainer, plan)
         global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
         self._run = run = Run.current()
+        if run.classes:
+            release(run)
         run.weigh(model)
         self._group = run.team.group
-        self._number = len(run.members)
+        self._number = len(run.classes)
         self._seed = seed
         self._device = device_of(run.team.world.local_rank)
         mesh = self._mesh = self._choose_plan(plan)
@@ -162,25 +170,121 @@ class Trainer(Telling):
         self._ledger = Ledger()
         self._phases, self._untouched = list[Phase](), list[Phase]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
+        self._line: dict[str, Any] | None = None  # of checkpoints about this trainer, if it had ended in them
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
         self.state, self.best = State(), Best()
         self.plateau = PlateauFollower(schedule, schedulers, run.say)
         self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
-        run.members.append(self)
-        run.models.append(self.model)
+        run.enlist(self, self.model)
         if run.tree:
             run.refuse_differences(run.tree)
             self.restore(newcomer=True)
         run.tell_needs()
+
+    # -- its end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends this trainer and gives the memory of its model, optimizer and gradients back. Checkpoints hold its state
+        no longer; its last weights are kept once, beside them. A second call does nothing. A model that is whole on
+        each worker stays as it is, if the script has it.
+
+        Collective. In the handling of an exception, which other workers may not have, nothing is done together: the
+        memory is given back with the next Trainer or checkpoint. Under ``server=`` servers keep their part of the state
+        until the run ends. Not in the body of the trainer's own loop, unless `break` follows.
+        """
+        if self._closed:
+            return
+        run = self._run
+        together = sys.exc_info()[0] is None and not (run.passing and not run.took_step)
+        if together:
+            self._together("close()")
+            if self.best.due is not None:
+                keep_best(run)
+        self._stopped = True
+        stays = {name: vars(self)[name] for name in ("_run", "_number", "plan")}
+        self._end()
+        vars(self).clear()
+        vars(self).update(stays, _closed=True)
+        if together:
+            release(run)
+
+    def __del__(self) -> None:
+        if "best" in vars(self) and not self._stands_in:  # else it was closed, or not made
+            self._end()
+
+    def _end(self) -> None:
+        """Gives all parts to an object of the run's own, which stands in for this one until all workers release it."""
+        run, number = self._run, self._number
+        if len(run.classes) <= number:
+            return  # an error ended the constructor
+        if self._line is not None:
+            run.forget(number, Ended.of(self, self.snapshot(), self.viewed))
+            self.dismantle()
+            return
+        parts = object.__new__(type(self))
+        vars(parts).update(vars(self), _stands_in=True)
+        run.stand_in(number, parts)
+
+    def _go_on_ended(self, saved: dict[str, Any]) -> None:
+        """This trainer had ended when the checkpoint was written: it has its last weights, and trains no more."""
+        self._replica.load({"model": saved["model"]})
+        self._stepper.done, self._stepper.expected = saved["steps"], saved["expected"]
+        self._line = {name: value for name, value in saved.items() if name not in ("model", "state")}
+        self._run.forget(self._number)
+        self._run.view_models()
+
+    @property
+    def unmoved(self) -> str:
+        return self.plateau.unmoved
+
+    @property
+    def viewed(self) -> nn.Module | None:
+        """The model, if other trainers' losses may run it."""
+        return self.model if self._line is None or self._line["viewed"] else None
+
+    def _need_optimizer(self) -> None:
+        if self._line is not None:
+            what = f"trainer {self._number} had ended when the checkpoint was written: its optimizer's state is gone"
+            raise UsageError(what, "start a new run in another --run-dir to train it further")
+
+    def dismantle(self) -> list[weakref.ref[Any]]:
+        """Gives the memory of a trainer back that all workers have released. Weak references to what the script may
+        hold: the model, and then the optimizers.
+        """
+        job, replica, mesh = self._job, self._replica, self._mesh
+        weak: list[weakref.ref[Any]] = [weakref.ref(one) for one in (job.model, *job.optimizers)]
+        replica.release()
+        if mesh.unit > 1 or (mesh.shard > 1 and self.plan.zero != 1):
+            refuse_calls(job.model)
+        parts = (self._stepper, replica.runner, replica.updater, replica.layout, replica.landing, replica.home)
+        for part in (*parts, replica.transit, replica.own, replica, job):
+            vars(part).clear()  # hooks on a model that the script holds may hold them
+        vars(self).clear()
+        return weak
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if self._closed and not name.startswith("__"):
+                raise self._is_closed()
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def _is_closed(self) -> UsageError:
+        what = f"trainer {self._number} is closed: its model, optimizer and gradients were given back"
+        return UsageError(what, "call trainer.close() after its last use, or make another Trainer")
+
+    def _need_open(self) -> None:
+        if self._closed:
+            raise self._is_closed()
 
     # -- what the user reads ------------------------------------------------------------------------------------
 
     @property
     def steps_done(self) -> int:
         """Optimizer steps done in the whole training, resumed ones included."""
-        return self._stepper.done
+        return self._run.members[self._number].steps_done if self._closed else self._stepper.done
 
     @property
     def _of(self) -> str:
@@ -242,7 +346,9 @@ class Trainer(Telling):
     @property
     def complete(self) -> bool:
         """Whether every `steps()` of this trainer reached its end, or `stop()` was called."""
-        return self._stopped or all(phase.complete or phase.done == phase.total for phase in self._phases)
+        return (
+            self._closed or self._stopped or all(phase.complete or phase.done == phase.total for phase in self._phases)
+        )
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -262,6 +368,7 @@ class Trainer(Telling):
         undisturbed one would. `collate` always sees the samples of one micro-batch. `order(position, size, seed,
         epoch)` is any pure function, by default `paceline.sample_index`. `loader` are options of torch's DataLoader.
         """
+        self._need_open()
         refuse_words("steps()", words, Trainer.steps)
         fit(collate=collate, order=order, loader=loader)
         if self._grid is None:
@@ -295,10 +402,12 @@ class Trainer(Telling):
         if phase.aim(epochs, total, last=number == len(self._phases) - 1):
             self._stopped = False
         if not phase.complete:
+            self._need_optimizer()
+        if not phase.complete:
             place = self._place()
             dealt = self._stepper.shares(len(grid.cut(grid.global_batch)), place.weights)
             unit = self._mesh.unit
-            told = grid_told(grid, dealt, rows, total, unit, self._number, self._run.models)
+            told = grid_told(grid, dealt, rows, total, unit, self._number, self._run.classes)
             told |= {"phase": number, "epochs": epochs, "done": [one.steps_done for one in self._run.members]}
             self._run.show("grid", **told, steps=None if total is None else self.steps_done - phase.done + total)
             idle = None if place.fine or self.plan.several else idle_text(grid, place.weights, unit)
@@ -324,7 +433,7 @@ class Trainer(Telling):
         feed = Feed(source, grid, span, self._stepper.place or self._place, run.team.world.tell)
         self._stepper.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
         alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=not self.plan.several)
-        with run.loop(phase):
+        with closing(feed), run.loop(phase):
             while feed.has(phase.done):
                 report = self._advance(partial(self._deal, alike, feed, phase, cure), f"step {self.steps_done + 1}")
                 if report is None:
@@ -336,6 +445,9 @@ class Trainer(Telling):
                     why, feed.decided = feed.decided, None
                     run.decide(self._number, "rows are loaded ahead of need by a process of their own", why)
                 yield report
+                if self._closed:
+                    what = "trainer.close() was called in the body of this trainer's own loop, which goes on"
+                    raise UsageError(what, "leave the loop with `break`, or call close() after it")
                 if run.outermost(phase):
                     run.between(ends=self._stopped or phase.done == phase.total)
                 if self._stopped:
@@ -344,8 +456,7 @@ class Trainer(Telling):
         self.flush()
         phase.complete, phase.stopped = True, self._stopped
         if outermost and phase.done:
-            for measure in run.measures:
-                measure()
+            run.measure()
             run.save(wait=True, must=True)
 
     def step(self, batch: Any) -> StepReport:
@@ -354,6 +465,8 @@ class Trainer(Telling):
         `batch` is any nesting of tensors whose first dimension is the row, or None for no rows. If a worker dies its
         own rows are lost, and named.
         """
+        self._need_open()
+        self._need_optimizer()
         run = self._run
         if word := self.plan.several:
             what = f"step() brings the rows of one step, and under {word} a turn of the loop has several"
@@ -428,7 +541,7 @@ class Trainer(Telling):
             self._ledger.forget()
             account.take()
         elif self._ledger and report is not None:
-            figures = self._ledger.take(self._group.sent)
+            figures = self._ledger.take(int(sum(self._run.traffic.of(self._number).values())))
             own = {name: getattr(report, name) for name in ("step", "epoch", "loss", "metrics", "lr", "grad_norm")}
             self._run.show("step", trainer=self._number, **own, **figures, account=account.take())
             if (each := self._ledger.each()) is not None:
@@ -454,6 +567,7 @@ class Trainer(Telling):
         they merge, as torchmetrics' do; or a mapping of such objects by name; or a pair of either with a function of
         output and batch that returns the arguments of `update`. Results are then floats, or tensors. MetricError.
         """
+        self._need_open()
         refuse_words("evaluate()", words, Trainer.evaluate)
         sweep = self._sweep(dataset, collate, model)
 
@@ -483,6 +597,7 @@ class Trainer(Telling):
         ``.safetensors``, tensors by their name in a mapping or `output`. Memory holds four micro-batches a worker.
         Raises UsageError for outputs that cannot be handed on, CheckpointError for those that cannot be written.
         """
+        self._need_open()
         sweep = self._sweep(dataset, collate, model)
         if path is None:
             return predicted(self._run, sweep)
@@ -515,6 +630,7 @@ class Trainer(Telling):
 
         Collective: called by all workers or none. Raises UsageError without a run folder.
         """
+        self._need_open()
         run = self._run
         self._together("save()")
         run.ask_save()
@@ -524,6 +640,7 @@ class Trainer(Telling):
 
     def export(self, path: str | Path) -> None:
         """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""
+        self._need_open()
         self._run.need_team()
         if not self.steps_done and not self._run.imported and self._said.untrained(self.model):
             why = "nothing went through what steps() returned" if self._untouched else "no step was made here"
@@ -538,6 +655,7 @@ class Trainer(Telling):
 
     def stop(self) -> None:
         """Ends the training when the loop asks for its next step; the run then counts as finished. Collective."""
+        self._need_open()
         self._together("stop()")
         self._stopped = True
 
@@ -550,10 +668,18 @@ class Trainer(Telling):
 
     def snapshot(self, done: int | None = None) -> dict[str, Any]:
         """What the rest of the training depends on; for a checkpoint, after `done` transactions, with its own state."""
+        if self._line is not None and self._line["closed"] is not None:
+            return self._line
         for optimizer in self._job.optimizers if not self._looked else ():
             if hidden := hidden_in(optimizer):
                 self._run.say(f"{hidden}; keep them in self.state", once=True)
         self._looked = True
+        if self._line is not None:  # its weights could not be written
+            return {
+                **self._line,
+                "model": model_state(self._job),
+                "state": copies_in_pieces(self.state.saved(), self._job),
+            }
         return {
             **self._stepper.state(done),
             "own": {} if done is None else self._replica.own.state(done),
@@ -571,8 +697,9 @@ class Trainer(Telling):
 
     def prepare(self, saved: dict[str, Any]) -> None:
         """The state as it was some steps ago, which goes ahead to a newcomer."""
-        self._replica.load(saved)
-        self._stepper.done = saved["steps"]
+        if "closed" not in saved:
+            self._replica.load(saved)
+            self._stepper.done = saved["steps"]
 
     def needs(self) -> list[tuple[str, tuple[int, ...]]]:
         """What this trainer's plan makes a worker hold, by category, and then what others would."""
@@ -582,7 +709,24 @@ class Trainer(Telling):
 
     def complete_step(self) -> None:
         """What a step that counts has left to do."""
-        self._replica.complete()
+        if self._line is None:
+            self._replica.complete()
+
+    def held(self) -> int:
+        """The bytes that it takes."""
+        return sum(self._stepper.memory().values())
+
+    def measure(self, besides: int) -> list[dict[str, Any]] | None:
+        """What was to be held and sent and what was, where the process holds so much `besides`; None before a step."""
+        return self._stepper.measure(besides) if self.steps_done and self._line is None else None
+
+    def measured(self, said: list[Any]) -> None:
+        """What all workers have measured."""
+        self._stepper.measured(said)
+
+    def look_around(self) -> None:
+        """Other trainers' models have come or gone."""
+        self._replica.runner.look_around()
 
     def hear(self, said: list[Any]) -> None:
         """A part of a step after it."""
@@ -607,7 +751,11 @@ class Trainer(Telling):
         if newcomer and (step := self._run.resumed) is not None:
             checkpoint = f"checkpoint of step {step} in {self._run.folder or 'memory'}"
             refuse_another_model(self.model, mine["model"], self._number, checkpoint, self._job.cuts)
-        self._stepper.load(mine, newcomer)
+        if "closed" in mine:
+            if newcomer:
+                self._go_on_ended(mine)
+        else:
+            self._stepper.load(mine, newcomer)
         if not newcomer:
             return
         self._replica.own.take(mine.get("own") or {})

@@ -23,8 +23,10 @@ from paceline.checkpoint.files import (
     Checkpoint,
     best_of,
     checkpoints_of,
+    ended_in,
     list_checkpoints,
     open_checkpoint,
+    with_ended,
 )
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tensorfile import DTYPES, size_text
@@ -88,7 +90,7 @@ def _listing(storage: Storage, step: int, folder: str, found: Checkpoint | str, 
 
 
 def _facts(found: Checkpoint) -> dict[str, Any]:
-    manifest = found.manifest
+    manifest = with_ended(found.manifest, ended_in(found.manifest, found.storage, lambda _: None))
     tensors = {name: _tensor(entry) for name, entry in manifest["tensors"].items()}
     given = {name: manifest.get(name) for name in ("format", "plan", "workers", "versions", "imported")}
     files = [{"name": name, **entry} for name, entry in manifest["files"].items()]

@@ -23,10 +23,12 @@ from paceline.checkpoint.files import (
     Checkpoint,
     best_of,
     checkpoints_of,
+    ended_in,
     find_checkpoint,
     grouped,
     list_checkpoints,
     open_checkpoint,
+    with_ended,
     write_cure,
 )
 from paceline.checkpoint.storage import flush_folder, write_file
@@ -153,11 +155,13 @@ def export_model(
     found = find_checkpoint(checkpoints_of(run_dir), lines.append, step)
     if found is None:
         raise no_checkpoint(run_dir, step)
-    trainers = found.manifest["tree"]["trainers"]
+    ended = ended_in(found.manifest, found.storage, lines.append)
+    trainers = with_ended(found.manifest, ended)["tree"]["trainers"]
     if not 0 <= trainer < len(trainers) or "model" not in trainers[trainer]:
         what = f"there is no trainer {trainer} in step {found.step} of {run_dir}, which has {len(trainers)}"
         raise UsageError(what, "count trainers from 0, in the order in which the script makes them")
-    state = deferred(lambda: unflatten(trainers[trainer]["model"], found.tensors(mapped=True)), kind)
+    source = ended.get(trainer, found)
+    state = deferred(lambda: unflatten(trainers[trainer]["model"], source.tensors(mapped=True)), kind)
     if single:
         text = size_text(write_model(state, out))
     else:

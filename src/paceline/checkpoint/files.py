@@ -224,6 +224,38 @@ def find_checkpoint(storage: Storage, say: Callable[[str], None], only: int | No
     return taken
 
 
+def last_weights(storage: Storage, trainer: int) -> Storage:
+    """Where the last weights of a trainer that has ended are, beside the checkpoints of a run."""
+    return storage.inside(f"trainer-{trainer}")
+
+
+def ended_in(manifest: Mapping[str, Any], storage: Storage, say: Callable[[str], None]) -> dict[int, Checkpoint]:
+    """The last weights of those trainers in a checkpoint's tree that have ended, by their number.
+
+    Raises CheckpointError where they are missing or damaged.
+    """
+    found = {}
+    for number, saved in enumerate(manifest["tree"]["trainers"]):
+        step = saved.get("closed") if isinstance(saved, dict) else None
+        if step is not None:
+            place = last_weights(storage, number)
+            one = find_checkpoint(place, say, step)
+            if one is None:
+                what = f"the weights that trainer {number} ended with are not in {place}/{folder_of(step)}"
+                raise CheckpointError(what, "restore them from a copy, or choose another --run-dir")
+            found[number] = one
+    return found
+
+
+def with_ended(manifest: Mapping[str, Any], ended: Mapping[int, Checkpoint]) -> dict[str, Any]:
+    """The manifest of a checkpoint, with the last weights of trainers that have ended in its tree and its tensors."""
+    trainers, tensors = list(manifest["tree"]["trainers"]), dict(manifest["tensors"])
+    for number, one in ended.items():
+        trainers[number] = {**one.manifest["tree"]["trainers"][number], **trainers[number]}
+        tensors |= one.manifest["tensors"]
+    return {**manifest, "tree": {**manifest["tree"], "trainers": trainers}, "tensors": tensors}
+
+
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 

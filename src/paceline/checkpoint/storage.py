@@ -42,6 +42,9 @@ class Storage(Protocol):
 
     def __str__(self) -> str: ...
 
+    def inside(self, folder: str) -> Storage:
+        """The storage in a folder of this one, which need not be there yet."""
+
     def folders(self) -> list[str]:
         """The names of the folders in it; none where the place itself is not there."""
 
@@ -85,6 +88,9 @@ class Folder:
 
     def __str__(self) -> str:
         return str(self.path)
+
+    def inside(self, folder: str) -> Folder:
+        return Folder(self.path / folder)
 
     def folders(self) -> list[str]:
         try:
@@ -168,6 +174,9 @@ class ObjectStore:
 
     def __str__(self) -> str:
         return self.url
+
+    def inside(self, folder: str) -> ObjectStore:
+        return ObjectStore(f"{self.url}/{folder}")
 
     @contextmanager
     def _reached(self) -> Iterator[Any]:

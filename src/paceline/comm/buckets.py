@@ -99,6 +99,12 @@ class Landing:
     def rehouse(self, allocate: Allocate) -> None:
         """Fresh memory for all buckets, as `allocate` gives it. What they held is lost."""
 
+    def release(self) -> list[torch.Tensor]:
+        """Gives up gradients and hooks: no further step comes. Returns the memory that was allocated for sums."""
+        for param in {*self.params, *self.own}:
+            param.grad = None
+        return []
+
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
         """Starts a step of so many micro-batches in all: `ready` will be called once with every bucket, in order."""
 
@@ -204,8 +210,18 @@ class Buckets(Landing):
         self._next = 0
         self._touched: set[int] = set()
         self._counted: set[int] = set()
-        for number, param in enumerate(self.params if hooks else ()):
+        self._hooks = [
             param.register_post_accumulate_grad_hook(partial(self._take, number))
+            for number, param in enumerate(self.params if hooks else ())
+        ]
+
+    def release(self) -> list[torch.Tensor]:
+        for hook in self._hooks:
+            hook.remove()
+        memory = [bucket.flat for bucket in self.buckets]
+        self.buckets.clear()
+        self._views, self._wires, self._home = [], [], []
+        return super().release() + memory
 
     def rehouse(self, allocate: Allocate) -> None:
         self._allocate = allocate

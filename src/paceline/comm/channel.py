@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -292,6 +292,10 @@ class Channel:
         same = arena is not None and len(arena.parts[0]) == len(flat) and arena.parts[0].dtype == flat.dtype
         return arena if same else None
 
+    def release(self, flat: torch.Tensor) -> None:
+        """The memory of `flat`, if it was allocated here, is not summed in place any more."""
+        self._arenas.pop(flat.data_ptr(), None)
+
     # -- the end ------------------------------------------------------------------------------------------------
 
     def interrupt(self, error: Exception) -> None:
@@ -311,6 +315,13 @@ class Channel:
             ENGINE.forget(self, PeerLostError("the group was destroyed", "make a new one"))
             self.hosts.close()
             self._kept.clear()
+
+
+def release_memory(flats: Iterable[torch.Tensor]) -> None:
+    """Shared memory that was allocated for these tensors is given back when nobody has them any more."""
+    for flat in flats:
+        for channel in _channels:
+            channel.release(flat)
 
 
 def interrupt(error: Exception) -> None:

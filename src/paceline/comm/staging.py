@@ -125,6 +125,12 @@ class Staging(Landing):
     def home(self) -> Buckets:
         return self._home
 
+    def release(self) -> list[torch.Tensor]:
+        memory = [stage.flat for pool in self._pools.values() for stage in pool.stages]
+        for pool in self._pools.values():
+            pool.stages.clear()
+        return super().release() + memory + self.home.release()
+
     def rehouse(self, allocate: Allocate) -> None:
         for pool in self._pools.values():
             pool.stages.clear()

@@ -107,6 +107,36 @@ class Ledger:
         return {"steps": steps, "computed": told}
 
 
+class BytesSent:
+    """The bytes that each trainer's turns have handed to collectives, by kind. What lies between two turns (an
+    evaluation, a checkpoint) belongs to the trainer of the former. `ledger` has the sums of all: times, bytes, seconds.
+    """
+
+    def __init__(self, ledger: Mapping[str, Sequence[float]]) -> None:
+        self._ledger = ledger
+        self._trainer = -1
+        self._mark: dict[str, float] = {}  # when its turns began
+        self._sent: dict[int, dict[str, float]] = {}
+
+    def turn(self, trainer: int) -> None:
+        """A turn of this trainer begins."""
+        if trainer != self._trainer:
+            self._settle()
+            self._trainer = trainer
+
+    def _settle(self) -> None:
+        sent = self._sent.setdefault(self._trainer, {})
+        for kind, (_, size, *_) in self._ledger.items():
+            if more := size - self._mark.get(kind, 0):
+                sent[kind] = sent.get(kind, 0) + more
+            self._mark[kind] = size
+
+    def of(self, trainer: int) -> dict[str, float]:
+        """All that it has sent, by kind."""
+        self._settle()
+        return dict(self._sent.get(trainer, {}))
+
+
 @dataclass(frozen=True)
 class _Step:
     step: int

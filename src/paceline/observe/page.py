@@ -120,7 +120,7 @@ def around(summary: Summary) -> tuple[str, str]:
         "Environment": table(tables["Environment"]),
     }
     before = section("Curves", f'<div class="many">{curves}</div>' if curves else "")
-    body = section("Workers", "".join(map(draw, summary.explained)) + table(tables["Workers"]))
+    body = section("Workers", "".join(map(draw, summary.drawn)) + table(tables["Workers"]))
     body += f'<div class="two">{"".join(section(*one) for one in sections.items())}</div>'
     media = "".join(_medium(summary.folder, event) for event in summary.media)
     body += section("Logged pictures and histograms", f'<div class="many">{media}</div>' if media else "")

@@ -91,7 +91,9 @@ class Summary:
         known = {e["trainer"]: e for e in last if e["event"] == "figures"} or {0: {}}  # the last of each
         grids = {grid.get("trainer"): grid for grid in self.grids}
         plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
-        self.explained = [Explained.of(e) for e in plans if e.get("plan") and e.get("workers", 1) > 1]
+        shown = (event for event in plans if event.get("workers", 1) > 1 or event.get("measured"))
+        self.explained = {event.get("trainer", 0): Explained.of(event) for event in shown if event.get("plan")}
+        self.drawn = [told for told in self.explained.values() if told.workers > 1]
         self.codecs = list({event.get("trainer"): event for event in last if event["event"] == "codec"}.values())
         self.noise = list({event.get("trainer"): event for event in last if event["event"] == "noise"}.values())
         self.links = {key: value for e in last if e["event"] == "links" for key, value in e.items()}
@@ -495,7 +497,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             *(("grid", str(grid.get("text") or "")) for grid in s.grids),
             ("shares", _shares(s)),
         ],
-        "Workers": [row for told in s.explained for row in told.figures()],
+        "Workers": _workers(s),
         "What happened": [
             ("begun", f"{datetime.fromtimestamp(s.attempts[0][0]):%Y-%m-%d %H:%M}" if s.attempts else ""),
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
@@ -537,15 +539,25 @@ def brief(summary: Summary) -> Rows:
     return [(name, rows[name]) for name in ("loss", "evaluation", "goodput", "speed") if rows.get(name)]
 
 
+def _workers(s: Summary) -> list[tuple[str, str]]:
+    """What the workers of each trainer's plan hold and send."""
+    several = len(s.explained) > 1
+    return [
+        (f"trainer {trainer}: {name}" if several else name, text)
+        for trainer, told in s.explained.items()
+        for name, text in told.figures()
+    ]
+
+
 def explain(folder: Path, svg: Path | None = None) -> str:
     """What ``paceline explain RUN`` prints: a run's choices and their reasons; with `svg`, its plan is drawn there.
     UsageError: not the folder of a run.
     """
     summary = Summary(folder)
     if svg is not None:
-        if not summary.explained:
+        if not summary.drawn:
             raise UsageError(f"there is no plan of several workers in {folder} to draw", "leave --svg out")
-        save(summary.explained[0], svg)
+        save(summary.drawn[0], svg)
     tables = facts(summary)
     lines: list[str] = []
     for title in ("Environment", "Plan", "Workers", "Decisions", "Results", "Costs", "What happened"):

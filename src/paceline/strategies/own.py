@@ -45,6 +45,7 @@ class Own:
         self, codec: Codec | None, group: Group, outer: Group, mesh: Mesh, home: Landing, cuts: Mapping[str, Cut]
     ) -> None:
         self.codec: Codec | None = codec
+        self.trainer = 0  # whose it is
         self.coded = codec  # whose bytes are told; where it sums nothing, they go `to` somebody else
         self.to = "other hosts"
         self.group, self.outer, self.mesh = group, outer, mesh
@@ -363,6 +364,8 @@ class Own:
 class Differing(Protocol):
     """What workers may have that others have not."""
 
+    trainer: int  # whose it is
+
     @property
     def codec(self) -> Codec | None: ...
     @property
@@ -377,6 +380,12 @@ class Owns(list[Differing]):
     @property
     def differ(self) -> bool:
         return any(own.differs for own in self)
+
+    def release(self, trainer: int) -> list[dict[str, Any]]:
+        """Forgets those of a trainer that has ended; what codecs have saved it."""
+        figures = [told for told in self.figures() if told["trainer"] == trainer]
+        self[:] = [own for own in self if own.trainer != trainer]
+        return figures
 
     def pool(self, team: Transactions) -> None:
         """What each has of its own is everybody's then. Collective."""
@@ -394,9 +403,9 @@ class Owns(list[Differing]):
 
     def figures(self) -> Iterator[dict[str, Any]]:
         """For the report: what codecs have saved this worker, by trainer."""
-        for number, own in enumerate(self._trainers):
+        for own in self._trainers:
             if (codec := own.coded) is not None and codec.full:
-                about = {"trainer": number, "codec": codec.word, "kind": codec.kind, "to": own.to}
+                about = {"trainer": own.trainer, "codec": codec.word, "kind": codec.kind, "to": own.to}
                 yield {**about, "sent": int(codec.sent), "full": int(codec.full)}
 
     def meet(self, done: int) -> Iterator[str]:

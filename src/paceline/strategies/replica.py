@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.comm.channel import release_memory
 from paceline.comm.codecs import Codec
 from paceline.comm.group import Group
 from paceline.comm.refusing import refusing
@@ -84,6 +85,10 @@ class Replica:
         """Takes fresh memory from the present generation. Collective."""
         if self.layout.allocate is not None:
             self.landing.rehouse(self.layout.allocate)
+
+    def release(self) -> None:
+        """Gives back the memory and the hooks of gradients: no further step comes."""
+        release_memory(self.landing.release())
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

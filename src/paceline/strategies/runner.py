@@ -44,9 +44,9 @@ class Runner:
         self.counts = CountCheck(self.streams, alone=job.unit == 1 and not gathered)
         self._squares = 0.0  # of gradients that went to other workers
         self._mark: tuple[Any, ...] = ()  # of the streams, before the last forward
-        self._look_around()
+        self.look_around()
 
-    def _look_around(self) -> None:
+    def look_around(self) -> None:
         """Takes the other trainers' models into view, as many as there are by now: a loss may run one of them."""
         self.seen = len(self.job.beside), *DECLARED
         self.models = [self.job.model, *(model for model in self.job.beside if model is not self.job.model)]
@@ -109,7 +109,7 @@ class Runner:
     def _open(self, options: Options) -> Sums:
         """A run begins: what follows may fail, and is undone to here."""
         if self.seen != (len(self.job.beside), *DECLARED):
-            self._look_around()
+            self.look_around()
         sums = Sums(records=self.carried.begin(options, self.job.device))
         self.watch.mark(values=not self.observer.done)
         return sums

@@ -1,0 +1,230 @@
+"""Trainers that have ended: what they leave in memory and in checkpoints, and what a resumed run makes of them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from alone import happened, trainer
+from cases import rows
+from launching import SCRIPTS, paceline
+from oracle import apart
+from safetensors.torch import load_file
+from torch.optim.lr_scheduler import LinearLR
+from turns import EPOCHS, FOLDS, distance, fold, loss, net, optimizer
+from turns import rows as all_rows
+
+from paceline.checkpoint.files import find_checkpoint
+from paceline.checkpoint.storage import storage_at
+from paceline.errors import UsageError
+
+CLOSED = (
+    "trainer 0 is closed: its model, optimizer and gradients were given back; call trainer.close() after its last use, "
+    "or make another Trainer"
+)
+OVER = (
+    "trainer 0 had ended when the checkpoint was written: its optimizer's state is gone; start a new run in another "
+    "--run-dir to train it further"
+)
+
+
+def data() -> list[Any]:
+    return rows(3, 48, 10)
+
+
+def expected() -> tuple[list[float], list[float], list[dict[str, torch.Tensor]]]:
+    """The figures of scripts/turns.py and the weights, in plain PyTorch."""
+    distances, errors, weights = [], [], []
+    for number in range(FOLDS):
+        model = net()
+        adam = optimizer(model.parameters())
+        for _ in range(EPOCHS):
+            for batch in torch.utils.data.DataLoader(fold(number), 4):
+                adam.zero_grad()
+                loss(model(batch[0]), batch).backward()
+                adam.step()
+        with torch.no_grad():
+            x, y = (torch.stack(column) for column in zip(*all_rows, strict=True))
+            errors += [float(loss(model(x), (x, y))), 10.0 * number + 4]
+        distances.append(distance(model))
+        weights.append(model.state_dict())
+    return distances, errors, weights
+
+
+def run_script(folder: Path, how: str, workers: int, *options: str, code: int = 0, **env: str) -> None:
+    command = ("run", "--workers", str(workers), "--run-dir", "run", *options, SCRIPTS / "turns.py", how, "out.json")
+    paceline(*command, cwd=folder, code=code, **env)
+
+
+def check(folder: Path, plain: bool = True) -> None:
+    distances, errors, weights = expected()
+    found = json.loads((folder / "out.json").read_text())
+    assert found["errors"] == pytest.approx(errors, rel=1e-12)
+    assert not plain or found["distances"] == pytest.approx(distances, rel=1e-12)
+    newest = find_checkpoint(storage_at(folder / "run" / "checkpoints"), print)
+    assert newest is not None
+    in_checkpoint = {int(name.split(".")[1]) for name in newest.manifest["tensors"]}
+    assert in_checkpoint == {FOLDS - 1}, "only the last trainer's tensors"
+    for number in range(FOLDS):
+        paceline("export", "run", f"{number}.safetensors", "--trainer", str(number), cwd=folder)
+        assert apart(load_file(folder / f"{number}.safetensors"), weights[number]) <= 1e-12
+    assert "12 parameters" not in paceline("inspect", "run", cwd=folder).stdout
+
+
+@pytest.mark.parametrize("how", ["close", pytest.param("drop", marks=pytest.mark.slow)])
+def test_a_resumed_script_finds_the_last_weights_of_trainers_that_have_ended(how, tmp_path):
+    """Stopped in each trainer's loop, and continued by another number of workers."""
+    for workers, steps in ((1, 3), (2, 5), (3, 9), (2, 11)):
+        run_script(tmp_path, how, workers, "--steps", str(steps))
+    run_script(tmp_path, how, 2)
+    check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan"),
+    [
+        (2, "data=2"),
+        *(
+            pytest.param(workers, plan, marks=pytest.mark.slow)
+            for workers, plan in (
+                (1, "data=1"),
+                (3, "data=3"),
+                (2, "shard=2 zero=1"),
+                (2, "shard=2 zero=3"),
+                (2, "tensor=2"),
+                (2, "data=2 exact"),
+            )
+        ),
+    ],
+)
+def test_a_worker_that_comes_back_passes_over_trainers_that_have_ended(workers, plan, tmp_path):
+    """It is lost in the second trainer's loop and in the third's."""
+    chaos = f"kill:{workers - 1}@6.backward,kill:{workers - 1}@10.backward" if workers > 1 else ""
+    run_script(tmp_path, "close", workers, PLAN=plan, PACELINE_CHAOS=chaos)
+    check(tmp_path, plain=False)
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_memory_that_workers_share_is_given_back(how, tmp_path):
+    run_script(tmp_path, how, 2)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["mapped"][0] == found["mapped"][2] > 0
+    assert found["held"] == ([0, 0, 0] if how == "close" else [1, 1, 1]), "at most one waits to be released"
+
+
+def test_what_a_trainer_held_is_gone_without_a_collection_of_garbage(run):
+    trainer()  # the first optimizer of a process imports modules of torch, which may keep frames of the import
+    gc.collect()
+    gc.disable()
+    try:
+        mine = trainer()
+        for _ in mine.steps(data(), count=2):
+            pass
+        held = [weakref.ref(one) for one in (mine, mine.model, mine._job.optimizers[0], mine._stepper, mine._replica)]
+        del mine
+        assert held[0]() is None
+        trainer()
+        assert [one() for one in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
+def test_a_scheduler_and_its_optimizer_hold_nothing_either(run):
+    mine = trainer(schedule=LinearLR)
+    for _ in mine.steps(data(), count=1):
+        pass
+    held = [weakref.ref(one) for one in (mine.model, mine._job.optimizers[0])]
+    mine.close()
+    assert [one() for one in held] == [None, None]
+
+
+USES = {
+    "steps": lambda mine: mine.steps(data()),
+    "step": lambda mine: mine.step(None),
+    "evaluate": lambda mine: mine.evaluate(data(), lambda out, batch: {}),
+    "predict": lambda mine: mine.predict(data()),
+    "keep_best": lambda mine: mine.keep_best("loss"),
+    "save": lambda mine: mine.save(),
+    "export": lambda mine: mine.export("out.safetensors"),
+    "stop": lambda mine: mine.stop(),
+    "log": lambda mine: mine.log(loss=1.0),
+    "model": lambda mine: mine.model,
+    "state": lambda mine: mine.state,
+    "device": lambda mine: mine.device,
+}
+
+
+def test_a_closed_trainer_says_so_whatever_it_is_asked(run):
+    mine = trainer()
+    for _ in mine.steps(data(), count=2):
+        pass
+    mine.close()
+    mine.close()
+    for use in USES.values():
+        with pytest.raises(UsageError) as caught:
+            use(mine)
+        assert str(caught.value) == CLOSED
+    assert (mine.steps_done, mine.complete, mine.main, str(mine.plan)) == (2, True, True, "data=1")
+
+
+def test_the_scripts_own_model_stays_as_it_was_trained(run):
+    model = net()
+    mine = trainer(model, loss=loss, optimizer=optimizer)
+    for _ in mine.steps(all_rows, count=2):
+        pass
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    mine.close()
+    assert apart(model.state_dict(), before) == 0
+    model(all_rows[0][0]).sum().backward()  # no hook of the trainer's is left
+    assert all(param.grad is not None for param in model.parameters())
+    again = trainer(model, loss=loss, optimizer=optimizer)
+    for _ in again.steps(all_rows, count=1):
+        pass
+    assert run.step == 3
+
+
+def test_a_trainer_is_closed_in_its_own_loop_only_where_the_loop_is_left(run):
+    mine = trainer()
+    for report in mine.steps(data()):
+        if report.step == 2:
+            mine.close()
+            break
+    mine = trainer()
+    with pytest.raises(UsageError) as caught:
+        for _ in mine.steps(data()):
+            mine.close()
+    assert str(caught.value) == (
+        "trainer.close() was called in the body of this trainer's own loop, which goes on; leave the loop with "
+        "`break`, or call close() after it"
+    )
+
+
+def test_a_trainer_that_ends_in_an_exception_is_released_with_the_next_one(run):
+    mine = trainer()
+    try:
+        for _ in mine.steps(data()):
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        mine.close()
+    assert run.ended == {0}
+    trainer()
+    assert run.ended == {1}, "the second one was dropped at once"
+
+
+def test_each_trainer_is_measured_by_itself_also_on_one_worker(run):
+    mine, other = (
+        trainer(),
+        trainer(lambda: torch.nn.Sequential(*(net() for _ in range(1))), loss=loss, optimizer=optimizer),
+    )
+    for _ in mine.steps(data(), count=3):
+        for _ in other.steps(all_rows, count=1):
+            pass
+    found = {event["trainer"]: event["measured"][0] for event in happened(run, "figures")}
+    sizes = [sum(p.nbytes for p in one.model.parameters()) for one in (mine, other)]
+    assert [found[number]["gradients"] for number in (0, 1)] == sizes
+    assert [found[number]["sent"] for number in (0, 1)] == [{}, {}]
