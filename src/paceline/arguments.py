@@ -524,6 +524,19 @@ def fused(optimizers: list[Optimizer], device: torch.device, exact: bool, sparse
     return changed
 
 
+def schedulers_of(schedule: Any, optimizers: Sequence[Optimizer], plan: Plan) -> list[LRScheduler]:
+    """One of torch's schedulers for each optimizer; none without a schedule. Raises UsageError, also for a schedule by
+    reported values where the optimizers' steps are not those of all workers together.
+    """
+    found = [scheduler_of(schedule, one) for one in optimizers] if schedule else []
+    if (plan.local or plan.in_windows) and any(isinstance(one, ReduceLROnPlateau) for one in found):
+        what = (
+            f"schedule=paceline.plateau(...) does not work with {plan.several}, where optimizers are at several steps"
+        )
+        raise UsageError(what, f"take a schedule of steps, or leave {plan.several} out")
+    return found
+
+
 def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
     """One of torch's schedulers: from its class or partial, from a factor as a function of the step, from a function of
     the optimizer that returns one, or from what `paceline.plateau` returns.
@@ -601,15 +614,6 @@ def _of_each_step(kind: type, options: Mapping[str, Any]) -> UsageError:
     more = "".join(f", {name}={value!r}" for name, value in options.items())
     what = f"schedule is {path_of(kind)}, which needs a value to follow, and a step has none but the loss of its rows"
     return UsageError(what, f'write schedule=paceline.plateau("loss"{more}), as evaluate() or log() names the value')
-
-
-def refuse_plateau(schedulers: Sequence[LRScheduler], plan: Plan) -> None:
-    """Refuses a schedule by reported values where the optimizers' steps are not those of all workers together."""
-    if (plan.local or plan.in_windows) and any(isinstance(one, ReduceLROnPlateau) for one in schedulers):
-        what = (
-            f"schedule=paceline.plateau(...) does not work with {plan.several}, where optimizers are at several steps"
-        )
-        raise UsageError(what, f"take a schedule of steps, or leave {plan.several} out")
 
 
 def refuse_other_places(places: int, before: int) -> None:

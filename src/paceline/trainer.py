@@ -33,10 +33,9 @@ from paceline.arguments import (
     refuse_fused,
     refuse_other_groups,
     refuse_other_places,
-    refuse_plateau,
     refuse_spread,
     refuse_words,
-    scheduler_of,
+    schedulers_of,
     settle_arithmetic,
     sharing,
     trainable,
@@ -156,8 +155,7 @@ class Trainer(Telling):
         optimizers = self._optimizers(optimizer, mesh)
         self._said = FromScript.of(seed, optimizers, self.model)
         self._compare(describe_optimizers(optimizers, self._said.options, job.own), known)
-        schedulers = [scheduler_of(schedule, one) for one in optimizers] if schedule else []
-        refuse_plateau(schedulers, self.plan)
+        schedulers = schedulers_of(schedule, optimizers, self.plan)
         self._replica.build(optimizers, schedulers)
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact, job.in_rows):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
