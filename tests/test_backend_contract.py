@@ -183,7 +183,7 @@ def test_what_others_do_with_a_backend(found: list[dict[str, Any]]) -> None:
     for rank, worker in enumerate(found):
         said = {name: texts for name, texts in worker["programs"].items() if texts}
         assert said == {"refusals": OTHERS, **({"lists_of_a_root": OF_A_ROOT} if rank == 0 else {})}
-        assert len(worker["programs"]) == 13
+        assert len(worker["programs"]) == 14
 
 
 @pytest.mark.slow

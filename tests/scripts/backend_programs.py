@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -375,6 +376,19 @@ def lists_of_a_root() -> list[str]:
     return [refused(call) for call in calls] if me() == 0 else []
 
 
+def features() -> None:
+    """Torch asks a group for its backend, and the backend for optional features, before it uses one."""
+    group: Any = dist.group.WORLD
+    backend = group._get_backend(torch.device("cpu"))
+    assert backend is group
+    for name in ("coalescing", "splitting", "shrinking", "reconfigure", "window", "abort_hooks", "completion_hooks"):
+        assert getattr(backend, f"supports_{name}") is False
+    assert not backend.supports_tensor_alloc(torch.device("cpu"))
+    group.set_timeout(timedelta(seconds=50))
+    assert group.channel.timeout == 50
+    group.set_timeout(timedelta(seconds=60))
+
+
 PROGRAMS: list[Callable[[], list[str] | None]] = [
     strided,
     empty,
@@ -389,4 +403,5 @@ PROGRAMS: list[Callable[[], list[str] | None]] = [
     alone,
     refusals,
     lists_of_a_root,
+    features,
 ]
