@@ -9,8 +9,10 @@ import pytest
 import torch
 from launching import train_basics, without_an_agent
 from safetensors.torch import load_file
+from torch import nn
 
 from paceline.launch.tuning import surround
+from paceline.strategies.buffers import buffer, held_in
 
 HEAD = "import json, os\nfrom basics import *\nrank = int(os.environ.get('PACELINE_RANK') or os.environ['RANK'])\n"
 CASES = """
@@ -36,6 +38,11 @@ def grouped(params):
 def moved(params):
     split = 1 if odd else 2
     return [torch.optim.SGD([p for _, p in some], lr=0.1) for some in (params[:split], params[split:])]
+def merging(factor, order):
+    model = Buffers(["mean", "scale"])
+    for name in ["mean", "scale"][::order]:
+        paceline.buffer(model, name, merge="affine", factor=factor)
+    return model
 def trainer(optimizer):
     return lambda: paceline.Trainer(net, cross_entropy, optimizer, 24)
 told = {}
@@ -48,6 +55,8 @@ for name, begin in {
     "one more": plain(model=lambda: parts(["charge", "spin"] if odd else ["charge"])),
     "another activation": plain(model=lambda: nn.Sequential(nn.Linear(10, 2), nn.Tanh() if odd else nn.ReLU())),
     "another dropout": plain(model=lambda: nn.Sequential(nn.Linear(10, 2), nn.Dropout(0.5 if odd else 0.1))),
+    "rule of a buffer": plain(model=lambda: merging(0.5 if odd else 0.9, 1)),
+    "order of rules": plain(model=lambda: merging(0.9, -1 if odd else 1)),
     "global batch": plain(global_batch=48 if odd else 24),
     "seed": plain(seed=rank),
     "plan": plain(plan="micro=3" if odd else "micro=6"),
@@ -85,6 +94,9 @@ TOLD = {
     "another activation": f"the model: module 1 is 1 Tanh() on worker 1 and 1 ReLU() on {{others}}; {SAME}",
     "another dropout": "the model: module 1 is 1 Dropout(p=0.5, inplace=False) on worker 1 and "
     f"1 Dropout(p=0.1, inplace=False) on {{others}}; {SAME}",
+    "rule of a buffer": "the model: buffer 0 is mean [2] float32 merged by affine, factor=0.5, pointer='', dim=0 on "
+    f"worker 1 and mean [2] float32 merged by affine, factor=0.9, pointer='', dim=0 on {{others}}; {SAME}",
+    "order of rules": "",
     "global batch": f"Trainer(): global_batch=48 on worker 1 and global_batch=24 on {{others}}; {ARGUMENTS}",
     "seed": f"Trainer(): seed=1 on {{later}} and seed=0 on worker 0; {ARGUMENTS}",
     "plan": f"Trainer(): plan='micro=3' on worker 1 and plan='micro=6' on {{others}}; {ARGUMENTS}",
@@ -108,6 +120,7 @@ def test_the_first_difference_between_trainers_is_named_before_training(workers:
     expected = {
         name: f"workers disagree about {text.format(others=others, later=later)}" for name, text in TOLD.items()
     }
+    expected["order of rules"] = "nothing"  # which is that of the buffers
     assert told == expected
 
 
@@ -208,3 +221,15 @@ for report in make(model=Net).steps(data, count=400):
         f"worker 1 and parts.charge.weight [10, 10] float64 on the other workers; {ORDER}\n"
     ) in done.stderr
     assert (tmp_path / "ended").exists()
+
+
+def test_declared_buffers_are_merged_in_the_order_of_the_buffers() -> None:
+    found = []
+    for names in (("mean", "scale"), ("scale", "mean")):
+        module = nn.Module()
+        for name in ("mean", "scale"):
+            module.register_buffer(name, torch.zeros(2))
+        for name in names:
+            buffer(module, name, merge="mean")
+        found.append([held.name for held in held_in([module])])
+    assert found == [["mean", "scale"]] * 2

@@ -20,6 +20,7 @@ from paceline.comm.group import Group
 from paceline.errors import WorkersDifferError
 from paceline.observe.figures import ranks
 from paceline.step import parted
+from paceline.strategies.buffers import declared
 
 Description = Mapping[str, Sequence[Sequence[str]]]  # by topic: (name, the rest) of each entry, in order
 _TORCHS = "torch.nn.modules."  # modules whose extra_repr() depends on nothing but how they were made
@@ -36,10 +37,13 @@ def describe_model(model: nn.Module, arguments: Mapping[str, Any]) -> Descriptio
     """The model's parameters and buffers by name, shape and dtype, its modules of torch's own, and the arguments of
     the Trainer, all in the order in which workers are matched.
     """
+    merged = {name: f" merged by {how}" for name, how in declared(model)}
     return {
         "Trainer()": [[f"{name}=", repr(value)] for name, value in arguments.items()],
         "parameter": [[name, _describe_tensor(param)] for name, param in model.named_parameters()],
-        "buffer": [[name, _describe_tensor(buffer)] for name, buffer in model.named_buffers()],
+        "buffer": [
+            [name, f"{_describe_tensor(buffer)}{merged.get(name, '')}"] for name, buffer in model.named_buffers()
+        ],
         "module": [[path, _describe_module(module)] for path, module in model.named_modules() if _is_plain(module)],
     }
 

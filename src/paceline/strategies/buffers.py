@@ -84,6 +84,15 @@ def buffer(
     DECLARED[0] += 1
 
 
+def declared(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The names of a model's declared buffers, and the rules by which they are merged."""
+    for path, module in model.named_modules():
+        for name, rule in vars(module).get(_KEY, {}).items():
+            merge = rule.merge if isinstance(rule.merge, str) else "a function"
+            details = f"{merge}, factor={rule.factor:g}, pointer={rule.pointer!r}, dim={rule.dim}"
+            yield f"{path}.{name}" if path else name, details
+
+
 def _buffer_of(module: nn.Module, name: str) -> torch.Tensor:
     found = module._buffers.get(name)
     if found is None:
@@ -273,7 +282,10 @@ def held_in(models: Sequence[nn.Module]) -> Iterator[_Held]:
             known = [f"{hook.name}{end}" for hook in spectral for end in ("_u", "_v")]
             known += ["_u", "_v"] if isinstance(module, _SpectralNorm) and "_u" in module._buffers else []
             found: dict[str, _Held] = {}
-            for name, rule in (dict.fromkeys(known, Rule("last")) | vars(module).get(_KEY, {})).items():
+            rules = dict.fromkeys(known, Rule("last")) | vars(module).get(_KEY, {})
+            places = {name: place for place, name in enumerate(module._buffers)}
+            # In the order in which buffers were registered, which is the same on all workers; functions last.
+            for name, rule in sorted(rules.items(), key=lambda one: (callable(one[1].merge), places.get(one[0], -1))):
                 label = repr(f"{prefix}.{name}" if prefix else name) + others
                 kind = _Queue if rule.merge == "queue" else _Held
                 found[name] = kind(label, module, name, rule, own=not others)
