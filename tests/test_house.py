@@ -180,9 +180,9 @@ def tensors_of_the_default_dtype(modules: Modules) -> Iterator[str]:
     made |= {"torch.rand", "torch.randn", "torch.normal", "torch.scalar_tensor"}
     for name, tree in modules.items():
         for node in walk(tree):
-            called = isinstance(node, ast.Call) and dotted(node.func) in made
-            if called and not any(word.arg == "dtype" for word in node.keywords):
-                yield f"{name}:{node.lineno}: {dotted(node.func)} without dtype="
+            called = dotted(node.func) if isinstance(node, ast.Call) else ""
+            if called in made and all(word.arg != "dtype" for word in node.keywords):  # type: ignore[attr-defined]
+                yield f"{name}:{node.lineno}: {called} without dtype="  # type: ignore[attr-defined]
 
 
 def broad_excepts(modules: Modules) -> Iterator[str]:

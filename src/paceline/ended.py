@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from paceline.run import Run
 
 _TENSORS = ("model", "state")
-_KEPT = (*_TENSORS, "steps", "expected", "grid", "phases", "stopped", "best", "said")
+_KEPT = (*_TENSORS, "whole", "steps", "expected", "grid", "phases", "stopped", "best", "said")
 
 
 @dataclass

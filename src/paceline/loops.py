@@ -16,6 +16,7 @@ from paceline.descriptions import Description
 from paceline.errors import DatasetError, UsageError
 from paceline.observe.figures import ranks, trainer_names
 from paceline.step import Grid, deal
+from paceline.strategies.state import local
 
 if TYPE_CHECKING:
     from paceline.best import Best
@@ -117,21 +118,26 @@ class State(dict[str, Any]):
     `load_state_dict()` is filled once: where it is, or else when the script puts it here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fit: Callable[[Any, Callable[[], Any]], Any] = lambda saved, given: saved) -> None:
+        """`fit` makes of a saved value one that has its tensors whole or in pieces as the script's own value has them,
+        which a function gives.
+        """
         super().__init__()
+        self._fit = fit
         self._waiting: dict[str, Any] = {}
         self._steps = 0
         self._moved: set[str] = set()  # what the code of a step changes by itself: a loss, a forward, a dataset
         self._before: dict[str, Any] = {}
         self._stamps: dict[str, Any] | None = None
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any], here: Mapping[str, Any] | None = None) -> None:
+        """Takes what was `saved`, of which `here` has the tensors as this worker usually has them."""
         self._waiting = dict(saved)
-        for key, (kind, value) in saved.items():
+        for key, (kind, value) in (saved if here is None else here).items():
             if kind == "plain":
                 super().__setitem__(key, value)
             elif key in self:  # the script of a newcomer put it here before it was given anything
-                self[key].load_state_dict(value)
+                self[key].load_state_dict(self._fit(saved[key][1], self[key].state_dict))
                 del self._waiting[key]
 
     def begin(self) -> None:
@@ -169,9 +175,10 @@ class State(dict[str, Any]):
         if key in self._waiting:
             kind, saved = self._waiting.pop(key)
             if kind == "object":
-                value.load_state_dict(saved)
+                value.load_state_dict(self._fit(saved, value.state_dict))
             else:
-                value = saved
+                given = value
+                value = self._fit(saved, lambda: given)
         super().__setitem__(key, value)
 
     def update(self, *others: Any, **values: Any) -> None:  # dict's own would pass by __setitem__
@@ -199,7 +206,7 @@ def _entry(value: Any) -> tuple[str, Any]:
 
 
 def _copied(tree: Any) -> Any:
-    tensors, skeleton = flatten(tree, "")
+    tensors, skeleton = flatten(tree, "", live=True)
     return unflatten(skeleton, {name: tensor.detach().clone() for name, tensor in tensors.items()})
 
 
@@ -211,10 +218,10 @@ def _copy(value: Any) -> tuple[str, Any]:
 def _stamp(value: Any) -> Any:
     """Differs where a value was changed."""
     try:
-        tensors, skeleton = flatten(_entry(value)[1], "")
+        tensors, skeleton = flatten(_entry(value)[1], "", live=True)
     except UsageError:  # what cannot be kept is refused by the next checkpoint
         return None
-    return skeleton, {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
+    return skeleton, [(name, (here := local(tensor)).data_ptr(), here._version) for name, tensor in tensors.items()]
 
 
 def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None, whose: str = "workers") -> str:

@@ -68,7 +68,7 @@ from paceline.strategies.coupling import Scope
 from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.nest import cost, facts_of, nest
-from paceline.strategies.state import copies_in_pieces, hidden_in, model_state, own_copies
+from paceline.strategies.state import copies_in_pieces, copies_like, hidden_in, model_state, own_copies
 from paceline.strategies.streams import Streams
 from paceline.strategies.whole_batch import led
 from paceline.team.operations import settling
@@ -172,7 +172,7 @@ class Trainer(Telling):
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
-        self.state, self.best = State(), Best()
+        self.state, self.best = State(partial(copies_like, job=job)), Best()
         self.plateau = PlateauFollower(schedule, schedulers, run.say)
         self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
         run.enlist(self, self.model)
@@ -672,19 +672,17 @@ class Trainer(Telling):
             if hidden := hidden_in(optimizer):
                 self._run.say(f"{hidden}; keep them in self.state", once=True)
         self._looked = True
+        kept, whole = copies_in_pieces(self.state.saved(), self._job)
         if self._line is not None:  # its weights could not be written
-            return {
-                **self._line,
-                "model": model_state(self._job),
-                "state": copies_in_pieces(self.state.saved(), self._job),
-            }
+            return {**self._line, "model": model_state(self._job), "state": kept, "whole": whole}
         return {
             **self._stepper.state(done),
             "own": {} if done is None else self._replica.own.state(done),
             "grid": [self._grid.global_batch, self._grid.micro] if self._grid else None,
             "phases": [phase.saved() for phase in self._phases],
             "stopped": self._stopped,
-            "state": copies_in_pieces(self.state.saved(), self._job),
+            "state": kept,
+            **({"whole": whole} if whole else {}),
             "best": self.best.saved(),
             "said": self._said.saved(),
         }
@@ -762,7 +760,7 @@ class Trainer(Telling):
         self._stopped = mine["stopped"]
         self.best.restore(mine.get("best"))
         kept = pytree.tree_map_only(torch.Tensor, torch.clone, mine["state"])
-        self.state.restore(own_copies(kept, self._job))
+        self.state.restore(kept, own_copies(kept, self._job, mine.get("whole") or ()))
         if mine["grid"] and self._grid:
             before, now, done = Grid(*mine["grid"]), self._grid, self.steps_done
             self._grid = resumed_grid(before, now, self.plan.micro, done, self._run.say)

@@ -24,6 +24,7 @@ from paceline.errors import CheckpointError, UsageError, a
 from paceline.pieces import Held
 
 _CURE = "keep numbers, text, tensors, or an object with state_dict()"
+_IN_PIECES = "keep it under the name of its parameter or in a list of all, as averages are, or keep its full_tensor()"
 _PLAIN: dict[type, type] = {
     collections.OrderedDict: dict,
     collections.defaultdict: dict,
@@ -45,7 +46,7 @@ _KEYS = (str, int, float, bool, type(None))
 _DEPTH = 100
 
 
-def flatten(tree: Any, prefix: str) -> tuple[dict[str, torch.Tensor], Any]:
+def flatten(tree: Any, prefix: str, live: bool = False) -> tuple[dict[str, torch.Tensor], Any]:
     """The tensors of `tree` by readable, unique name (``prefix.path.to.it``); and the rest, a JSON skeleton.
 
     Takes dicts (keys: text, numbers, bool, None), lists, tuples, None, bool, int, float, str, bytes, dense
@@ -53,14 +54,16 @@ def flatten(tree: Any, prefix: str) -> tuple[dict[str, torch.Tensor], Any]:
     Counter, deque and torch.Size are kept as dict, list and tuple, a parameter as its tensor, and of `Held` the tensor
     that is here. The tensors share memory with those in the tree; one that occurs several times (same memory, shape,
     strides and dtype) is there once. Raises UsageError for anything else, naming the path and the type.
+
+    With `live`, for what stays in this process, tensors of any kind are taken as they are.
     """
-    tensors, skeleton = flatten_pieces(tree, prefix)
+    tensors, skeleton = flatten_pieces(tree, prefix, live)
     return {name: t.tensor if isinstance(t, Held) else t for name, t in tensors.items()}, skeleton
 
 
-def flatten_pieces(tree: Any, prefix: str) -> tuple[dict[str, torch.Tensor | Held], Any]:
+def flatten_pieces(tree: Any, prefix: str, live: bool = False) -> tuple[dict[str, torch.Tensor | Held], Any]:
     """As `flatten`, and the `Held` as they are."""
-    flattener = _Flattener()
+    flattener = _Flattener(live)
     skeleton = flattener.encode(tree, (prefix,) if prefix else ())
     return flattener.tensors, skeleton
 
@@ -76,7 +79,8 @@ def _refusal(path: tuple[Any, ...], what: str, cure: str = _CURE) -> UsageError:
 
 
 class _Flattener:
-    def __init__(self) -> None:
+    def __init__(self, live: bool) -> None:
+        self.live = live
         self.tensors: dict[str, torch.Tensor | Held] = {}
         self.seen: dict[tuple[Any, ...], dict[str, str]] = {}
 
@@ -98,11 +102,11 @@ class _Flattener:
             return self._encode_dict(value, path)
         if kind is torch.Tensor:
             return self._encode_tensor(value, path)
-        if kind is Held:
+        if kind is Held or (self.live and isinstance(value, torch.Tensor)):
             return {"$tensor": self._add(value, path)}
         if isinstance(value, numpy.generic) or kind is numpy.ndarray:
             return self._encode_numpy(value, path)
-        raise _refusal(path, kind.__name__)
+        raise _refusal(path, kind.__name__, _IN_PIECES if kind.__name__ == "DTensor" else _CURE)
 
     def _encode_dict(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
         for key in value:

@@ -68,11 +68,14 @@ def loss_apart(mine: Any, theirs: Any) -> tuple[str, str, float]:
 
 
 def gradients_of(outputs: Sequence[torch.Tensor], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Those of numbers that are made of outputs, by the same random weights each time."""
+    """Those of numbers that are made of outputs, by the same random weights each time. Parameters that the script has
+    frozen since the Trainer was made have none.
+    """
+    named = {name: param for name, param in named.items() if param.requires_grad}
     made = [x for x in outputs if x.requires_grad]
     generator = torch.Generator(made[0].device).manual_seed(0) if made else None
     sums = [(x * torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)).sum() for x in made]
-    found = torch.autograd.grad(sums, [*named.values()], allow_unused=True) if sums else [None] * len(named)
+    found = torch.autograd.grad(sums, [*named.values()], allow_unused=True) if sums and named else [None] * len(named)
     return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
 
 

@@ -195,40 +195,72 @@ def model_state(job: Job) -> dict[str, Any]:
     return state
 
 
-def copies_in_pieces(tree: Any, job: Job) -> Any:
+_Path = tuple[Any, ...]
+
+
+def copies_in_pieces(tree: Any, job: Job) -> tuple[Any, list[list[Any]]]:
     """What a script keeps, with copies of parameters that are cut, as averages of weights are, marked as pieces: those
-    under the name of one, and those in a list of all, in order.
+    under the name of one, and those in a list of all, in order. And the paths of such copies that are whole.
     """
+    whole: list[list[Any]] = []
+    params = dict(job.model.named_parameters(remove_duplicate=False)) if job.cuts else {}
 
-    def mark(tensor: torch.Tensor, cut: Cut) -> Any:
-        return Held(tensor, cut, job.place) if tensor.shape == cut.at(job.place).shape else tensor
+    def mark(tensor: torch.Tensor, name: str, path: _Path) -> Any:
+        cut, here = job.cuts[name], local(tensor)
+        is_piece = here.shape == cut.at(job.place).shape
+        if name in params and hasattr(params[name], "_local_tensor") and here.shape == cut.shape:
+            is_piece = hasattr(tensor, "_local_tensor")  # one place may have all rows
+        if is_piece:
+            return Held(here, cut, job.place)
+        if tuple(tensor.shape) == cut.shape:
+            whole.append([*path])
+        return tensor
 
-    return _copies(tree, job, mark) if job.unit > 1 else tree
+    return _copies(tree, job, mark), whole
 
 
-def own_copies(tree: Any, job: Job) -> Any:
-    """The same as it was saved, with the own pieces of whole tensors."""
+def own_copies(tree: Any, job: Job, whole: Sequence[Sequence[Any]] = ()) -> Any:
+    """The same as it was saved, with the own pieces of tensors, in torch's kind of those where parameters are of one;
+    but for the copies at paths that were `whole`.
+    """
+    params = dict(job.model.named_parameters(remove_duplicate=False))
+    paths = {tuple(path) for path in whole}
 
-    def narrow(tensor: torch.Tensor, cut: Cut) -> Any:
-        return cut.at(job.place).of(tensor).clone() if tensor.shape == cut.shape else tensor
+    def narrow(tensor: torch.Tensor, name: str, path: _Path) -> Any:
+        cut, like = job.cuts[name], params.get(name)
+        if path in paths or tuple(tensor.shape) not in (cut.shape, cut.at(job.place).shape):
+            return tensor
+        own = cut.at(job.place).of(tensor).clone() if tensor.shape == cut.shape else tensor
+        if like is None or not hasattr(like, "_local_tensor"):
+            return own
+        about: Any = like
+        more = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+        return type(about).from_local(own.to(like.device), about.device_mesh, about.placements, **more)
 
-    return _copies(tree, job, narrow) if job.unit > 1 else tree
+    return _copies(tree, job, narrow)
 
 
-def _copies(tree: Any, job: Job, change: Callable[[torch.Tensor, Cut], Any]) -> Any:
+def copies_like(saved: Any, given: Callable[[], Any], job: Job) -> Any:
+    """A script's value as it was saved, whose copies of parameters are whole where those of the `given` one are."""
+    return own_copies(saved, job, copies_in_pieces(given(), job)[1]) if job.cuts else saved
+
+
+def _copies(tree: Any, job: Job, change: Callable[[torch.Tensor, str, _Path], Any], path: _Path = ()) -> Any:
+    if not job.cuts:
+        return tree
     if isinstance(tree, Mapping):
-        found = {key: _copies(value, job, change) for key, value in tree.items()}
-        for key, value in found.items() if any(isinstance(value, torch.Tensor) for value in found.values()) else ():
-            name = next((name for name in job.cuts if f".{key}".endswith(f".{name}")), None)
-            if name is not None and isinstance(value, torch.Tensor):
-                found[key] = change(value, job.cuts[name])
+        found = {key: _copies(value, job, change, (*path, key)) for key, value in tree.items()}
+        for key, value in found.items():
+            if isinstance(value, torch.Tensor):
+                name = next((name for name in job.cuts if f".{key}".endswith(f".{name}")), None)
+                found[key] = value if name is None else change(value, name, (*path, key))
         return found
     if type(tree) not in (list, tuple):
         return tree
-    inside = [_copies(value, job, change) for value in tree]
+    inside = [_copies(value, job, change, (*path, at)) for at, value in enumerate(tree)]
     if len(inside) == len(job.named) and all(isinstance(value, torch.Tensor) for value in inside):
-        pairs = [(value, job.cuts.get(name)) for value, name in zip(inside, job.named, strict=True)]
-        inside = [value if cut is None else change(value, cut) for value, cut in pairs]
+        for at, name in enumerate(job.named):
+            inside[at] = change(inside[at], name, (*path, at)) if name in job.cuts else inside[at]
     return type(tree)(inside)
 
 
