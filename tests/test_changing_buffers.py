@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from alone import ONE_BY_ONE, decisions, trainer
 from by_hand import built, grid
 from cases import rows
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
 from safetensors.torch import load_file
 from torch import nn
@@ -182,7 +182,29 @@ class Growing(nn.Module):
         return self.layer(x)
 
 
+class Sized(nn.Module):
+    """Gives a buffer its size in the first forward, in place, as observers of quantisation do."""
+
+    def __init__(self, declared: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 4)
+        self.register_buffer("low", torch.zeros(0))
+        if declared:
+            buffer(self, "low", merge="last")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layer(x)
+        self.low.resize_(4)
+        self.low.copy_(found.detach().amin(0))
+        return found
+
+
 REFUSED = {
+    "another size": (
+        Sized,
+        "the forward changes the buffer 'low', of shape (0,), into (4,); run one forward in training mode before the "
+        "Trainer is made, so that it has its size then",
+    ),
     "another shape": (
         Growing,
         "the forward changes the buffer 'seen', of shape (2,), into (3,); let it keep its shape, and count in another "
@@ -210,6 +232,37 @@ def test_what_a_rule_cannot_merge_is_refused_and_leaves_no_trace(name: str, run)
         list(mine.steps(rows(1, 64, 10)))
     assert str(caught.value) == said
     assert all(value.equal(before[key]) for key, value in mine.model.state_dict().items())
+
+
+def test_a_buffer_that_has_its_size_before_is_merged(run) -> None:
+    """The advice above helps."""
+    model = Sized().double()
+    model(rows(1, 64, 10).tensors[0])
+    mine = trainer(lambda: model)
+    assert len(list(mine.steps(rows(1, 64, 10)))) > 1
+    assert mine.model.low.shape == (4,)
+
+
+SIZED = """
+class Sized(nn.Linear):
+    def __init__(self):
+        super().__init__(10, 2)
+        self.register_buffer("low", torch.zeros(0))
+    def forward(self, x):
+        found = super().forward(x)
+        self.low.resize_(2)
+        self.low.copy_(found.detach().amin(0))
+        return found
+for report in make(model=lambda: Sized().double()).steps(data): pass
+"""
+
+
+def test_a_buffer_that_is_resized_in_place_is_named_on_two_workers(tmp_path: Path) -> None:
+    done = train_basics(tmp_path, SIZED, 2, "--max-restarts", "0", code=1)
+    assert (
+        "ChangingBufferError: the forward changes the buffer 'low', which would come out differently on each worker; "
+        "say how it is merged with paceline.buffer, or train with one worker\n"
+    ) in done.stderr
 
 
 def test_a_declared_buffer_that_changes_in_eval_mode_is_refused(run) -> None:

@@ -89,7 +89,7 @@ class Ended:
 def line_of(whole: Mapping[str, Any]) -> dict[str, Any]:
     """The line about a trainer that ends, with its model and `trainer.state`, out of its `whole` snapshot."""
     phases = [{**phase, "complete": True} for phase in whole["phases"]]  # nobody goes back to its loops
-    return {**{name: whole[name] for name in _KEPT}, "phases": phases, "closed": None, "viewed": False}
+    return {**{name: whole[name] for name in _KEPT if name in whole}, "phases": phases, "closed": None, "viewed": False}
 
 
 def release(run: Run) -> None:

@@ -15,7 +15,7 @@ from paceline.comm.group import Group
 from paceline.comm.refusing import refusing
 from paceline.data.fingerprint import compare_read, first_rows, same_lengths
 from paceline.data.loader import Feed, Place, Source
-from paceline.errors import MetricError, UsageError
+from paceline.errors import MetricError, UsageError, add_hint
 from paceline.hints import Hinting
 from paceline.metrics import Objects
 from paceline.pulse import PULSE
@@ -45,6 +45,21 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def _without_gradients() -> Iterator[None]:
+    """Says what helps where code needs gradients."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not require grad" in str(error):
+            add_hint(
+                error,
+                "evaluate() and predict() compute without gradients: put what needs them, and the forward that they go "
+                "through, under `with torch.enable_grad():`",
+            )
+        raise
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,7 @@ class Sweep:
             number = base + micro_batch.index
             batch = to_device(micro_batch.batch, self.job.device)
             streams.seed(stream_seed(self.job.seed, _STREAM, number))
-            with Chunk([micro_batch], batch).noted, self.job.arithmetic():
+            with Chunk([micro_batch], batch).noted, self.job.arithmetic(), _without_gradients():
                 output = self.job.whole(self.job.forward(self.model, batch))
                 if speaks and not micro_batch.blank:
                     use(number, micro_batch.rows, output, batch)

@@ -17,6 +17,7 @@ from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.group import Group
 from paceline.comm.torch_private import pytree
 from paceline.errors import MetricError
+from paceline.hints import unfit
 
 _LARGE = 1024  # values of a state whose sums are not kept for each micro-batch
 _WORDS = ("sum", "mean", "max", "min", "cat")
@@ -62,6 +63,7 @@ class Objects:
     ) -> None:
         self._named, self._arguments, self._device = named, arguments, device
         self.parts: dict[str, Any] = {}
+        self._fitting = set[str]()  # objects whose `update` can be called with what it gets
         for name, one in named.items():
             takes = list(inspect.signature(one.update).parameters)
             if arguments is None and takes[:2] != ["output", "batch"]:
@@ -93,14 +95,29 @@ class Objects:
         for one in self._named.values():
             one.reset()
 
+    def _fit(self, name: str, one: Any, args: tuple[Any, ...], words: Mapping[str, Any]) -> None:
+        """Refuses arguments that `update` does not take."""
+        self._fitting.add(name)
+        if not (why := unfit(one.update, *args, **words)[0]):
+            return
+        takes = ", ".join(inspect.signature(one.update).parameters)
+        whence = "output and batch" if self._arguments is None else "what the function beside it returns"
+        what = f"{name}.update({takes}) cannot be called with {whence}: {why}"
+        cure = "let the function return a tuple in this order, or a dict with these names"
+        example = f"write (metric, lambda output, batch: (...)) with a function that returns ({takes})"
+        raise MetricError(what, example if self._arguments is None else cure)
+
     def add(self, number: int, rows: int, output: Any, batch: Any) -> None:
         self._reset()
         given = (output, batch) if self._arguments is None else self._arguments(output, batch)
-        for one in self._named.values():
+        for name, one in self._named.items():
             if isinstance(given, Mapping):
-                one.update(**(one._filter_kwargs(**given) if hasattr(one, "_filter_kwargs") else given))
+                args, words = (), one._filter_kwargs(**given) if hasattr(one, "_filter_kwargs") else given
             else:
-                one.update(*(given if isinstance(given, tuple) else (given,)))
+                args, words = given if isinstance(given, tuple) else (given,), {}
+            if name not in self._fitting:
+                self._fit(name, one, args, words)
+            one.update(*args, **words)
         states: _States = {}
         for path, part in self.parts.items():
             for state, how in part._reductions.items():

@@ -674,7 +674,8 @@ class Trainer(Telling):
         self._looked = True
         kept, whole = copies_in_pieces(self.state.saved(), self._job)
         if self._line is not None:  # its weights could not be written
-            return {**self._line, "model": model_state(self._job), "state": kept, "whole": whole}
+            more = {"whole": whole} if whole else {}
+            return {**self._line, "model": model_state(self._job), "state": kept, **more}
         return {
             **self._stepper.state(done),
             "own": {} if done is None else self._replica.own.state(done),

@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from paceline.comm.torch_private import BatchNormBase
 from paceline.errors import ChangingBufferError, UsageError, a
 from paceline.strategies.chunks import Chunk
-from paceline.strategies.side_effects import OTHERS, BatchStatistics
+from paceline.strategies.side_effects import OTHERS, BatchStatistics, put_back
 
 if TYPE_CHECKING:
     from paceline.strategies.job import Options
@@ -131,14 +131,18 @@ class _Held:
         return (rows if self.rule.merge in _RULES else 0), self.start.numel() + 1
 
     def restore(self) -> None:
-        self.module._buffers[self.name] = self.tensor.copy_(self.start)
+        put_back(self.tensor, self.start)
+        self.module._buffers[self.name] = self.tensor
         self._version = self.tensor._version
 
     def now(self) -> torch.Tensor:
         found, before = self.module._buffers[self.name], tuple(self.start.shape)
         if found is None or tuple(found.shape) != before:
             what = f"{self.why}, of shape {before}, into {None if found is None else tuple(found.shape)}"
-            raise ChangingBufferError(what, "let it keep its shape, and count in another buffer how much of it is used")
+            cure = "let it keep its shape, and count in another buffer how much of it is used"
+            if found is self.tensor:  # resized in place, as observers of quantisation do in their first forward
+                cure = "run one forward in training mode before the Trainer is made, so that it has its size then"
+            raise ChangingBufferError(what, cure)
         return found.detach()
 
     def moved(self, values: bool = True) -> str:

@@ -32,6 +32,18 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
+class Judge:
+    """A loss with a context around each call; `call` is what the user gave."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any], context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.call = getattr(loss, "call", loss)
+        self._loss, self._context = loss, context
+
+    def __call__(self, output: Any, batch: Any) -> Any:
+        with self._context():
+            return self._loss(output, batch)
+
+
 @dataclass
 class Job:
     """What is trained, in the user's own objects, and where: the model is already on `device`.

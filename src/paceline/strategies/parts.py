@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import accumulate, product
 from string import ascii_lowercase
@@ -30,6 +30,7 @@ PART = "_paceline_part"
 _attribute = PART  # under which the part is kept that is asked for: a tensor may be one in two ways
 UNKNOWN = object()  # what a rule returns that does not know a case
 _MOST = 16  # sections of a fused weight that are looked for
+_active: list[_Mode] = []  # modes that are entered, the innermost last
 
 # Asked of a part as of any tensor, or done to it as it is.
 _AS_IT_IS = {
@@ -77,6 +78,8 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.moves, self.on, self.attribute = moves, 0, attribute
         self._asleep = 0
+        self.model: Any = None  # that it was made for
+        self.main: _Mode | None = None  # where this one is on or asleep, it is no business of ours
 
     @contextmanager
     def sleeping(self) -> Iterator[None]:
@@ -98,7 +101,8 @@ class _Mode(TorchFunctionMode):
             _attribute = before
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        if self._asleep:
+        main = self.main
+        if self._asleep or (main is not None and (main.on or main._asleep)):
             return function(*given, **(named or {}))
         global _attribute
         before, _attribute = _attribute, self.attribute
@@ -112,15 +116,27 @@ class _Mode(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self.on += 1
+        _active.append(self)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self.on -= 1
+        _active.pop()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def whole(self, tensor: Tensor) -> Tensor:
         part = part_of(tensor)
         return tensor if part is None else self.moves.join(tensor, part)
+
+
+@contextmanager
+def others_sleeping(model: Any) -> Iterator[None]:
+    """The modes of other models do not see what this one does, which a forward or a loss of theirs calls."""
+    with ExitStack() as stack:
+        for mode in _active:
+            if mode.model is not None and mode.model is not model:
+                stack.enter_context(mode.sleeping())
+        yield
 
 
 class Parts(_Mode):

@@ -24,7 +24,7 @@ from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.pieces import Cut, Piece
 from paceline.strategies.chunks import refuse_other_input
-from paceline.strategies.job import ELSEWHERE, Job
+from paceline.strategies.job import ELSEWHERE, Job, Judge
 from paceline.strategies.parts import tensors_in
 from paceline.strategies.passage import (
     ANOTHER_WAY,
@@ -44,6 +44,7 @@ from paceline.strategies.stages import Stages
 from paceline.strategies.state import refuse_state
 from paceline.strategies.streams import Streams
 
+_under_way: list[str] = []  # the models whose forward or loss is computed by this worker just now
 HEAD = 1024  # bytes of the first message; a longer head goes on in a second one
 MOST = 64  # messages on their way, before a sender waits
 
@@ -105,6 +106,7 @@ class Pipeline:
         self.sent = 0  # bytes
         self.assembles = False  # the whole model is here
         self._plain, job.forward = job.forward, self._inside
+        job.loss = Judge(job.loss, self._computing)
 
     def __deepcopy__(self, memo: Any) -> Pipeline:
         what = f"{self._model} is cut in stages, and a copy would be of this worker's"
@@ -234,6 +236,14 @@ class Pipeline:
             output = self._ahead(stage, self._ways[kind], call)
         return output
 
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        _under_way.append(self._model)
+        try:
+            yield
+        finally:
+            _under_way.pop()
+
     def _ahead(self, stage: int, sends: list[list[Key]], call: Callable[[], Any]) -> Any:
         before, self._stage = self._stage, stage
         mark = self._streams.mark() if stage < self.last else ()  # the last one tells nobody what was drawn
@@ -241,7 +251,8 @@ class Pipeline:
         try:
             self._heard = heard = self._receive(stage, comes) if stage else Heard()
             self._want = frozenset(goes)
-            output = call()
+            with self._computing():
+                output = call()
         finally:
             self._stage, self._want = before, frozenset()
         self._under[stage] = under = _Under([heard.values[key] for key in comes], [])
@@ -310,7 +321,7 @@ class Pipeline:
             for stage in self.own:
                 self._stage = stage
                 self._heard = self._receive(stage, []) if stage else Heard()
-                with without_a_trace(self.job.model, self._streams), torch.no_grad():
+                with without_a_trace(self.job.model, self._streams), torch.no_grad(), self._computing():
                     call()
                 found[stage] = sorted(self._passed.needs)
                 if stage < self.last:
@@ -447,6 +458,11 @@ class Pipeline:
         """The model itself: by the user's forward, or by the script, when all of the line compute it together."""
         if self._passage is not None or self.assembles:
             return forward(*given, **named)
+        if _under_way:  # not all workers of the line come to this
+            what = (
+                f"the forward or loss of {_under_way[-1]} calls {self._model}, which pipeline= cuts in stages as well"
+            )
+            raise UsageError(what, 'let the trainer of the one that is called keep it whole: plan="pipeline=1"')
         if torch.is_grad_enabled():
             what = f"{self._model} is cut in stages by pipeline=, and called outside of its own trainer's forward"
             cure = 'call it under torch.no_grad(), or let that other trainer\'s model whole: plan="pipeline=1"'

@@ -194,9 +194,16 @@ class BufferWatch:
         for number, (old, _) in enumerate(self._marks):
             _, module, key = self._owners[number]
             if old is not None:
-                old.copy_(self._values[number])
+                put_back(old, self._values[number])
                 self._marks[number] = (old, old._version)  # it is as it was: no change to be noticed later
             module._buffers[key] = old
+
+
+def put_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Gives a buffer a former value and size: observers of quantisation resize theirs in the first forward."""
+    if buffer.shape != value.shape:
+        buffer.resize_(value.shape)
+    buffer.copy_(value)
 
 
 @contextmanager
@@ -220,7 +227,7 @@ def without_a_trace(model: nn.Module, streams: Streams) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in kept:
                 if not torch.equal(buffer, value):  # BatchNorm's change without a new version
-                    buffer.copy_(value)
+                    put_back(buffer, value)
 
 
 _TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has

@@ -28,9 +28,9 @@ from paceline.pieces import Cut
 from paceline.strategies.chunks import refuse_other_input, tensors_of
 from paceline.strategies.compared import allowed, apart, farthest, gradients_of, outputs_apart, room
 from paceline.strategies.heads import attention
-from paceline.strategies.job import Job
+from paceline.strategies.job import Job, Judge
 from paceline.strategies.moves import Division, Moves, summed
-from paceline.strategies.parts import Parts, Wholes, logical, mark, part_of
+from paceline.strategies.parts import Parts, Wholes, logical, mark, others_sleeping, part_of
 from paceline.strategies.placing import (
     COLUMN,
     GATHERED,
@@ -108,6 +108,13 @@ class TensorCut:
         self._uncut = self._turning = False  # with whole layers, a forward is going on
         self._frames: list[_Frame] = []
         self._parts, self._wholes = Parts(self.moves, RULES, self._where, self._noted), Wholes(self.moves)
+        self._outside = Parts(self.moves, RULES, lambda: "the loss")  # follows weights where a loss uses them
+        self._parts.model = self._wholes.model = self._outside.model = job.model
+        self._outside.main = self._parts
+        if job.over is None:
+            job.loss = Judge(job.loss, self._judging)
+        else:  # what then is the loss of a micro-batch is made of gradients of parts
+            job.over = Judge(job.over, self._judging)
         # By mode, training and assembled: modules under which parts are followed.
         self._regions: dict[tuple[bool, bool], set[str]] = {}
         self._watched, self._joined = set[tuple[bool, bool, bool]](), set[str]()
@@ -372,7 +379,8 @@ class TensorCut:
         """A whole forward of the model. No part leaves it."""
         if self._uncut or self._turning:
             return forward(*given, **named)
-        return self._turned(model.training, partial(forward, *given, **named))
+        with others_sleeping(model):
+            return self._turned(model.training, partial(forward, *given, **named))
 
     def _turned(self, training: bool, call: Callable[[], Any]) -> Any:
         mode = training, self.job.assembled
@@ -409,6 +417,13 @@ class TensorCut:
             return self._turned(model.training, partial(self._plain, model, batch))
         finally:
             self._ours = before
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """All of a unit compute the loss alike. What it makes of weights is made of whole ones."""
+        with self._outside:
+            yield
+        self.moves.rest()
 
     def _enter(self) -> None:
         self.unit.enter("the layers cut by tensor=", check=False, kind="tensor")
