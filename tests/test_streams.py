@@ -388,10 +388,10 @@ def test_streams_in_another_process_are_that_process_own(streams):
 # -- the script's own streams -----------------------------------------------------------------------------------
 
 
-def draws_after_a_trainer(folder: Path, workers: int, *plans: str, **env: str) -> dict[str, list[float]]:
+def draws_after_a_trainer(folder: Path, workers: int, *plans: str) -> dict[str, list[float]]:
     folder.mkdir()
-    command = ("run", "--workers", str(workers), "--max-restarts", "0", SCRIPTS / "draws.py", "out.json")
-    paceline(*command, *plans, cwd=folder, **env)
+    fixed = ("--max-restarts", "0") if len(plans) > 1 else ()  # else all trainers must have replicas of one size
+    paceline("run", "--workers", str(workers), *fixed, SCRIPTS / "draws.py", "out.json", *plans, cwd=folder)
     found: dict[str, list[float]] = json.loads((folder / "out.json").read_text())
     return found
 

@@ -96,7 +96,7 @@ def release(run: Run) -> None:
     """Releases the trainers that have ended on all workers. Collective."""
     operations = run.team.operations
     stays = run.servers is not None or run.serving is not None  # see above
-    if stays or operations.waiting or (run.passing and not run.took_step):
+    if not run.classes or stays or operations.waiting or (run.passing and not run.took_step):
         return
     numbers = _common(run, sorted(run.ended))
     if not numbers:

@@ -97,6 +97,7 @@ class Trainer(Telling):
         "the optimizer has its parameters; make another Trainer, or trainer.model.load_state_dict(...)"
     )
     state = Fixed[State]("a checkpoint keeps what lies in it; write trainer.state.update(...)")
+    _line: dict[str, Any] | None = None  # of checkpoints about this trainer, if it had ended in them
     _closed = False
     _stands_in = False  # for one that has ended, until all workers release it
 
@@ -121,8 +122,7 @@ class Trainer(Telling):
         refuse_words("Trainer", words, Trainer, plan)
         global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
         self._run = run = Run.current()
-        if run.classes:
-            release(run)
+        release(run)
         run.weigh(model)
         self._group = run.team.group
         self._number = len(run.classes)
@@ -168,7 +168,6 @@ class Trainer(Telling):
         self._ledger = Ledger()
         self._phases, self._untouched = list[Phase](), list[Phase]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
-        self._line: dict[str, Any] | None = None  # of checkpoints about this trainer, if it had ended in them
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
