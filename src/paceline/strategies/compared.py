@@ -50,21 +50,25 @@ def farthest(
     return name, most
 
 
-def loss_apart(mine: Any, theirs: Any) -> tuple[str, str, float]:
-    """Two losses (sum, count and metrics) for people, if they differ by more than rounding, else empty texts; and how
-    far the sums are apart, as a part of the second one.
+def loss_apart(mine: Any, theirs: Any, rounding: float, least: float) -> tuple[str, str, float]:
+    """Two losses (sum, count and metrics) for people, if they differ by more than `rounding`, else empty texts; and how
+    far the sums are apart, as a part of the second one, or of the `least` size that counts.
     """
-    rounding = 1e-9 if theirs.total.dtype == torch.float64 else 1e-5
-    figures = {"": (mine.total, theirs.total), "a count of ": (mine.count, theirs.count)}
+    coarse = max(rounding, 1e-3) if rounding > 1e-9 else rounding  # of metrics: one that counts has steps
+    figures = [("", mine.total, theirs.total, rounding), ("a count of ", mine.count, theirs.count, rounding)]
     for name in dict.fromkeys([*mine.metrics, *theirs.metrics]):
-        pairs = mine.metrics.get(name, (math.nan, 0.0)), theirs.metrics.get(name, (math.nan, 0.0))
-        figures |= {f"{name} = ": (pairs[0][0], pairs[1][0]), f"a count of {name} of ": (pairs[0][1], pairs[1][1])}
-    for what, (one, two) in figures.items():
-        a, b = float(one), float(two)
-        if not abs(a - b) <= rounding * abs(b) and not (math.isnan(a) and math.isnan(b)) and a != b:
-            return f"{what}{a:.8g}", f"{what}{b:.8g}", abs(a - b) / max(abs(b), 1e-300)
-    distance = abs(float(mine.total) - float(theirs.total)) / max(abs(float(theirs.total)), 1e-300)
-    return "", "", distance
+        (one, number), (two, other) = (some.metrics.get(name, (math.nan, 0.0)) for some in (mine, theirs))
+        figures += [(f"{name} = ", one, two, coarse), (f"a count of {name} of ", number, other, coarse)]
+    most = 0.0
+    for what, first, second, allows in figures:
+        a, b = float(first), float(second)
+        if a == b or (math.isnan(a) and math.isnan(b)):
+            continue
+        distance = abs(a - b) / max(abs(b), least)
+        if not distance <= allows:
+            return f"{what}{a:.8g}", f"{what}{b:.8g}", distance
+        most = max(most, distance)
+    return "", "", most
 
 
 def gradients_of(outputs: Sequence[torch.Tensor], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -12,26 +12,31 @@ Summed over the workers, on the way that gradients go, that is the gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from paceline.comm.group import Group
 from paceline.comm.torch_private import pytree
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.strategies.blocks import blocks_of
-from paceline.strategies.chunks import tensors_of
-from paceline.strategies.compared import farthest, gradients_of, outputs_apart, room, weighing
+from paceline.strategies.chunks import Chunk, MicroBatch, tensors_of
+from paceline.strategies.compared import allowed, farthest, gradients_of, loss_apart, outputs_apart, room, weighing
 from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves, applied
+from paceline.strategies.observing import USERS_OWN
 from paceline.strategies.parts import MADE, UNKNOWN, Parts, Rule, Tensor, changes, logical, mark, part_of, tensors_in
 from paceline.strategies.rules import RULES, asked_of, rule_of
+from paceline.strategies.runner import Loss
 from paceline.strategies.side_effects import without_a_trace
 from paceline.strategies.streams import Streams
 
+_ONLY_BACKWARD = "incompatible with .grad()"  # in what torch says of the older checkpoint
 _ORIGIN = "_paceline_origin"
 _ATTENTION = "scaled_dot_product_attention"
 _ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
@@ -48,6 +53,52 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad if ctx.counts else torch.zeros_like(grad), None
+
+
+class _FromFirst(torch.autograd.Function):
+    """Whole outputs of a model whose sequences are divided. The first worker's gradients of them are everybody's."""
+
+    @staticmethod
+    def forward(ctx: Any, moves: Moves, parts: Sequence[Division | None], *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.moves, ctx.parts, ctx.like = moves, parts, [(logical(x), x.dtype, x.device) for x in outputs]
+        ctx.set_materialize_grads(False)
+        pairs = zip(outputs, parts, strict=True)
+        return tuple(x.clone() if part is None else moves.joined(x, part) for x, part in pairs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        moves, found = cast(Moves, ctx.moves), list[Tensor | None]()
+        has = moves.unit.broadcast(torch.tensor([grad is not None for grad in grads], dtype=torch.uint8)).tolist()
+        for one, grad, part, (shape, dtype, device) in zip(has, grads, ctx.parts, ctx.like, strict=True):
+            if not one:
+                found.append(None)
+                continue
+            first = moves.unit.rank == 0 and grad is not None
+            whole = grad.contiguous() if first and grad is not None else torch.empty(shape, dtype=dtype, device=device)
+            moves.unit.broadcast(whole)
+            own = whole if part is None else moves.narrow(whole, part)
+            found.append(own if part is None or moves.first(part) else own * 0.0)
+        return None, None, *found
+
+
+class _Led(torch.autograd.Function):
+    """A loss that all compute of the same whole outputs: in the backward it is the first one's that counts, and all go
+    through these outputs, whether the loss uses them or not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, *outputs: Tensor) -> Tensor:
+        ctx.count = len(outputs)
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * ctx.count
+
+
+_FROM_FIRST: Any = _FromFirst.apply
+_LED: Any = _Led.apply
 
 
 class _Moves(Moves):
@@ -97,6 +148,15 @@ class _Stretches(Parts):
         return applied(_Once, weight, self.moves.unit.rank == 0) if weight.requires_grad else weight
 
 
+@dataclass
+class _Result:
+    """What came of one micro-batch."""
+
+    outputs: list[Tensor]
+    loss: Loss | None
+    gradients: dict[str, Tensor]
+
+
 class Sequences:
     """Divides what the blocks of a job's model take among the workers of a `unit`, where its length allows.
 
@@ -105,10 +165,12 @@ class Sequences:
 
     def __init__(self, job: Job, unit: Group, staged: bool) -> None:
         self.job, self.unit, self._model = job, unit, type(job.model).__name__
-        self._beside, self._compared = "", staged  # of a model in stages nobody has the whole
+        self._beside, self._compared, self._staged = "", False, staged
+        self._gathers = job.over is None  # the loss is computed on whole outputs, unless it is seen to need none
         self._moves = _Moves(unit)
         self._parts = _Stretches(self._moves, RULES | _RULES, lambda: self._model, self._noted, "_paceline_stretch")
         self._gathered, self._odd = set[str](), set[int]()
+        self._divides, self._met = False, ""  # whether a block was given a stretch, and what the last one without takes
         self._known = False  # what is exchanged in a micro-batch
         blocks = blocks_of(job.model)
         if not blocks:
@@ -136,21 +198,25 @@ class Sequences:
         if model is not self.job.model:
             return self._plain(model, batch)
         if not self._compared and model.training and torch.is_grad_enabled():
-            self._compared = True
-            self._compare(model, batch)
+            # Of a model in stages the whole is there when it is assembled; later it is too late.
+            self._compared = not self._staged or self.job.assembled
+            if self._compared:
+                self._compare(model, batch)
         self.unit.enter("the stretches of sequences", check=False, kind="context")
         self._sent = self._moves.sent
         with self._parts:
             output = self._plain(model, batch)
         self._moves.rest()
+        if not self._divides and not self._odd:
+            what = f"no block of {self._model} takes a sequence (rows, tokens, width) that context= can divide"
+            raise UsageError(
+                f"{what}{self._met}", f"say data={self.unit.size} in the place of context={self.unit.size}"
+            )
         return output
 
     def _judged(self, output: Any, batch: Any) -> Any:
-        with self._parts:
-            result = self._judge(output, batch)
-        result = self._whole(result)
-        self._moves.rest()
-        if not self._known and torch.is_grad_enabled():
+        result = self._on_whole(output, batch) if self._gathers else self._on_stretches(output, batch)
+        if not self._known and torch.is_grad_enabled() and not self.job.assembled:
             self._known, self.job.inside["context"] = True, self._moves.sent - self._sent
             some = sorted(self._gathered)
             where = (
@@ -162,36 +228,139 @@ class Sequences:
                 self.job.news["context"] = f"sequences are divided among {self.unit.size} workers{told}", ""
         return result
 
-    def _compare(self, model: nn.Module, batch: Any) -> None:
-        """The first forward and backward beside those of whole sequences."""
-        self.unit.enter("whole sequences, to compare with", check=False, kind="comparison")
-        given, unit = list[int](), self.unit
-        with weighing(model, given):
-            outputs, gradients = self._computed(model, batch, self._parts)
-        need = 3 * unit.size**2 * sum(given)  # of all who may be on this host
-        if not all(unit.gather_json(need <= room(self.job.device))):
-            self._beside = "; whole ones to compare with would not fit"
-            return
-        whole, expected = self._computed(model, batch, nullcontext())
-        most, others = outputs_apart(outputs, whole)
-        mine = {name: gradients.get(name, torch.zeros_like(grad)).contiguous() for name, grad in expected.items()}
-        for grad in mine.values():
-            unit.sum(grad)
-        name, distance = farthest(mine, expected, whole)
-        if name or others:
-            what = f"the gradient of {name} is" if name else "outputs are"
-            what = f"{what} another when the sequences of {self._model} are divided by context="
-            raise UsageError(what, "leave context= out")
-        figures = f"outputs {most:.1g} and gradients {distance:.1g} apart"
-        self._beside = f"; one micro-batch was computed with whole ones, too: {figures}"
+    def _on_stretches(self, output: Any, batch: Any) -> Any:
+        """The loss of outputs of which each worker has a stretch: what it adds up is added up among the workers."""
+        with self._parts:
+            result = self._judge(output, batch)
+        result = self._whole(result)
+        self._moves.rest()
+        return result
 
-    def _computed(self, model: nn.Module, batch: Any, how: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Outputs, and the gradients of numbers made of them."""
+    def _on_whole(self, output: Any, batch: Any) -> Any:
+        """The loss as plain code computes it, of outputs that are gathered. All compute it alike."""
+        self.unit.enter("whole outputs for the loss", check=False, kind="context")
+        grad = torch.is_grad_enabled()
+        leaves, spec = pytree.tree_flatten(output)
+        places = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and grad]
+        with self._parts.asked():
+            parts = [part_of(leaves[n]) for n in places]
+            given = [leaves[n] for n in places]
+            joined: tuple[Tensor, ...] = _FROM_FIRST(self._moves, parts, *given) if given else ()
+            leaves = [self._parts.whole(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in leaves]
+        for n, x, whole in zip(places, given, joined, strict=True):
+            leaves[n] = whole.view_as(whole)  # whose hooks are not called where the first one's gradient is taken
+            self._moves.sent += x.nbytes + whole.nbytes
+        result = self._judge(pytree.tree_unflatten(leaves, spec), batch)
+        if not joined:
+            return result
+        total, *rest = result if isinstance(result, tuple) else (result,)
+        if isinstance(total, Tensor):
+            own = total if self.unit.rank == 0 else total.detach()
+            total = _LED(own, *joined)
+        return (total, *rest) if isinstance(result, tuple) else total
+
+    # -- divided sequences beside whole ones --------------------------------------------------------------------------
+
+    def _compare(self, model: nn.Module, batch: Any) -> None:
+        """The first micro-batch beside that of whole sequences: outputs, the loss, and its gradients. The loss of
+        stretches is taken if it gives the same, else that of whole outputs. Raises UsageError on all workers of the
+        unit where neither does.
+        """
+        self.unit.enter("whole sequences, to compare with", check=False, kind="comparison")
+        sizes, unit, divided = list[int](), self.unit, f"when the sequences of {self._model} are divided by context="
+        judge = self._on_stretches if self.job.over is None else None
+        with weighing(model, sizes):
+            mine = self._tried(model, batch, self._parts, judge)
+        fits = all(unit.gather_json(3 * unit.size**2 * sum(sizes) <= room(self.job.device)))  # also all on this host
+        if fits:
+            try:
+                theirs = self._computed(model, batch, nullcontext(), self._judge if judge else None)
+            except RuntimeError as error:
+                if _ONLY_BACKWARD not in str(error):
+                    raise
+                self._beside = "; all compute the loss of whole outputs; they were not compared with those of whole "
+                self._beside += "sequences, as with use_reentrant=True checkpoint knows nothing of torch.autograd.grad"
+                return
+        else:
+            theirs = self._computed(model, batch, self._parts, self._on_whole if judge else None)
+            self._add_up(theirs)
+        self._gathers, why = False, self._unlike(mine, theirs)
+        if why and judge and not (isinstance(mine, _Result) and outputs_apart(mine.outputs, theirs.outputs)[1]):
+            # Hooks, autograd functions and what is computed again in the backward meet stretches unseen.
+            self._gathers, mine = True, self._tried(model, batch, self._parts, self._on_whole)
+            why = self._unlike(mine, theirs)
+        if why:
+            raise UsageError(f"{why} {divided}", "leave context= out")
+        assert isinstance(mine, _Result)
+        if not fits:
+            self._beside = "; whole ones to compare with would not fit"
+        else:
+            self._beside = f"; one micro-batch was computed with whole ones, too: {self._distances(mine, theirs)}"
+        if self._gathers:
+            self._beside = (
+                f"; the loss is computed by all of whole outputs, as it is no sum over stretches{self._beside}"
+            )
+
+    def _tried(self, model: nn.Module, batch: Any, how: Any, judge: Any) -> _Result | Exception:
+        """What a way to compute it gives, or how it fails, the same on all workers."""
+        try:
+            found = self._computed(model, batch, how, judge)
+        except USERS_OWN as error:
+            if isinstance(error, torch.OutOfMemoryError | PacelineError):
+                raise
+            self._moves.rest()
+            return error
+        self._add_up(found)
+        return found
+
+    def _add_up(self, found: _Result) -> None:
+        """Each worker has a part of a gradient, or none."""
+        has = [set(names) for names in self.unit.gather_json([*found.gradients])]
+        for name, param in self.job.named.items():
+            if any(name in names for names in has):
+                grad = found.gradients.get(name, torch.zeros_like(param)).contiguous()
+                found.gradients[name] = self.unit.sum(grad.clone())
+
+    def _computed(self, model: nn.Module, batch: Any, how: Any, judge: Any) -> _Result:
+        """Outputs, the loss, and its gradients; without one, those of numbers made of the outputs."""
         with without_a_trace(model, Streams(self.job.device)):
             with how:
                 output = self._plain(model, batch)
             outputs = tensors_of(self._whole(output))
-            return [x.detach() for x in outputs], gradients_of(outputs, self.job.named)
+            if judge is None:
+                return _Result([x.detach() for x in outputs], None, gradients_of(outputs, self.job.named))
+            loss = Loss.of(judge(output, batch), Chunk([MicroBatch(0, 1, None)], None), trainable=False)
+            params = [*self.job.named.values()]
+            grads = torch.autograd.grad(loss.total, params, allow_unused=True) if loss.total.requires_grad else ()
+            pairs = zip(self.job.named, grads, strict=False)
+            found = {name: grad for name, grad in pairs if grad is not None}
+            return _Result([x.detach() for x in outputs], loss.detached(), found)
+
+    def _unlike(self, mine: _Result | Exception, theirs: _Result) -> str:
+        """What is not the same as with whole sequences, for people; the same on all workers."""
+        if isinstance(mine, Exception):
+            return f"the loss cannot be computed ({type(mine).__name__}: {mine})"
+        if outputs_apart(mine.outputs, theirs.outputs)[1]:
+            why = "outputs are another"
+        elif (apart := self._loss_apart(mine, theirs))[0]:
+            why = f"the loss of a micro-batch is {apart[0]}, and not {apart[1]},"
+        elif unlike := next((n for n in self.job.named if (n in mine.gradients) != (n in theirs.gradients)), ""):
+            why = f"{unlike} has {'a' if unlike in mine.gradients else 'no'} gradient, unlike with whole ones,"
+        else:
+            name, _ = farthest(mine.gradients, theirs.gradients, theirs.outputs)
+            why = f"the gradient of {name} is another" if name else ""
+        return next((one for one in self.unit.gather_json(why) if one), "")
+
+    def _loss_apart(self, mine: _Result, theirs: _Result) -> tuple[str, str, float]:
+        if mine.loss is None or theirs.loss is None:
+            return "", "", 0.0
+        rounding = max(map(allowed, [theirs.loss.total, *theirs.outputs]))
+        return loss_apart(mine.loss, theirs.loss, rounding, 1.0)  # which may be near 0, a sum of what is not
+
+    def _distances(self, mine: _Result, theirs: _Result) -> str:
+        most, _ = outputs_apart(mine.outputs, theirs.outputs)
+        _, distance = farthest(mine.gradients, theirs.gradients, theirs.outputs)
+        return f"outputs {most:.1g} and gradients {distance:.1g} apart"
 
     def _whole(self, values: Any) -> Any:
         with self._parts.asked():
@@ -215,13 +384,17 @@ class Sequences:
             (n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
         )
         if place is None or leaves[place].dim() != 3 or part_of(leaves[place]):
+            if place is not None and part_of(leaves[place]):
+                self._divides = True
+            elif place is not None:
+                self._met = f": one takes a tensor of shape {tuple(leaves[place].shape)}"
             return given, named
         whole = leaves[place]
         length = Tensor.size(whole, 1)
         if length % self.unit.size:
             self._odd.add(length)
             return given, named
-        part = Division(1, (length,), self.unit.size)
+        self._divides, part = True, Division(1, (length,), self.unit.size)
         leaves[place] = mark(self._moves.take(whole, part), part)
         return pytree.tree_unflatten(leaves, spec)
 

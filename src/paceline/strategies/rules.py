@@ -230,6 +230,8 @@ def _along(on: Parts, function: Any, given: Any, named: Any) -> Any:
     x, part = given[0], part_of(given[0])
     at = _ALONG[function.__name__.strip("_")]
     dim = named.get("dim", given[at] if len(given) > at else None)
+    if function.__name__ == "flip":  # which takes them one by one, too
+        dim = named.get("dims", given[1] if len(given) == 2 else given[1:])
     dims = [dim] if isinstance(dim, int) else dim
     if part is None or isinstance(dims, (bool, Tensor)) or not isinstance(dims, (list, tuple)) or not dims:
         return UNKNOWN

@@ -192,9 +192,13 @@ class StagedRunner(Runner):
         self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
         with chunk.noted:
             part = self._loss(chunk)
-            total = part.total.mul(1.0 / options.expected)
-            grads = torch.autograd.grad(total, [*named.values()], allow_unused=True)
-        return part.detached(), {name: grad for name, grad in zip(named, grads, strict=True) if grad is not None}
+            for param in named.values():
+                param.grad = None
+            part.total.mul(1.0 / options.expected).backward()  # not grad(): reentrant checkpoints refuse it
+        found = {name: param.grad for name, param in named.items() if param.grad is not None}
+        for param in named.values():
+            param.grad = None
+        return part.detached(), found
 
     def _decide(
         self,
@@ -212,7 +216,9 @@ class StagedRunner(Runner):
         if part is not None and whole is not None:
             gradients = _Arriving(line, mine, found, here)
             name, distance = farthest(gradients, found, [whole.total])
-            one, two, apart = loss_apart(part, whole)
+            # The arithmetic is the same: rounding is that of sums whose order a device chooses.
+            rounding = 1e-9 if whole.total.dtype == torch.float64 else 1e-5
+            one, two, apart = loss_apart(part, whole, rounding, 1e-2)
             unlike = next((name for name in (*found, *sorted(here)) if (name in here) != (name in found)), "")
             how = f"when {model} is cut in stages by pipeline="
             if one:
