@@ -282,7 +282,7 @@ class Trainer(Telling):
             )
         cure = grid.against_single_rows(phase.rows or grid.global_batch)
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
-        feed = Feed(source, grid, span, self._stepper.place or self._place, run.team.world.tell)
+        feed = Feed(source, grid, span, self._stepper.place or self._place, run.team.world.tell, watched=True)
         self._stepper.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
         alike = Fingerprint(source, run.team.world.tell)
         with run.loop(phase):
@@ -293,9 +293,8 @@ class Trainer(Telling):
                     break
                 phase.done, phase.begun = phase.done + report.turn, report.epoch + 1 - phase.first_epoch
                 feed.measured(report.seconds)
-                if feed.decided:
-                    why, feed.decided = feed.decided, None
-                    run.decide(self._number, "rows are loaded ahead of need by a process of their own", why)
+                if feed.news:
+                    self._tell_of_loading(feed)
                 yield report
                 if run.outermost(phase):
                     run.between(ends=self._stopped or phase.done == phase.total)
@@ -308,6 +307,13 @@ class Trainer(Telling):
             for measure in run.measures:
                 measure()
             run.save(wait=True, must=True)
+
+    def _tell_of_loading(self, feed: Feed) -> None:
+        """Where rows are loaded, for the journal; on the console what makes training slower than it could be."""
+        for what, why in feed.take_news():
+            self._run.decide(self._number, what, why)
+            if what.startswith(("rows are loaded in the step", "an iterable dataset")):
+                self._run.say(f"{what} ({why})", once=True)
 
     def step(self, batch: Any) -> StepReport:
         """One optimizer step on the rows that this worker brings itself: the mean over all workers' rows.
