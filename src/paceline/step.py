@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -62,13 +62,31 @@ class Grid:
         return -(-self.micro // 8)
 
     def against_single_rows(self, rows: int) -> str:
-        """What to do where a micro-batch has a single row, in epochs of `rows` rows: the nearest `micro` that helps."""
-        sizes = [len(self.batch_rows(batch, rows)) for batch in (0, self.batches(rows) - 1)]
-        near = (micro for by in range(self.global_batch) for micro in (self.micro + by, self.micro - by))
-        fits = (m for m in near if 1 < m <= self.global_batch and all(size % m != 1 for size in sizes))
-        micro = None if 1 in sizes else next(fits, None)
+        """What to do where a micro-batch has a single row, in epochs of `rows` rows: the nearest `micro` that helps, or
+        the nearest global batch; and to leave the row out, where it is an epoch's last.
+        """
+        size = self.global_batch
+        micro = next((m for m in _around(self.micro, size) if not Grid(size, m).has_single_rows(rows)), None)
         other = f"the plan micro={micro}" if micro else "another global_batch="
-        return f"choose {other}, which leaves no single row and changes the mathematics"
+        if micro is None:
+            for number in _around(size, rows):
+                grids = Grid(number, min(self.micro, number)), Grid.of(number, None)
+                if not any(grid.has_single_rows(rows) for grid in grids):
+                    other = f"global_batch={number}"
+                    break
+        cure = f"choose {other}, which leaves no single row and changes the mathematics"
+        if rows > 1 and not self.has_single_rows(rows - 1):
+            cure += f", or train on the other {rows - 1} rows: torch.utils.data.Subset(dataset, range({rows - 1}))"
+        return cure
+
+    def has_single_rows(self, rows: int) -> bool:
+        """Whether a micro-batch has a single row, in epochs of `rows` rows."""
+        return any(self.ends_in_single_row(batch, rows) for batch in (0, self.batches(rows) - 1))
+
+    def ends_in_single_row(self, batch: int, rows: int) -> bool:
+        """Whether the last micro-batch of a global batch has a single row, in epochs of `rows` rows."""
+        count = len(self.batch_rows(batch, rows))
+        return count % self.micro == 1 or self.micro == 1
 
     def batches(self, rows: int) -> int:
         """Global batches of an epoch of `rows` rows; the last one may be smaller."""
@@ -82,6 +100,11 @@ class Grid:
     def cut(self, rows: int) -> list[range]:
         """Micro-batches of a global batch of `rows` rows, as ranges of rows within it."""
         return [range(start, min(start + self.micro, rows)) for start in range(0, rows, self.micro)]
+
+
+def _around(number: int, most: int) -> Iterator[int]:
+    """Numbers from 2 to `most`, the nearest first."""
+    return (n for by in range(most) for n in dict.fromkeys((number + by, number - by)) if 1 < n <= most)
 
 
 def deal(micro_batches: int, weights: Sequence[float]) -> list[range]:
@@ -367,6 +390,10 @@ class Versions(Generic[_T]):
     def pend(self, done: int, value: _T) -> None:
         """What it becomes if the transaction after so many counts."""
         self._pending = done, value
+
+    def void(self) -> None:
+        """Drops what is pending: the transaction counts and leaves the value as it is."""
+        self._pending = None
 
 
 class StateLostError(Exception):

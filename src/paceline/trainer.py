@@ -358,7 +358,8 @@ class Trainer(Telling):
         epoch, rows, micro_batches = feed.at(phase.done + ahead)
         full = rows == feed.grid.global_batch
         last = self.plan.quorum is not None and not feed.has(phase.done + ahead + 1)
-        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last)
+        single = feed.later_single_row(phase.done + ahead)
+        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last, single)
 
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""
@@ -374,7 +375,8 @@ class Trainer(Telling):
             return None
         agreed = one.agreed
         metrics = {key: total / count if count else math.nan for key, (total, count) in agreed.metrics.items()}
-        loss, seconds = agreed.loss / agreed.count, sum(one.spent.values()) - one.spent["other"]
+        loss = agreed.loss / agreed.count if agreed.count else math.nan
+        seconds = sum(one.spent.values()) - one.spent["other"]
         ends = (loss, metrics, one.whole.rows, seconds, one.lr, one.norm, one.steps)
         report = StepReport(self.steps_done, one.whole.epoch, *ends)
         run.took_step, run.team.step, self._last = True, run.step, report

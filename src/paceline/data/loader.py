@@ -363,6 +363,19 @@ class Feed:
         rows = self.grid.batch_rows(batch, self.source.rows)
         return self.source.first_epoch + epoch, rows.start, self.grid.cut(len(rows))
 
+    def later_single_row(self, step: int) -> str:
+        """With the first global batch of the loop, which has none: the first micro-batch of a single row that comes
+        later; empty if there is none.
+        """
+        rows, grid = self.source.rows, self.grid
+        if step != self.start or rows is None or self.batches is None or grid.ends_in_single_row(0, rows):
+            return ""
+        last = self._end_of_epoch(step) - 1  # all others are cut alike
+        if not (step < last < self.batches and grid.ends_in_single_row(grid.batches(rows) - 1, rows)):
+            return ""
+        epoch, first, cuts = self.grid_of(last)
+        return self._where(Slot(len(cuts) - 1, epoch, first + cuts[-1].start, first + cuts[-1].stop))
+
     def slots(self, start: int, place: Place) -> Iterator[Slot]:
         """The micro-batches of a worker, from global batch `start` on; batches in which it has none cost nothing."""
         steps = self._with_share(start, place)
