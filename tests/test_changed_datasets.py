@@ -26,7 +26,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from paceline import sample_index
 from paceline.data.changes import Snapshot
+from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
+from paceline.errors import DatasetError
 from paceline.observe.journal import read_journal
 from paceline.step import Grid
 
@@ -276,6 +278,45 @@ def test_nothing_has_changed_where_nothing_was_changed() -> None:
     assert (state.unseen, state.changed()) == ("", "")
     held[9].random()
     assert state.changed() == "dataset.held[9]"
+
+
+# -- newcomers --------------------------------------------------------------------------------------------------
+
+
+class Two:
+    """A group of this worker and another one, which says what this one does, or what it is to say."""
+
+    size, rank, names = 2, 0, (0, 1)
+
+    def __init__(self) -> None:
+        self.other, self.told = list[Any](), list[Any]()
+
+    def enter(self, name: str, kind: str) -> None:
+        pass
+
+    def gather_json(self, mine: Any) -> list[Any]:
+        self.told.append(mine)
+        return [mine, self.other.pop(0) if self.other else mine]
+
+
+def test_a_newcomer_is_compared_with_the_dataset_as_it_is_and_those_who_stay_are_not() -> None:
+    """It has the dataset as its script makes it, without what the loop has changed: it is refused."""
+    data, group = Rows(), Two()
+    source = Source.of(data, 3, None, None, {})
+    mine, newcomer = (Fingerprint(source, lambda *_, **__: None) for _ in range(2))
+    assert mine.compare(group, 0) == ""  # type: ignore[arg-type]
+    before = group.told[-1]
+    data.plus += 100
+    group.told.clear()
+    assert mine.compare(group, 1) == ""  # type: ignore[arg-type]
+    assert group.told == [True]  # no row was loaded
+    group.other = [False, before]
+    assert mine.compare(group, 2) == ""  # type: ignore[arg-type]
+    group.other = [True, group.told[-1]]
+    data.plus -= 100
+    with pytest.raises(DatasetError) as caught:
+        newcomer.compare(group, 2)  # type: ignore[arg-type]
+    assert str(caught.value).startswith("row 2 of the dataset is another one on worker 1 than on worker 0; ")
 
 
 # -- trained ----------------------------------------------------------------------------------------------------

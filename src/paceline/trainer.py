@@ -312,7 +312,7 @@ class Trainer(Telling):
         """Where rows are loaded, for the journal; on the console what makes training slower than it could be."""
         for what, why in feed.take_news():
             self._run.decide(self._number, what, why)
-            if what.startswith(("rows are loaded in the step", "an iterable dataset")):
+            if what.startswith(("rows are loaded in the step:", "rows are loaded in the step from", "an iterable")):
                 self._run.say(f"{what} ({why})", once=True)
 
     def step(self, batch: Any) -> StepReport:

@@ -33,6 +33,9 @@ _SAME = (
     "give all workers the same data in the same order: sort the names of files, seed what is split or made at random"
 )
 
+_SAME_LATER = f"{_SAME}; what the loop changes in the dataset belongs into trainer.state, which a new worker is given"
+_ORDER = "give all workers the same seed= and an order= that depends on its arguments alone"
+
 
 class Fingerprint:
     """The dataset of a loop, as all workers must have it."""
@@ -43,17 +46,23 @@ class Fingerprint:
         self._generation: int | None = None  # whose members are known to have the same
 
     def compare(self, group: Group, generation: int) -> str:
-        """Once in a generation. For people: rows that cannot be compared, if there are any. Collective.
+        """In a generation that somebody has come to. For people: rows that cannot be compared, if there are any.
+        Collective.
 
         Raises DatasetError where lengths, the order or rows differ: on newcomers alone, where there are others.
         """
         if group.size == 1 or generation == self._generation or self._source.rows is None:
             return ""
-        self._mine = self._mine or _sample(self._source, self._tell)
         group.enter("the first rows of steps()", kind="rows compared")
-        told, known = group.gather_json(self._mine), self._generation is not None
+        known = self._generation is not None
+        before = group.gather_json(known)
+        if all(before):  # nobody has come to those who were compared
+            self._generation = generation
+            return ""
+        self._mine = _sample(self._source, self._tell)  # anew: the script may have changed the dataset since
+        told = group.gather_json(self._mine)
         try:
-            return self._judge(group, told)
+            return self._judge(group, told, _SAME_LATER if any(before) else _SAME)
         except DatasetError:
             if not known:
                 raise
@@ -61,15 +70,14 @@ class Fingerprint:
         finally:
             self._generation = generation
 
-    def _judge(self, group: Group, told: list[dict[str, Any]]) -> str:
+    def _judge(self, group: Group, told: list[dict[str, Any]], cure: str) -> str:
         everyone, names, drawn = range(group.size), group.names, list[int]()
         same_lengths([mine["length"] for mine in told], group, "the dataset")
         for number, position in enumerate(self._mine["at"]):
             rows = [mine["rows"][number] for mine in told]
             if apart := parted(everyone, rows):
                 one, other = (f"row {rows[some[0]]} on worker {names[some[0]]}" for some in apart)
-                cure = "give all workers the same seed= and an order= that depends on its arguments alone"
-                raise DatasetError(f"position {position} of an epoch is {one} and {other}", cure)
+                raise DatasetError(f"position {position} of an epoch is {one} and {other}", _ORDER)
         for number, row in sorted(enumerate(self._mine["rows"]), key=lambda pair: pair[1]):
             digests = [mine["digests"][number] for mine in told]
             drawn += [row] if None in digests else []
@@ -80,7 +88,7 @@ class Fingerprint:
             alike = [[r for r in everyone if told[r]["kind"] == kind] for kind in {mine["kind"]: 0 for mine in told}]
             if apart := next(filter(None, (parted(everyone, exact), *(parted(some, floats) for some in alike))), None):
                 usual, odd = (ranks(names[rank] for rank in some) for some in apart)
-                raise DatasetError(f"row {row} of the dataset is another one on {odd} than on {usual}", _SAME)
+                raise DatasetError(f"row {row} of the dataset is another one on {odd} than on {usual}", cure)
         which = f"row{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))} of the dataset"
         what = "came out differently when loaded twice, by random numbers other than those of torch, random and numpy"
         return f"{which} {what}, and cannot be compared among the workers" if drawn else ""
