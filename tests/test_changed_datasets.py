@@ -249,6 +249,13 @@ def test_an_iterable_is_read_when_its_rows_are_wanted_and_anew_at_each_epoch_by_
     assert feed.take_news() == ([(what, why)] if processes else [])
 
 
+class Fails:
+    """Nobody can ask it anything."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -261,6 +268,7 @@ def test_what_cannot_be_compared_is_named(value: Any) -> None:
     state = Snapshot(dataset=SimpleNamespace(held=value))
     assert state.unseen.startswith("" if value is nn.Linear else "dataset.held")
     assert bool(state.unseen) == (value is not nn.Linear)
+    assert Snapshot(dataset=[Fails()]).unseen == "dataset[0]"
 
 
 def test_nothing_has_changed_where_nothing_was_changed() -> None:

@@ -37,8 +37,10 @@ from typing import Any
 
 import torch
 
-MANY = 2_000  # containers that are looked into
-ENTRIES = 50_000  # entries of all of them together, and of tensors
+# So that a comparison takes less than a millisecond:
+MANY = 500  # containers that are looked into
+ENTRIES = 20_000  # entries of all of them together: plain values count a quarter, and
+TENSOR = 50  # a tensor counts as many, or twice as many if its content is compared
 BYTES = 1 << 18  # of arrays whose content is compared
 SMALL = 1 << 12  # bytes of a tensor whose content is compared, as writing to its `data` leaves its version as it is
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device})
@@ -51,6 +53,8 @@ _UNSEEN = (io.IOBase, threading.Thread)
 _IMMUTABLE = frozenset({"pyarrow"})  # packages whose objects cannot be changed
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _HEADER = object.__basicsize__
+# What looking at an object may raise.
+_THEIRS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, OSError)
 
 
 class Snapshot:
@@ -70,7 +74,11 @@ class Snapshot:
         self._entries, self._bytes = ENTRIES, BYTES
         self._waiting = deque(roots.items())
         while self._waiting and not self._is_full():
-            self._look(*self._waiting.popleft())
+            name, value = self._waiting.popleft()
+            try:
+                self._look(name, value)
+            except _THEIRS:  # of code of the object's own
+                self._hide(name)
         self._waiting.clear()
         self._versions = _versions(self._tensors)
 
@@ -78,12 +86,15 @@ class Snapshot:
         """The name of something that is no longer as it was; empty if nothing has changed."""
         if (now := _versions(self._tensors)) != self._versions:
             return next(name for name, a, b in zip(self._names, now, self._versions, strict=True) if a != b)
-        return next(filter(None, (probe() for probe in self._probes)), "")
+        try:
+            return next(filter(None, (probe() for probe in self._probes)), "")
+        except _THEIRS:
+            return "an object that could be compared before"
 
     def _is_full(self) -> bool:
         full = len(self._probes) > MANY or self._entries < 0
         if full:
-            self._hide(f"the rest of {self._waiting[0][0]}")
+            self._hide(f"{self._waiting[0][0]} and what follows")
         return full
 
     def _hide(self, name: str) -> None:
@@ -116,7 +127,7 @@ class Snapshot:
     # -- kinds of values --------------------------------------------------------------------------------------------
 
     def _look_at_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        self._entries -= 1
+        self._entries -= TENSOR
         if tensor.is_inference():  # has no version
             self._hide(name)
             return
@@ -125,6 +136,7 @@ class Snapshot:
         plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
         if plain and type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.nbytes <= min(SMALL, self._bytes):
             self._bytes -= tensor.nbytes
+            self._entries -= TENSOR
             content = _bytes_of(tensor)
             self._probes.append(lambda: "" if _bytes_of(tensor) == content else name)
 
@@ -167,7 +179,7 @@ class Snapshot:
         elif issubclass(kind, list | set | deque):
             self._compare_items(name, value)
         elif issubclass(kind, dict | MappingProxyType):
-            self._compare_names(name, lambda: dict(value), of="[{!r}]")
+            self._compare_names(name, lambda: _entries(value), of="[{!r}]")
         elif (content := _content_of(value)) is not None:
             self._look_at_bytes(name, value, content)
         elif kind.__basicsize__ > _HEADER + 8 * (len(slots) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)):
@@ -198,17 +210,16 @@ class Snapshot:
 
     def _take(self, name: str, items: Any) -> bool:
         """What items refer to; whether nothing of them can change."""
-        self._entries -= len(items)
+        plain = _are_plain(items)
+        self._entries -= len(items) // 4 if plain else len(items)
         if self._entries < 0:
             self._hide(name)
-            return False
-        if _are_plain(items):
-            return True
-        self._refer((f"{name}[{number}]", item) for number, item in enumerate(items))
-        return False
+        elif not plain:
+            self._refer((f"{name}[{number}]", item) for number, item in enumerate(items))
+        return plain
 
     def _compare_items(self, name: str, items: Any) -> None:
-        before = items.copy()
+        before = next(base for base in (list, set, deque) if isinstance(items, base)).copy(items)
         if self._take(name, before) or isinstance(items, set):
             self._probes.append(lambda: "" if _are_equal(items, before) else name)
         else:
@@ -287,6 +298,11 @@ def _slot(slot: Any, value: Any) -> Any:
 
 def _attributes(value: Any, left_out: Callable[[str], bool] | None) -> dict[str, Any]:
     return {name: one for name, one in vars(value).items() if left_out is None or not left_out(name)}
+
+
+def _entries(mapping: Any) -> dict[Any, Any]:
+    """Of a dict, whatever its class does when it is asked."""
+    return dict(dict.items(mapping) if isinstance(mapping, dict) else mapping)
 
 
 def _is_private(name: str) -> bool:
