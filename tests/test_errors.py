@@ -262,13 +262,38 @@ def test_parameters_without_gradient_are_named_once(tmp_path):
     )
     for workers in (1, 2):
         done = train_basics(tmp_path, body, workers, "--run-dir", f"of-{workers}")
-        assert (
-            done.stderr.count(
-                "2 of 4 parameters got no gradient and were left as they are: spare.weight, spare.bias; "
-                "freeze them with requires_grad_(False) if that is meant\n"
-            )
-            == 1
-        )
+        assert done.stderr.count(f"2 of 4 {NO_GRADIENT.format(1, 'spare.weight, spare.bias')}") == 1
+
+
+NO_GRADIENT = (
+    "parameters got no gradient in step {} and were left as they are: {}; that is right for experts that no row chose, "
+    "while parameters that are never used are better frozen with requires_grad_(False) before the Trainer is made; "
+    "this is said once\n"
+)
+
+
+def test_experts_that_no_row_chose_and_parameters_that_the_script_freezes_take_one_line(tmp_path):
+    """Each step has other experts, and none from step 2 on for the frozen one alone."""
+    body = (
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.experts = nn.ModuleList(nn.Linear(10, 2) for _ in range(8))\n"
+        "        self.all = nn.Linear(10, 2)\n"
+        "    def forward(self, x):\n"
+        "        return self.all(x) + (self.experts[self.chosen](x) if self.chosen is not None else 0)\n"
+        "model = Net().double()\n"
+        "model.chosen = None if FREEZES else 0\n"
+        "trainer = make(model=model)\n"
+        "for expert in model.experts if FREEZES else ():\n"
+        "    expert.requires_grad_(False)\n"
+        "for report in trainer.steps(data, epochs=2):\n"
+        "    model.chosen = None if FREEZES else report.step % 8\n"
+    )
+    shown = "experts.1.weight, experts.1.bias, experts.2.weight, experts.2.bias, experts.3.weight, ..."
+    for freezes, line in ((False, f"14 of 18 {NO_GRADIENT.format(1, shown)}"), (True, "")):
+        said = train_basics(tmp_path, f"FREEZES = {freezes}\n{body}", 1, "--run-dir", f"out-{freezes}").stderr
+        assert [text for text in said.splitlines(keepends=True) if "got no gradient" in text] == [line][: not freezes]
 
 
 def test_a_script_that_never_calls_the_trainer(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import warnings
@@ -481,20 +482,43 @@ def test_a_step_that_fails_leaves_nothing_behind(how):
 @pytest.mark.parametrize(
     ("size", "micro", "where", "cure"),
     [
-        (45, 4, "micro-batch 3 (rows 44-44 of epoch 0)", "choose the plan micro=7, which leaves no single row"),
-        (45, 5, "micro-batch 3 (rows 15-15 of epoch 0)", "choose the plan micro=7, which leaves no single row"),
-        (33, 4, "micro-batch 0 (rows 32-32 of epoch 0)", "choose another global_batch=, which leaves no single row"),
-        (9, 2, "micro-batch 4 (rows 8-8 of epoch 0)", "choose the plan micro=3, which leaves no single row"),
+        (45, 4, "micro-batch 3 (rows 44-44 of epoch 0)", "the plan micro=7"),
+        (45, 5, "micro-batch 3 (rows 15-15 of epoch 0)", "the plan micro=7"),
+        (33, 4, "micro-batch 0 (rows 32-32 of epoch 0)", "global_batch=18"),
+        (9, 2, "micro-batch 4 (rows 8-8 of epoch 0)", "the plan micro=3"),
     ],
 )
-def test_a_single_row_that_cannot_be_normalised_is_named(size, micro, where, cure):
-    mine = trainer(lambda: nn.Sequential(nn.BatchNorm1d(10), mlp()).double(), plan=f"micro={micro}")
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(10), nn.GroupNorm(10, 10)], ids=["BatchNorm", "GroupNorm"])
+def test_a_single_row_that_cannot_be_normalised_is_named_before_the_first_step(norm, size, micro, where, cure):
+    """And ways out that serve."""
+    mine, steps = trainer(lambda: nn.Sequential(norm, mlp()).double(), plan=f"micro={micro}"), 0
     with pytest.raises(UsageError) as caught:
-        list(mine.steps(rows(1, size, 10), epochs=2))
-    assert str(caught.value) == f"BatchNorm cannot normalise {where}, a single row; {cure} and changes the mathematics"
-    if "micro=" in cure:
-        good = trainer(mine.model, plan=cure.split(",")[0].removeprefix("choose the plan "))
-        assert len(list(good.steps(rows(1, size, 10), epochs=2))) == 2 * -(-size // 16)
+        for _ in mine.steps(rows(1, size, 10), epochs=2):
+            steps += 1
+    fewer = f", or train on the other {size - 1} rows: torch.utils.data.Subset(dataset, range({size - 1}))"
+    assert steps == 0
+    assert str(caught.value) == (
+        f"BatchNorm cannot normalise {where}, a single row; "
+        f"choose {cure}, which leaves no single row and changes the mathematics{fewer if micro != 5 else ''}"
+    )
+    if isinstance(norm, nn.BatchNorm1d):
+        batch = int(cure.removeprefix("global_batch=")) if "global" in cure else 16
+        good = trainer(mine.model, plan=cure.split()[-1] if batch == 16 else "", global_batch=batch)
+        assert len(list(good.steps(rows(1, size, 10), epochs=2))) == 2 * -(-size // batch)
+        if micro != 5:
+            good = trainer(mine.model, plan=f"micro={micro}")
+            list(good.steps(Subset(rows(1, size, 10), range(size - 1)), epochs=2))
+
+
+def test_a_single_row_that_comes_is_no_reason_to_refuse_where_it_can_be_normalised():
+    """Several values in a channel, a norm that rests, and a loop that ends before; nothing is left of the trial."""
+    shaped = nn.Sequential(nn.Unflatten(1, (2, 5)), nn.BatchNorm1d(2), nn.Flatten(), mlp()).double()
+    resting = nn.Sequential(nn.BatchNorm1d(10).eval(), mlp()).double()
+    short = nn.Sequential(nn.BatchNorm1d(10), mlp()).double()
+    for model, count in ((shaped, 6), (resting, 6), (short, 2)):
+        mine = trainer(copy.deepcopy(model), plan="micro=4")
+        assert len(list(mine.steps(rows(1, 45, 10), count=count))) == count
+        same(mine, by_hand(copy.deepcopy(model)).train(grid(rows(1, 45, 10), 16, 4, count=count)))
 
 
 def test_a_single_row_of_ones_own_that_cannot_be_normalised_is_named():

@@ -152,12 +152,7 @@ DIVIDED = {
     "a shorter end": (
         "list(make().steps(Stream(range(95 if rank == 1 else 96))))",
         "workers disagree about the dataset, which yields for this global batch "
-        "24 rows and then ends on {others} and 23 rows and then ends on worker 1",
-    ),
-    "an earlier end": (
-        "list(make().steps(Stream(range(72 if rank == 1 else 96))))",
-        "workers disagree about the dataset, which yields for this global batch "
-        "24 rows on {others} and 24 rows and then ends on worker 1",
+        "24 rows on {others} and 23 rows on worker 1",
     ),
     "evaluate": (
         "make().evaluate(Stream(range(rank % 2, 96, 2)), lambda o, b: {'n': (len(o), 1)})",
@@ -190,6 +185,17 @@ def test_an_iterable_dataset_that_divides_itself_is_refused(case: str, workers: 
         assert code == 1
         assert f"DatasetError: {told.format(others=others)}" in stderr
         assert f"; {WHOLE}\n" in stderr
+
+
+@pytest.mark.slow
+def test_an_iterable_dataset_that_ends_earlier_on_a_worker_is_named(tmp_path: Path) -> None:
+    """After whole global batches: nothing was read of which the numbers could be compared."""
+    body = "list(make().steps(Stream(range(72 if rank == 1 else 96))))"
+    (script := tmp_path / "train.py").write_text(HEAD + STREAM + body)
+    for code, stderr in without_an_agent(script, script, cwd=tmp_path):
+        assert code == 1
+        assert "the end of the iterable dataset of steps()" in stderr
+        assert "CollectiveMismatchError" in stderr
 
 
 def test_rows_with_random_numbers_of_their_own_are_not_compared(tmp_path: Path) -> None:

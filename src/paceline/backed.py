@@ -14,7 +14,6 @@ from typing import Any
 
 from paceline.comm.frames import Connection, Frame, Key, Kind
 from paceline.dealing import Dealing, Pushed
-from paceline.errors import UsageError
 from paceline.holding import Client
 from paceline.mesh import holders
 from paceline.step import add_metrics, deal, exact_sum
@@ -76,10 +75,8 @@ class Backed(Dealing):
     def _settle(self, worker: int) -> None:
         """All servers have its share."""
         shares, counts = self._shares, self.pushed[worker].told["count"] > 0
-        if not counts and {*shares.members} <= shares.idle | {worker}:
-            what = f"the loss of step {self.applied + 1} counts 0 rows or tokens in the whole global batch"
-            raise UsageError(what, "return a positive count for at least one row of each global batch")
-        shares.arrive(worker, counts)
+        nobody = {*shares.members} <= shares.idle | {worker}  # whose shares count: the last makes a step that rests
+        shares.arrive(worker, counts or nobody)
 
     def _go_on(self) -> None:
         super()._go_on()
@@ -105,8 +102,8 @@ class Backed(Dealing):
         made, told = self._chosen, self._told(self._chosen)
         batches, members = deal(told["micro_batches"], [1.0] * len(shares.members)), shares.members
         late = [[worker, part.start, part.stop] for worker, part in zip(members, batches, strict=True)]
-        late = [one for one in late if one[0] not in made and one[1] < one[2]]
-        norm = math.sqrt(exact_sum(found)) * told["expected"] / told["count"]
+        late = [one for one in late if one[0] not in made and one[1] < one[2] and told["count"] > 0]
+        norm = math.sqrt(exact_sum(found)) * told["expected"] / told["count"] if told["count"] > 0 else 0.0
         self.window.dropped += len(self.window.have)  # not all servers have these yet
         self.window.have.clear()
         window = shares.start, shares.end

@@ -26,7 +26,7 @@ from paceline.comm.codecs import BLOCK, Code, manner
 from paceline.comm.engine import ENGINE, Steps
 from paceline.comm.group import Group
 from paceline.comm.hosts import Hosts
-from paceline.errors import PlanError, UsageError
+from paceline.errors import PlanError
 from paceline.islands import Islands, outer_optimizer
 from paceline.mesh import Mesh
 from paceline.observe.figures import plural
@@ -204,17 +204,14 @@ class Fragments(Islands):
         if broken:
             return True
         part = self.parts[number]
-        if count <= 0:
-            what = f"the losses of the steps before the merge of fragment {number + 1} count no row or token"
-            raise UsageError(what, "return a positive count for at least one row of each round")
-        if self._coded is not None:
+        if self._coded is not None and count > 0:
             self._coded.keep(flight, part)
         made = [torch.nn.Parameter(self._before[row].clone()) for row in part]
         merges = outer_optimizer(self.word, made)
         for row, one, total in zip(part, made, flight.totals, strict=True):
             kept = self.outer.state.get(self.rows[row], {})
             merges.state[one] = {key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in kept.items()}
-            one.grad = (total / count).to(one.dtype)
+            one.grad = (total / count).to(one.dtype) if count > 0 else None  # where nothing counted, none has moved
         merges.step()
         for one in made:
             one.grad = None

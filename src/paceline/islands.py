@@ -437,13 +437,14 @@ class Islands:
         """The round counts, with which there are so many steps: the outer optimizer moves the weights."""
         buffers = self._sums[len(self._at_end) :]
         with torch.no_grad():
-            for row, total in zip(self._at_end, self._sums, strict=False):
+            for row, total in zip(self._at_end, self._sums, strict=False) if count > 0 else ():
                 row.grad = (total / count).to(row.dtype).view_as(row)
-            self.outer.step()
+            if count > 0:  # else no island has moved
+                self.outer.step()
             for row in self.rows:
                 row.grad = None
             for tensor, total in zip(self._moving[len(self._at_end) :], buffers, strict=True):
-                tensor.copy_(tensor - total / count)
+                tensor.copy_(tensor - total / (count or 1))
             for tensor, most in zip(self._integers(), self._largest, strict=True):
                 tensor.copy_(most)
         self._counts(steps)

@@ -19,6 +19,7 @@ from paceline.strategies.chunks import MicroBatch, cut, digest_of, rows_of
 class Portion:
     """One worker's part of a global batch: its micro-batches, and the size of the whole. `full`: that is what a global
     batch has; `fine`: micro-batches were divided among workers; `last`: the loop has no global batch after it.
+    `single`, with the first of a loop, is the first micro-batch of a later one that has a single row.
     """
 
     micro_batches: list[MicroBatch]
@@ -29,7 +30,8 @@ class Portion:
     full: bool = False
     fine: bool = False
     last: bool = False
-    measure: int = 0  # of what was read of an iterable dataset so far: the same on all workers
+    read: int = 0  # rows of the global batch that were read of an iterable dataset, which all workers read whole
+    single: str = ""
 
     @property
     def share(self) -> list[MicroBatch]:

@@ -337,9 +337,6 @@ class Rounds(Stepper):
         if step.digest is not None:
             self.weights.judge(group, step.agreed.digests, heal=False)
         self._refuse(step)
-        if step.agreed.count <= 0:
-            what = f"the losses of steps {step.number + 1} to {step.number + step.steps} count no row or token"
-            raise UsageError(what, "return a positive count for at least one row of each round")
         return merged, late
 
     def _count_rows(self, step: Step, whole: dict[str, Any], told: dict[int, list[Any]], merged: list[int]) -> None:

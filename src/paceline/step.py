@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -62,13 +62,31 @@ class Grid:
         return -(-self.micro // 8)
 
     def against_single_rows(self, rows: int) -> str:
-        """What to do where a micro-batch has a single row, in epochs of `rows` rows: the nearest `micro` that helps."""
-        sizes = [len(self.batch_rows(batch, rows)) for batch in (0, self.batches(rows) - 1)]
-        near = (micro for by in range(self.global_batch) for micro in (self.micro + by, self.micro - by))
-        fits = (m for m in near if 1 < m <= self.global_batch and all(size % m != 1 for size in sizes))
-        micro = None if 1 in sizes else next(fits, None)
+        """What to do where a micro-batch has a single row, in epochs of `rows` rows: the nearest `micro` that helps, or
+        the nearest global batch; and to leave the row out, where it is an epoch's last.
+        """
+        size = self.global_batch
+        micro = next((m for m in _around(self.micro, size) if not Grid(size, m).has_single_rows(rows)), None)
         other = f"the plan micro={micro}" if micro else "another global_batch="
-        return f"choose {other}, which leaves no single row and changes the mathematics"
+        if micro is None:
+            for number in _around(size, rows):
+                grids = Grid(number, min(self.micro, number)), Grid.of(number, None)
+                if not any(grid.has_single_rows(rows) for grid in grids):
+                    other = f"global_batch={number}"
+                    break
+        cure = f"choose {other}, which leaves no single row and changes the mathematics"
+        if rows > 1 and not self.has_single_rows(rows - 1):
+            cure += f", or train on the other {rows - 1} rows: torch.utils.data.Subset(dataset, range({rows - 1}))"
+        return cure
+
+    def has_single_rows(self, rows: int) -> bool:
+        """Whether a micro-batch has a single row, in epochs of `rows` rows."""
+        return any(self.ends_in_single_row(batch, rows) for batch in (0, self.batches(rows) - 1))
+
+    def ends_in_single_row(self, batch: int, rows: int) -> bool:
+        """Whether the last micro-batch of a global batch has a single row, in epochs of `rows` rows."""
+        count = len(self.batch_rows(batch, rows))
+        return count % self.micro == 1 or self.micro == 1
 
     def batches(self, rows: int) -> int:
         """Global batches of an epoch of `rows` rows; the last one may be smaller."""
@@ -82,6 +100,11 @@ class Grid:
     def cut(self, rows: int) -> list[range]:
         """Micro-batches of a global batch of `rows` rows, as ranges of rows within it."""
         return [range(start, min(start + self.micro, rows)) for start in range(0, rows, self.micro)]
+
+
+def _around(number: int, most: int) -> Iterator[int]:
+    """Numbers from 2 to `most`, the nearest first."""
+    return (n for by in range(most) for n in dict.fromkeys((number + by, number - by)) if 1 < n <= most)
 
 
 def deal(micro_batches: int, weights: Sequence[float]) -> list[range]:
@@ -132,8 +155,8 @@ class Agreed:
     step, in steps that compare them, and `look` wishes that the next one does; `spent` is where the time of each worker
     went, by part: data and compute of this step, the rest of the one before. `spread` are squares of gradients, as
     sums, of some rows or tokens of each worker, `spread_count` and `spread_squares` how many, and the squares of that.
-    `streams` are the workers that read an iterable dataset, `measures` and `measure_squares` the sums of `Feed.measure`
-    and of its squares.
+    `streams` are the workers that read an iterable dataset, `read` and `read_squares` the sums of the rows that they
+    read and of their squares.
     """
 
     count: float
@@ -159,20 +182,20 @@ class Agreed:
     spread_count: float = 0.0
     spread_squares: float = 0.0
     streams: int = 0
-    measures: int = 0
-    measure_squares: int = 0
+    read: int = 0
+    read_squares: int = 0
 
     @property
     def lengths_differ(self) -> bool:
-        """Whether workers have read other numbers of rows of an iterable dataset: their measures are not all alike."""
-        return self.streams * self.measure_squares != self.measures**2
+        """Whether workers have read different numbers of rows of an iterable dataset: then the variance is not zero."""
+        return self.streams * self.read_squares != self.read**2
 
 
 NOTHING = Agreed(0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {}, (), ())
 Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
 _VOTES = ("tested", "strict", "whole", "failed", "news")
 _NUMBERS = ("count", "loss", "spread", "spread_count", "spread_squares")  # the rest are whole ones
-_STREAMS = ("streams", "measures", "measure_squares")
+_STREAMS = ("streams", "read", "read_squares")
 _FIELDS = (*_NUMBERS, *_VOTES, "stop", "save", "enter", "writing", "written", "look", "tune", *_STREAMS)
 
 
@@ -378,6 +401,10 @@ class Versions(Generic[_T]):
     def pend(self, done: int, value: _T) -> None:
         """What it becomes if the transaction after so many counts."""
         self._pending = done, value
+
+    def void(self) -> None:
+        """Drops what is pending: the transaction counts and leaves the value as it is."""
+        self._pending = None
 
 
 class StateLostError(Exception):

@@ -30,7 +30,7 @@ from paceline.pulse import PULSE
 from paceline.run import Run
 from paceline.schedules import follow_batch
 from paceline.step import NOTHING, Agreed, Grid, VectorLayout, deal
-from paceline.strategies.chunks import to_device
+from paceline.strategies.chunks import MicroBatch, cut, in_rows, to_device
 from paceline.strategies.forecast import blocks_told, forecast
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.merging import Merging
@@ -48,7 +48,8 @@ from paceline.team.operations import Attempt
 class StepReport:
     """One optimizer step of the whole team: the same on every worker, but for `seconds`.
 
-    `step` counts optimizer steps done, from 1. `loss` and `metrics` are means over the global batch of `samples` rows.
+    `step` counts optimizer steps done, from 1. `loss` and `metrics` are means over the global batch of `samples` rows;
+    NaN where nothing counts, as in a step without any label, which changes no weight.
     `lr` is the first group's learning rate of this step, `grad_norm` the norm of the mean gradient before clipping.
     With `local=` a turn of the loop is a round of `turn` steps: `loss` and `metrics` are its means, `samples` its rows,
     and the rest is that of its last step, `lr` and `grad_norm` of island 0.
@@ -125,6 +126,7 @@ class Stepper:
     waited: float = 0.0
     before: dict[str, float] = field(default_factory=dict)  # bytes sent, by kind
     micro_batches: int = 0  # of a global batch, the largest so far
+    empty: int = 0  # turns here in which nothing counted
     noise: Noise = field(default_factory=Noise)
     waiting_since: float = field(default_factory=time.perf_counter)
     peak: int = 0  # bytes that the process had at most before its first step
@@ -240,6 +242,8 @@ class Stepper:
     def _compute(self, step: Step, deal: Callable[[], Portion], name: str, began: float) -> float:
         """Gradients, and what all agree on: again, as long as they agree to. When this worker's own part was there."""
         options, migration = step.options, self.operations.migration
+        if step.whole.single and step.whole.micro_batches and self.replica.mesh.pipeline == 1:
+            self._try_single_row(step)
         whole = bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
         self.group.enter(name, check=False, kind="gradients")
         while True:
@@ -259,6 +263,15 @@ class Stepper:
             if divided and self.balance is not None:  # it draws, say, or fails: everybody takes whole ones
                 self.balance.divide(tested=False, strict=True)
                 self._load(step, deal)
+
+    def _try_single_row(self, step: Step) -> None:
+        """Before the first step of a loop in which a micro-batch of a single row comes later: whether the model can
+        normalise one, tried on a row that is here. Raises UsageError.
+        """
+        first = step.whole.micro_batches[0]
+        if in_rows(first.batch, first.rows):
+            row = MicroBatch(first.index, 1, cut(first.batch, range(1)), step.whole.single)
+            self.replica.try_forward(row, step.options)
 
     def _overflows(self, step: Step) -> bool:
         """Whether the gradients are too large for the loss scale; then the step is computed again with half of it."""
@@ -286,7 +299,7 @@ class Stepper:
         if step.agreed.tune:
             self._choose(anew=True)
         if step.agreed.lengths_differ:
-            refuse_lengths(self.replica.team, step.whole.measure)
+            refuse_lengths(self.replica.team, step.whole.read)
         self._refuse(step)
         for member in self.run.members:
             member.state.step_computed()
@@ -314,7 +327,7 @@ class Stepper:
         self.run.saving.copied()
         self.replica.update(sums, agreed, step.options, norm)
         self.done, self.weights.refused = step.number + 1, False
-        self.expected = agreed.count
+        self.expected = agreed.count or self.expected
         if self.scaling is not None and (why := self.scaling.took(step.scale)):
             self.run.decide(self.trainer, f"loss scale {self.scaling.scale:g} from step {self.done + 1}", why)
 
@@ -398,7 +411,9 @@ class Stepper:
         # each other.
         if self.balance is not None and step.generation == self.operations.number:
             self._weigh(self.balance, step)
-        if step.agreed.unused:
+        if step.agreed.count <= 0:
+            self._tell_of_nothing(step)
+        elif step.agreed.unused and "unused" not in self.told:
             self._name_unused(step.agreed.unused)
 
     def _merge(self, step: Step, sums: Sums, seconds: float) -> None:
@@ -508,12 +523,34 @@ class Stepper:
     def untold(self) -> dict[str, tuple[str, str]]:
         return {kind: said for kind, said in self.news.items() if kind not in self.told}
 
+    def _tell_of_nothing(self, step: Step) -> None:
+        """A step in which nothing counts is named in the journal; on the console the first, tenth, hundredth, ..."""
+        self.empty += 1
+        steps = f"step {self.done}" if step.steps == 1 else f"steps {self.done - step.steps + 1}-{self.done}"
+        text = f"the loss of {steps} counts 0 rows or tokens in the whole global batch: no weight was changed"
+        if self.empty > 1:
+            text += f", as {self.empty - 1} times before"
+        self.run.journal.write("note", trainer=self.trainer, step=self.done, text=text)
+        if str(self.empty).strip("0") == "1":
+            self.run.say(text)
+
     def _name_unused(self, unused: tuple[int, ...]) -> None:
-        names = list(self.job.named)
-        shown = ", ".join(names[number] for number in unused[:5]) + (", ..." if len(unused) > 5 else "")
+        """Names the parameters that got no gradient, once: of a mixture of experts they are others in each step. Those
+        that the script has frozen since the Trainer was made are meant.
+        """
+        names = [
+            name
+            for number, (name, param) in enumerate(self.job.named.items())
+            if number in {*unused} and param.requires_grad
+        ]
+        if not names:
+            return
+        self.told.add("unused")
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         self.run.say(
-            f"{len(unused)} of {len(names)} parameters got no gradient and were left as they are: {shown}; "
-            "freeze them with requires_grad_(False) if that is meant",
+            f"{len(names)} of {len(self.job.named)} parameters got no gradient in step {self.done} and were left as "
+            f"they are: {shown}; that is right for experts that no row chose, while parameters that are never used are "
+            "better frozen with requires_grad_(False) before the Trainer is made; this is said once",
             once=True,
         )
 
@@ -555,9 +592,9 @@ class Stepper:
             "spread": sums.spread[0] * step.options.expected**2,
             "spread_count": sums.spread[1],
             "spread_squares": sums.spread[1] ** 2,
-            "streams": whole.measure > 0,
-            "measures": whole.measure,
-            "measure_squares": whole.measure**2,
+            "streams": whole.read > 0,
+            "read": whole.read,
+            "read_squares": whole.read**2,
             **run.saving.fields,
         }
         spent = self.spent | step.spent
@@ -582,16 +619,16 @@ class Stepper:
         return VectorLayout(tuple(known[0][1]) if known else (), self.group.size, len(self.job.named))
 
     def _refuse(self, step: Step) -> None:
-        """Refuses a step that cannot be applied: its loss is not finite, or there is nothing to take the mean over, as
-        an island may have nothing.
+        """Refuses a step that cannot be applied: its loss is not finite, or its count is below zero. A count of zero is
+        a step that changes nothing, see Update.apply.
         """
         agreed = step.agreed
         if not math.isfinite(agreed.loss):
             raise self._refusal(step).of_loss()
-        if agreed.count <= 0 and not self.plan.local:
+        if agreed.count < 0:
             raise UsageError(
                 f"the loss of step {step.number + 1} counts {agreed.count:g} rows or tokens in the whole global batch",
-                "return a positive count for at least one row of each global batch",
+                "return the number of rows or tokens that the sum is over",
             )
 
     def _refusal(self, step: Step) -> Refusal:

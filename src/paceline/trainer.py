@@ -427,7 +427,7 @@ class Trainer(Telling):
             )
         cure = grid.against_single_rows(phase.rows or grid.global_batch)
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
-        feed = Feed(source, grid, span, self._stepper.place or self._place, run.team.world.tell)
+        feed = Feed(source, grid, span, self._stepper.place or self._place, run.team.world.tell, watched=True)
         self._stepper.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
         alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=not self.plan.several)
         with closing(feed), run.loop(phase):
@@ -438,9 +438,8 @@ class Trainer(Telling):
                     break
                 phase.done, phase.begun = phase.done + report.turn, report.epoch + 1 - phase.first_epoch
                 feed.measured(report.seconds)
-                if feed.decided:
-                    why, feed.decided = feed.decided, None
-                    run.decide(self._number, "rows are loaded ahead of need by a process of their own", why)
+                if feed.news:
+                    self._tell_of_loading(feed)
                 yield report
                 if self._closed:
                     what = "trainer.close() was called in the body of this trainer's own loop, which goes on"
@@ -449,12 +448,22 @@ class Trainer(Telling):
                     run.between(ends=self._stopped or phase.done == phase.total)
                 if self._stopped:
                     break
+            else:
+                if source.rows is None and not self.plan.several:  # it may be longer on other workers
+                    self._together("the end of the iterable dataset of steps()")
             outermost = run.outermost(phase)
         self.flush()
         phase.complete, phase.stopped = True, self._stopped
         if outermost and phase.done:
             run.measure()
             run.save(wait=True, must=True)
+
+    def _tell_of_loading(self, feed: Feed) -> None:
+        """Where rows are loaded, for the journal; on the console what makes training slower than it could be."""
+        for what, why in feed.take_news():
+            self._run.decide(self._number, what, why)
+            if what.startswith(("rows are loaded in the step:", "rows are loaded in the step from", "an iterable")):
+                self._run.say(f"{what} ({why})", once=True)
 
     def step(self, batch: Any) -> StepReport:
         """One optimizer step on the rows that this worker brings itself: the mean over all workers' rows.
@@ -503,7 +512,8 @@ class Trainer(Telling):
             self._run.say(told, once=True)
         full = rows == feed.grid.global_batch
         last = self.plan.quorum is not None and not feed.has(phase.done + ahead + 1)
-        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last, feed.measure)
+        read, single = len(feed.read), feed.later_single_row(phase.done + ahead)
+        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last, read, single)
 
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""
@@ -519,7 +529,8 @@ class Trainer(Telling):
             return None
         agreed = one.agreed
         metrics = {key: total / count if count else math.nan for key, (total, count) in agreed.metrics.items()}
-        loss, seconds = agreed.loss / agreed.count, sum(one.spent.values()) - one.spent["other"]
+        loss = agreed.loss / agreed.count if agreed.count else math.nan
+        seconds = sum(one.spent.values()) - one.spent["other"]
         ends = (loss, metrics, one.whole.rows, seconds, one.lr, one.norm, one.steps)
         report = StepReport(self.steps_done, one.whole.epoch, *ends)
         run.took_step, run.team.step, self._last = True, run.step, report

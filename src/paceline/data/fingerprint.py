@@ -43,6 +43,9 @@ _DRAWN = (
 )
 _SEED_OWN = "give its own generators the same seed on every worker, or rows may be trained on twice"
 
+_SAME_LATER = f"{_SAME}; what the loop changes in the dataset belongs into trainer.state, which a new worker is given"
+_ORDER = "give all workers the same seed= and an order= that depends on its arguments alone"
+
 
 class Fingerprint:
     """The dataset of a loop, as all workers must have it. In `lockstep` all of them begin an epoch in the same step."""
@@ -54,17 +57,23 @@ class Fingerprint:
         self._epoch: int | None = None  # of an iterable dataset, whose first rows are known to be the same
 
     def compare(self, group: Group, generation: int) -> str:
-        """Once in a generation. For people: rows that cannot be compared, if there are any. Collective.
+        """In a generation that somebody has come to. For people: rows that cannot be compared, if there are any.
+        Collective.
 
         Raises DatasetError where lengths, the order or rows differ: on newcomers alone, where there are others.
         """
         if group.size == 1 or generation == self._generation or self._source.rows is None:
             return ""
-        self._mine = self._mine or _sample(self._source, self._tell)
         group.enter(f"the first rows of steps(){self._of}", kind="rows compared")
-        told, known = group.gather_json(self._mine), self._generation is not None
+        known = self._generation is not None
+        before = group.gather_json(known)
+        if all(before):  # nobody has come to those who were compared
+            self._generation = generation
+            return ""
+        self._mine = _sample(self._source, self._tell)  # anew: the script may have changed the dataset since
+        told = group.gather_json(self._mine)
         try:
-            return self._judge(group, told)
+            return self._judge(group, told, _SAME_LATER if any(before) else _SAME)
         except DatasetError:
             if not known:
                 raise
@@ -95,15 +104,14 @@ class Fingerprint:
         what = f"workers disagree about the dataset: row {feed.grid.global_batch * step + number} of what it yields"
         raise DatasetError(f"{what} is another one on {odd} than on {usual}", _WHOLE_STREAM)
 
-    def _judge(self, group: Group, told: list[dict[str, Any]]) -> str:
+    def _judge(self, group: Group, told: list[dict[str, Any]], cure: str) -> str:
         everyone, names, drawn = range(group.size), group.names, list[int]()
         same_lengths([mine["length"] for mine in told], group, "the dataset")
         for number, position in enumerate(self._mine["at"]):
             rows = [mine["rows"][number] for mine in told]
             if apart := parted(everyone, rows):
                 one, other = (f"row {rows[some[0]]} on worker {names[some[0]]}" for some in apart)
-                cure = "give all workers the same seed= and an order= that depends on its arguments alone"
-                raise DatasetError(f"position {position} of an epoch is {one} and {other}", cure)
+                raise DatasetError(f"position {position} of an epoch is {one} and {other}", _ORDER)
         for number, row in sorted(enumerate(self._mine["rows"]), key=lambda pair: pair[1]):
             digests = [mine["digests"][number] for mine in told]
             drawn += [row] if None in digests else []
@@ -114,7 +122,7 @@ class Fingerprint:
             alike = [[r for r in everyone if told[r]["kind"] == kind] for kind in {mine["kind"]: 0 for mine in told}]
             if apart := next(filter(None, (parted(everyone, exact), *(parted(some, floats) for some in alike))), None):
                 usual, odd = (ranks(names[rank] for rank in some) for some in apart)
-                raise DatasetError(f"row {row} of the dataset is another one on {odd} than on {usual}", _SAME)
+                raise DatasetError(f"row {row} of the dataset is another one on {odd} than on {usual}", cure)
         which = f"row{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))} of the dataset"
         what = "came out differently when loaded twice, by random numbers other than those of torch, random and numpy"
         return f"{which} {what}, and cannot be compared among the workers" if drawn else ""
@@ -156,27 +164,24 @@ def compare_read(group: Group, rows: int, feed: Feed, first: Sequence[Sequence[s
     of it. Part of the entered collective.
     """
     told = group.gather_json([rows, first]) if group.size > 1 and feed.source.rows is None else []
-    _refuse_lengths(group, what, [read for read, _ in told])
+    _refuse_lengths(group, f"{what}, which yields", [read for read, _ in told])
     found = _rows_apart(group, [rows for _, rows in told])
     if found is not None and not any(group.gather_json(first != _read_again(feed, 0))):
         raise DatasetError(f"workers disagree about {what}: row {found[0]} differs on {found[2]}", _WHOLE_STREAM)
 
 
-def refuse_lengths(group: Group, measure: int) -> None:
-    """Raises DatasetError where some workers have read another number of rows of an iterable dataset. Collective."""
+def refuse_lengths(group: Group, read: int) -> None:
+    """Raises DatasetError where workers have `read` different numbers of rows for a global batch of an iterable dataset.
+    Collective.
+    """
     group.enter("the lengths of an iterable dataset", check=False, kind="rows compared")
-    _refuse_lengths(group, "the dataset", group.gather_json(measure), twice=True)
+    _refuse_lengths(group, "the dataset, which yields for this global batch", group.gather_json(read))
 
 
-def _refuse_lengths(group: Group, what: str, lengths: Sequence[int], twice: bool = False) -> None:
-    """Raises DatasetError where `lengths` differ. Where they are `twice` the rows, 1 more says that no row follows."""
+def _refuse_lengths(group: Group, what: str, lengths: Sequence[int]) -> None:
     if apart := parted(range(len(lengths)), lengths):
-        each = []
-        for some in apart:
-            rows, last = divmod(lengths[some[0]], 2) if twice else (lengths[some[0]], 0)
-            each.append(f"{rows} rows{' and then ends' * last} on {ranks(group.names[rank] for rank in some)}")
-        where = ", which yields for this global batch " if twice else ", which yields "
-        raise DatasetError(f"workers disagree about {what}{where}{' and '.join(each)}", _WHOLE_STREAM)
+        each = [f"{lengths[some[0]]} rows on {ranks(group.names[rank] for rank in some)}" for some in apart]
+        raise DatasetError(f"workers disagree about {what} {' and '.join(each)}", _WHOLE_STREAM)
 
 
 def same_lengths(lengths: Sequence[int | None], group: Group, what: str) -> None:

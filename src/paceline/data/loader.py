@@ -12,10 +12,11 @@ import signal
 import sys
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby, islice
 from multiprocessing import parent_process
 from typing import Any
@@ -25,6 +26,7 @@ from torch.multiprocessing import active_children
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
+from paceline.data.changes import Snapshot
 from paceline.data.collating import Collated
 from paceline.data.order import sample_index
 from paceline.data.tokens import Tokens
@@ -132,6 +134,11 @@ class Source:
         """Whether tensors in rows are stacked, each row by itself."""
         return self.collate is default_collate and default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
 
+    def snapshot(self) -> Snapshot:
+        """The state that rows depend on besides their number."""
+        order = {} if self.order is sample_index else {"order": self.order}
+        return Snapshot(dataset=self.dataset, collate=self.collate, **order)
+
     def loaded(self, one: Any, tell: Callable[..., None]) -> Any:
         """The item of a dataset that has one, made as rows are: where the user has processes for it, in such a one."""
         options, more = self.options or {}, dict[str, Any]()
@@ -149,7 +156,8 @@ class Source:
         """The slots with the dataset indices of their rows: a vectorised order is asked for many at once."""
         assert self.rows is not None
         for epoch, run in groupby(slots, key=lambda slot: slot.epoch):
-            while some := list(_about(run, AHEAD)):
+            # An order of the script's is asked when its rows are wanted: it may look at what the loop's body changes.
+            while some := list(_about(run, AHEAD if self.order is sample_index else 1)):
                 positions = [position for slot in some for position in range(slot.start, slot.stop)]
                 if self.order is sample_index:
                     places = torch.tensor(positions, dtype=torch.int64)
@@ -302,11 +310,20 @@ class Feed:
 
     `batches` ends the feed (None: when an iterable's epochs end); `place` is asked how to deal. While the user leaves
     `num_workers` open, loading that holds training up for more than `SLOW` seconds and a tenth of a step moves to a
-    process of its own, ahead of need; `decided` then says so. `tell` hears which processes there are.
+    process of its own, ahead of need. `tell` hears which processes there are.
+
+    The rows of a step are always loaded from the dataset as it is when the step begins. A loader process has the
+    dataset as it was when the process was forked: if the script has changed it since (see Snapshot), what was loaded
+    ahead is dropped, and loading starts anew. Paceline moves loading to a process by itself only where every change
+    would be noticed, and moves it back after a change. Processes that the user asked for are forked anew; where changes
+    may go unnoticed also at each epoch, as torch's are, unless they are persistent. `news` are decisions, with
+    their reasons.
     """
 
     SLOW = 0.005
     TRIES = 5
+    RETURNS = 3  # moves after which a dataset was changed at once: then rows are loaded in the step for good
+    WORTH = 20  # steps that a move must last to count as one that was of use
 
     def __init__(
         self,
@@ -315,10 +332,12 @@ class Feed:
         span: tuple[int, int | None, int],
         place: Callable[[], Place],
         tell: Callable[..., None],
+        watched: bool = False,
     ) -> None:
         self.source, self.grid, self.place, self._tell = source, grid, place, tell
         self.start, self.batches, self.epochs = span
-        self.decided: str | None = None
+        self.news: dict[str, str] = {}
+        self._told = set[str]()  # those that were taken
         self.fine = False  # whether the last global batch was dealt in parts of micro-batches
         self.options = dict(source.options or {})
         self._open = "num_workers" not in self.options and source.rows is not None
@@ -329,19 +348,19 @@ class Feed:
         self.collated = Collated(source.collate, grid.micro) if source.collate is not default_collate else None
         self._iterator: Any = None  # begun when there is something to load
         self._rows: _Rows | None = None  # where they are loaded in this process
+        self.watched = watched  # whether the script may change the dataset between two global batches
+        self._asked = bool(self.options.get("num_workers"))  # for loader processes
+        self._state: Snapshot | None = None  # of what a loader process has a copy of
+        self._forks_each_epoch = False
+        self._until: int | None = None  # where the present processes end
+        self._moved = self.start  # at which step loading moved to a process
+        self._returns = 0
         self._stream = _RowStream(self) if source.rows is None else None
 
     @property
     def read(self) -> list[Any]:
         """The rows of the global batch that was given last, of an iterable dataset: every worker reads all of them."""
         return [] if self._stream is None else self._stream.rows
-
-    @property
-    def measure(self) -> int:
-        """A number that is the same on workers whose iterable dataset is as long so far: twice the rows of the global
-        batch that was given last, and 1 more where it was the last one. 0 where the dataset has rows by number.
-        """
-        return 0 if self._stream is None else 2 * len(self._stream.rows) + self._stream.ended
 
     def grid_of(self, step: int) -> tuple[int, int, list[range]]:
         """Epoch, first position and micro-batches (as position ranges) of a phase's global batch."""
@@ -350,9 +369,25 @@ class Feed:
         rows = self.grid.batch_rows(batch, self.source.rows)
         return self.source.first_epoch + epoch, rows.start, self.grid.cut(len(rows))
 
+    def later_single_row(self, step: int) -> str:
+        """With the first global batch of the loop, which has none: the first micro-batch of a single row that comes
+        later; empty if there is none.
+        """
+        rows, grid = self.source.rows, self.grid
+        if step != self.start or rows is None or self.batches is None or grid.ends_in_single_row(0, rows):
+            return ""
+        last = self._end_of_epoch(step) - 1  # all others are cut alike
+        if not (step < last < self.batches and grid.ends_in_single_row(grid.batches(rows) - 1, rows)):
+            return ""
+        epoch, first, cuts = self.grid_of(last)
+        return self._where(Slot(len(cuts) - 1, epoch, first + cuts[-1].start, first + cuts[-1].stop))
+
     def slots(self, start: int, place: Place) -> Iterator[Slot]:
         """The micro-batches of a worker, from global batch `start` on; batches in which it has none cost nothing."""
-        for step in self._with_share(start, place):
+        steps = self._with_share(start, place)
+        if self._forks_each_epoch:
+            steps = steps[: bisect_left(steps, self._end_of_epoch(start))]
+        for step in steps:
             epoch, first, cuts = self.grid_of(step)
             for index, part, blank in share_of(place, self.grid, sum(map(len, cuts))):
                 yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, blank)
@@ -387,7 +422,7 @@ class Feed:
         if self._stream is not None:
             batch = self._stream.deal(step, place)
         else:
-            if (place, step) != (self._dealt, self._next):
+            if (place, step) != (self._dealt, self._next) or self._is_stale(step):
                 self._dealt, self._iterator = place, None
             epoch, _, cuts = self.grid_of(step)
             count = sum(map(len, cuts))
@@ -444,6 +479,13 @@ class Feed:
     def _loader(self, start: int) -> Iterator[Any]:
         assert self._dealt is not None
         options = {"num_workers": 0, **({} if self._dealt.scattered else self.options)}  # ahead of what?
+        if options["num_workers"] and self.watched:
+            self._state = self.source.snapshot()
+            self._forks_each_epoch = bool(self._state.unseen) and not options.get("persistent_workers")
+            self._until = self._end_of_epoch(start) if self._forks_each_epoch else None
+            if self._until is not None:
+                what = "loader processes are forked anew at each epoch, from which on they see what the script changes"
+                self.news.setdefault(what, f"{self._state.unseen} cannot be compared from step to step")
         slots, rows = self.source.filled(self.slots(start, self._dealt)), _Rows(self.source)
         if options == {"num_workers": 0}:  # a DataLoader would do the same, and take longer than small rows do
             self._rows = rows
@@ -458,6 +500,31 @@ class Feed:
         options.setdefault("generator", torch.Generator())
         return self.begun(DataLoader(rows, None, sampler=slots, collate_fn=_same, **options))
 
+    def _end_of_epoch(self, step: int) -> int:
+        """The first global batch of the epoch after that of `step`."""
+        assert self.source.rows is not None
+        epoch = self.grid.batches(self.source.rows)
+        return (step // epoch + 1) * epoch
+
+    def _is_stale(self, step: int) -> bool:
+        """Whether loader processes may have another dataset than this process has now."""
+        if self._state is None or self._iterator is None or not self.options.get("num_workers"):
+            return False
+        if self._until is not None and step >= self._until:
+            return True
+        name = self._state.changed()
+        if not name:
+            return False
+        self._state = None
+        if self._asked:
+            self.news.setdefault(
+                "loader processes are forked anew where the script changes the dataset between steps", f"{name} changed"
+            )
+        else:
+            del self.options["num_workers"]
+            self._try_again(name, step)
+        return True
+
     def begun(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """The loader's iterator. The agent hears of its processes, after which it tidies up if they are killed."""
         iterator = iter(loader)
@@ -471,27 +538,55 @@ class Feed:
             return
         loading = self._loading
         self._tries.append(loading if loading > self.SLOW and loading > 0.1 * step else 0.0)
-        if len(self._tries) < self.TRIES:
+        count = len(self._tries)
+        typical = sorted(self._tries[1:])[count // 2 - 1] if count > 1 else 0.0
+        if count == self.TRIES - 1 and typical:
+            self._state = self.source.snapshot()  # a whole step before loading moves: does loading change the dataset?
+        if count < self.TRIES:
             return
-        self._open = False
-        typical = sorted(self._tries[1:])[len(self._tries) // 2 - 1]
-        if typical and sys.platform.startswith("linux"):  # where a process is forked
+        state, self._state, self._open = self._state, None, False
+        if not typical or state is None or not sys.platform.startswith("linux"):  # where a process is forked
+            return
+        held = f"loading held each step up by {1000 * typical:.0f} ms (loader={{'num_workers': N}} overrides)"
+        if state.unseen:
+            what = "rows are loaded in the step: a change of the dataset by the script could go unnoticed elsewhere"
+            self.news[what] = f"{held}; {state.unseen} cannot be compared"
+        elif name := state.changed():
+            self._try_again(name, self._next)
+        else:
             self.options["num_workers"] = 1
+            self._moved = self._next
             self._iterator = self._loader(self._next)
-            self.decided = (
-                f"loading held each step up for {1000 * typical:.0f} ms (loader={{'num_workers': N}} overrides)"
-            )
+            self.news["rows are loaded ahead of need by a process of their own"] = held
+
+    def take_news(self) -> list[tuple[str, str]]:
+        """Decisions since the last call and their reasons, each once."""
+        news = [(what, why) for what, why in self.news.items() if what not in self._told]
+        self._told |= self.news.keys()
+        self.news.clear()
+        return news
+
+    def _try_again(self, name: str, step: int) -> None:
+        """Loading stays in this process for now, as the dataset was seen to change; for good after several times."""
+        self._returns = self._returns + 1 if step - self._moved < self.WORTH else 1
+        self._tries, self._open = [], self._returns < self.RETURNS
+        again = "for now" if self._open else "from now on"
+        self.news[f"rows are loaded in the step {again}: the dataset changes between steps"] = f"{name} changed"
+
+
+class _EndOfEpoch:
+    """Stands where an epoch of an iterable dataset ends, so that nobody reads into the next one to find out."""
 
 
 class _Numbered(IterableDataset[Any]):
-    """An iterable dataset's samples one by one, drawn under streams of their own."""
+    """An iterable dataset's samples one by one, with the number of their epoch, drawn under streams of their own."""
 
-    def __init__(self, source: Source, epochs: int) -> None:
+    def __init__(self, source: Source, epochs: range) -> None:
         self.source, self.epochs = source, epochs
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         streams = Streams(torch.device("cpu"))
-        for epoch in range(self.source.first_epoch, self.source.first_epoch + self.epochs):
+        for epoch in self.epochs:
             if hasattr(self.source.dataset, "set_epoch"):
                 self.source.dataset.set_epoch(epoch)
             outside = streams.mark()
@@ -512,16 +607,21 @@ class _Numbered(IterableDataset[Any]):
             if empty:
                 cure = "give an iterable that starts again at each iter()"
                 raise DatasetError(f"the dataset gave no rows in epoch {epoch}", cure)
+            yield epoch, _EndOfEpoch()
 
 
 class _RowStream:
-    """Deals an iterable dataset by row number. Every worker reads all rows and collates its own."""
+    """Deals an iterable dataset by row number. Every worker reads all rows and collates its own.
+
+    Rows of a global batch are read when it is wanted, and none before. A process that reads them ahead has the dataset
+    as it was when it was forked: at the first epoch, and anew at each epoch before which the dataset may have changed.
+    """
 
     def __init__(self, feed: Feed) -> None:
         source = self._source = feed.source
-        self._collated = feed.collated
+        self._feed, self._collated = feed, feed.collated
         self._grid, self._step = feed.grid, -1
-        options = dict(feed.options)
+        options = self._options = dict(feed.options)
         if options.get("num_workers", 0) > 1:
             what = f"an iterable dataset cannot be read by {options['num_workers']} loader processes"
             raise UsageError(what, "use num_workers=1, or a dataset with __len__ and __getitem__")
@@ -529,41 +629,61 @@ class _RowStream:
         if not options.get("num_workers"):
             options.pop("worker_init_fn")
         options.setdefault("generator", torch.Generator())
-        loader = DataLoader(_Numbered(source, feed.epochs), batch_size=None, collate_fn=_same, **options)
-        self._begin = partial(feed.begun, loader)
-        self.samples = self._begin()
-        self._held: Any = None  # the first sample of the next global batch
+        self._epochs = range(source.first_epoch, source.first_epoch + feed.epochs)
+        self._state: Snapshot | None = None
+        self._ended: int | None = None  # the epoch whose end was read last, if nothing was read since
+        self.samples = self._begin(self._epochs)
         self._epoch, self._rows = 0, list[Any]()
 
     @property
     def rows(self) -> list[Any]:
         return self._rows
 
-    @property
-    def ended(self) -> bool:
-        """Whether there is no row after those of the global batch that was reached."""
-        return self._held is None
+    def _begin(self, epochs: range) -> Iterator[Any]:
+        if self._options.get("num_workers") and self._feed.watched:
+            self._state = self._source.snapshot()
+        numbered = _Numbered(self._source, epochs)
+        return self._feed.begun(DataLoader(numbered, batch_size=None, collate_fn=_same, **self._options))
 
     def reach(self, step: int) -> bool:
         """Reads on to a global batch, from the beginning if it was passed; whether there is one of this number."""
         if step < self._step:
-            self.samples, self._step = self._begin(), -1
+            self.samples, self._step, self._ended = self._begin(self._epochs), -1, None
         while self._step < step:
-            held = next(self.samples, None) if self._step < 0 else self._held
-            if held is None:
+            rows = list[Any]()
+            self._begin_epoch()
+            while len(rows) < self._grid.global_batch and (item := next(self.samples, None)) is not None:
+                epoch, sample = item
+                if not isinstance(sample, _EndOfEpoch):
+                    rows.append(sample)
+                    self._epoch = epoch
+                    continue
+                self._ended = epoch
+                if rows:
+                    break
+                self._begin_epoch()
+            if not rows:
                 return False
-            self._epoch, self._rows = held[0], [held[1]]
-            held = next(self.samples, None)
-            while held is not None and held[0] == self._epoch and len(self._rows) < self._grid.global_batch:
-                self._rows.append(held[1])
-                held = next(self.samples, None)
-            self._held = held
+            self._rows = rows
             self._step += 1
             PULSE.beat()
         return True
 
+    def _begin_epoch(self) -> None:
+        """Where an epoch has ended: reads the next one by a new process if this one may have another dataset."""
+        if self._ended is None or self._ended + 1 not in self._epochs:
+            return
+        ended, self._ended = self._ended, None
+        if self._state is None or self._options.get("persistent_workers"):
+            return
+        if self._state.unseen or self._state.changed():
+            self.samples = self._begin(self._epochs[self._epochs.index(ended) + 1 :])
+
     def deal(self, step: int, place: Place) -> Batch:
         self.reach(step)
+        if self._state is not None and (name := self._state.changed()):
+            what = "an iterable dataset read by a loader process is changed between steps: seen from the next epoch on"
+            self._feed.news.setdefault(what, f"{name} changed; leave num_workers= out, and each step sees it")
         cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
         streams, share = Streams(torch.device("cpu")), []
         for index, part, blank in share_of(place, self._grid, len(self._rows)):

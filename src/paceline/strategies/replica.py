@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.layout import Layout
 from paceline.strategies.noise import squares
+from paceline.strategies.observing import USERS_OWN
 from paceline.strategies.own import Own
 from paceline.strategies.pipeline import Pipeline
 from paceline.strategies.runner import Runner
@@ -33,6 +35,11 @@ from paceline.strategies.staged import StagedRunner
 from paceline.strategies.state import held, load_model, model_state
 from paceline.strategies.update import Update
 from paceline.strategies.whole_batch import OverBatch
+
+
+def mean_norm(squares: Sequence[float], agreed: Agreed, options: Options) -> float:
+    """The norm of the mean gradient, of the squares of its sums; 0 where nothing counts, and so nothing is applied."""
+    return math.sqrt(exact_sum(squares)) * options.expected / agreed.count if agreed.count > 0 else 0.0
 
 
 class Replica:
@@ -108,6 +115,16 @@ class Replica:
             sums.unused |= {first + number for number, param in enumerate(job.in_rows) if param.grad is None}
         return sums
 
+    def try_forward(self, micro_batch: MicroBatch, options: Options) -> None:
+        """Runs the forward of a micro-batch, of which no trace is left. Raises UsageError where it has a single row
+        and BatchNorm needs more; what else fails may do so only here, and is passed over.
+        """
+        try:
+            with self.layout.running(f"step {options.step + 1}"), suppress(*USERS_OWN):
+                self.runner.outputs([micro_batch], options)
+        finally:
+            self.runner.restore(void=True)
+
     def agree(self, vector: torch.Tensor, sums: Sums, options: Options) -> torch.Tensor:
         """Sums the step's vector over all workers; returns when all sums of the step have arrived."""
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
@@ -130,13 +147,13 @@ class Replica:
         add_up(self.job.in_rows, self.outer)
 
     def norm(self, agreed: Agreed, options: Options) -> float:
-        """Of the mean gradient, the same on every worker. Changes nothing. Collective."""
+        """Of the mean gradient, the same on every worker; 0 where nothing counts. Changes nothing. Collective."""
         squares = self.squares(options)
         replica = self.job.replica
         if replica is not None and replica.size > 1:
             replica.enter(f"the norm of step {options.step + 1}", check=False, kind="gradients")
             replica.sum(squares)
-        return math.sqrt(exact_sum(squares.tolist())) * options.expected / agreed.count
+        return mean_norm(squares.tolist(), agreed, options)
 
     def squares(self, options: Options) -> torch.Tensor:
         """Of the gradients that count here, in float64 numbers whose sum it is."""
@@ -151,6 +168,11 @@ class Replica:
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
         """Changes the weights; `norm` is that of the mean gradient, for clipping."""
         self.runner.carried.merge(sums.records)
+        if agreed.count <= 0:  # what was sent is not used: codecs and `owed` keep what they have
+            if self.codec is not None:
+                self.codec.kept.void()
+            self.updater.apply(agreed, options, norm)
+            return
         if self.own.owed or self.own.differs:
             agreed = replace(agreed, unused=self.own.unused(agreed.unused))
         self.updater.apply(agreed, options, norm)

@@ -9,7 +9,6 @@ told them is the vote: only then workers tell them to apply the step, which each
 from __future__ import annotations
 
 import json
-import math
 import socket
 import struct
 import time
@@ -28,11 +27,11 @@ from paceline.comm.group import Group
 from paceline.comm.transit import Heard, Transit
 from paceline.errors import UsageError
 from paceline.mesh import Mesh, holders
-from paceline.step import Agreed, exact_sum
+from paceline.step import Agreed
 from paceline.strategies.chunks import MicroBatch
 from paceline.strategies.job import Job, Options, Sums
 from paceline.strategies.layout import Layout
-from paceline.strategies.replica import Replica
+from paceline.strategies.replica import Replica, mean_norm
 from paceline.strategies.sparse import pack_gradients, put_weights
 from paceline.world import World, way_to
 
@@ -405,7 +404,7 @@ class InStep(Served):
             server = servers.counts(part)
             assert server is not None
             found += json.loads(told[server].text)[str(part)]
-        return math.sqrt(exact_sum(found)) * options.expected / agreed.count
+        return mean_norm(found, agreed, options)
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
         self.runner.carried.merge(sums.records)

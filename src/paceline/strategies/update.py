@@ -56,7 +56,13 @@ class Update:
         self.job.optimizers, self.job.schedulers = optimizers, schedulers
 
     def apply(self, agreed: Agreed, options: Options, norm: float) -> None:
-        """Changes the weights; `norm` is that of the mean gradient, for clipping."""
+        """Changes the weights; `norm` is that of the mean gradient, for clipping. Where the loss counted nothing in the
+        whole global batch there is no mean: the optimizers rest, and the schedule goes on.
+        """
+        if agreed.count <= 0:
+            self.home.applied()
+            self.follow_schedule(agreed)
+            return
         # The one division: gradients are sums/expected, and expected is right whenever the count did not change.
         factor = options.expected / agreed.count
         if self.job.clip_norm is not None:

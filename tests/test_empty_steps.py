@@ -1,0 +1,123 @@
+"""A global batch in which the loss counts nothing, as where no row has a label: a step that changes no weight."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from launching import train_basics
+from oracle import apart
+from safetensors.torch import load_file
+
+from paceline import sample_index, stream_seed
+from paceline.observe.journal import read_journal
+
+SCRIPT = """
+import math
+
+labels = torch.ones(96)
+for position in range(24, 48):  # the second of four steps in an epoch
+    labels[paceline.sample_index(position, 96, 0, 0)] = 0.0
+labels[[paceline.sample_index(position, 96, 0, 0) for position in range(72, 80)]] = 0.0  # and a part of the fourth
+
+
+def loss(output, batch):
+    return (F.cross_entropy(output, batch[1], reduction="none") * batch[2]).sum(), batch[2].sum()
+
+
+trainer = paceline.Trainer(
+    net, loss, lambda params: torch.optim.AdamW(params, lr=0.02), 24, schedule=lambda step: 1 / (1 + step),
+    clip_norm=0.5, **OPTIONS,
+)
+for report in trainer.steps(TensorDataset(*data.tensors, labels), epochs=1):
+    nothing = report.step == 2 and report.turn == 1
+    assert math.isnan(report.loss) == nothing, report
+    assert (report.grad_norm == 0) == nothing, report
+    if report.step == 2 and STOPS:
+        trainer.stop()
+trainer.export("out.safetensors")
+"""
+LINE = "the loss of step 2 counts 0 rows or tokens in the whole global batch: no weight was changed\n"
+
+
+@functools.cache
+def by_hand() -> dict[str, torch.Tensor]:
+    import basics
+
+    torch.manual_seed(stream_seed(0, 0, -1))
+    model = basics.net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    x, y = basics.data.tensors
+    for step in range(4):
+        picked = [sample_index(position, 96, 0, 0) for position in range(24 * step, 24 * step + 24)]
+        picked = picked[8:] if step == 3 else picked
+        if step == 1:
+            continue  # the schedule goes on
+        optimizer.param_groups[0]["lr"] = 0.02 / (1 + step)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[picked]), y[picked]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan"),
+    [
+        (1, ""),
+        (2, ""),
+        pytest.param(3, "", marks=pytest.mark.slow),
+        (2, "shard=2 zero=1"),
+        pytest.param(2, "shard=2 zero=2", marks=pytest.mark.slow),
+        pytest.param(2, "shard=2 zero=3", marks=pytest.mark.slow),
+        pytest.param(2, "exact", marks=pytest.mark.slow),
+        pytest.param(2, "shard=2 zero=1 offload=cpu", marks=pytest.mark.slow),
+        pytest.param(2, "tensor=2", marks=pytest.mark.slow),
+        (2, "server=1"),
+        pytest.param(3, "server=2", marks=pytest.mark.slow),
+        pytest.param(2, "server=1 exact", marks=pytest.mark.slow),
+        pytest.param(2, "server=1 backup=1 window=1", marks=pytest.mark.slow),
+        pytest.param(1, "server=1 staleness=1 window=1", marks=pytest.mark.slow),
+        pytest.param(1, "local=1 every=1 outer=sgd:1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_in_which_nothing_counts_changes_no_weight(workers: int, plan: str, tmp_path: Path) -> None:
+    """The optimizer rests, the schedule goes on, and a line says so."""
+    said = train_basics(
+        tmp_path, f"OPTIONS, STOPS = {{}}, False\n{SCRIPT}", workers, *(["--plan", plan] if plan else [])
+    )
+    text = said.stdout + said.stderr
+    if "backup" not in plan:  # which drops rows
+        assert apart(load_file(tmp_path / "out.safetensors"), by_hand()) < 1e-12
+    assert text.count(LINE) == 1
+    notes = [entry["text"] for entry in read_journal(tmp_path / "out") if entry["event"] == "note"]
+    assert notes.count(LINE.strip()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan", ["precision=fp16", "local=2 every=2", "local=2 every=2 fragments=2", "server=1 staleness=2 window=2"]
+)
+def test_under_any_plan_the_run_goes_on(plan: str, tmp_path: Path) -> None:
+    body = SCRIPT.replace("assert", "# assert")
+    train_basics(tmp_path, f"OPTIONS, STOPS = {{}}, False\n{body}", 2, "--plan", plan)
+    found = load_file(tmp_path / "out.safetensors")
+    assert all(tensor.isfinite().all() for tensor in found.values())
+
+
+@pytest.mark.slow
+def test_a_resumed_run_passes_it(tmp_path: Path) -> None:
+    """Stopped by its second step, in which nothing counts, and after it."""
+    train_basics(tmp_path, f"OPTIONS, STOPS = {{}}, False\n{SCRIPT}", 2, "--steps", "1")
+    train_basics(tmp_path, None, 2, "--steps", "1")
+    train_basics(tmp_path, None, 1)
+    assert apart(load_file(tmp_path / "out.safetensors"), by_hand()) < 1e-12
+
+
+def test_a_count_below_zero_is_refused(tmp_path: Path) -> None:
+    body = "def loss(output, batch):\n    return F.cross_entropy(output, batch[1]), -1\n"
+    said = train_basics(tmp_path, body + "list(make(loss).steps(data))\n", 1, code=2).stderr
+    what = "the loss of step 1 counts -8 rows or tokens in the whole global batch"
+    assert f"{what}; return the number of rows or tokens that the sum is over\n" in said
