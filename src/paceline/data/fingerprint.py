@@ -171,9 +171,7 @@ def compare_read(group: Group, rows: int, feed: Feed, first: Sequence[Sequence[s
 
 
 def refuse_lengths(group: Group, read: int) -> None:
-    """Raises DatasetError where workers have `read` different numbers of rows for a global batch of an iterable dataset.
-    Collective.
-    """
+    """Raises DatasetError where workers have `read` different numbers of rows of an iterable dataset. Collective."""
     group.enter("the lengths of an iterable dataset", check=False, kind="rows compared")
     _refuse_lengths(group, "the dataset, which yields for this global batch", group.gather_json(read))
 
