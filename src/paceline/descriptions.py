@@ -24,7 +24,8 @@ from paceline.strategies.buffers import declared
 
 Description = Mapping[str, Sequence[Sequence[str]]]  # by topic: (name, the rest) of each entry, in order
 _TORCHS = "torch.nn.modules."  # modules whose extra_repr() depends on nothing but how they were made
-_IN_ORDER = {"parameter": "the model", "buffer": "the model", "module": "the model"}
+OF_MODEL = ("parameter", "buffer", "module")
+_IN_ORDER = dict.fromkeys(OF_MODEL, "the model")
 _ORDER = "register submodules, parameters and buffers in a fixed order, for example over sorted(...) instead of a set"
 _CURES = {
     "the model": "make the same model on every worker, without ranks and unseeded random numbers",
@@ -92,13 +93,16 @@ def compare(group: Group, mine: Description, what: str) -> None:
     refuse_difference(everyone[usual], everyone[odd], workers)
 
 
-def refuse_difference(usual: Description, odd: Description, workers: Sequence[str]) -> None:
-    """Raises WorkersDifferError with the first entry in which two descriptions differ; `workers` says whose they are.
+def refuse_difference(
+    usual: Description, odd: Description, workers: Sequence[str], kinds: Sequence[str] | None = None
+) -> None:
+    """Raises WorkersDifferError with the first entry in which two descriptions differ, of some `kinds` if not of all;
+    `workers` says whose they are.
 
     Modules without tensors are only compared where both have one of torch's own: other kinds of workers may have
     another implementation.
     """
-    for kind in usual:
+    for kind in kinds or usual:
         one, other = ([(name, rest) for name, rest in described.get(kind, ())] for described in (usual, odd))
         if kind == "module":
             both = dict(one).keys() & dict(other).keys()

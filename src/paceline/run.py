@@ -28,7 +28,7 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.comm.torch_private import pytree, untested
-from paceline.descriptions import refuse_difference
+from paceline.descriptions import OF_MODEL, refuse_difference
 from paceline.ended import Ended, release
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
 from paceline.loops import Member, Phase
@@ -240,10 +240,12 @@ class Run:
         return sum(p.nbytes for model in self.models for p in model.parameters() if p.requires_grad)
 
     def refuse_differences(self, tree: Any) -> None:
-        """Raises WorkersDifferError where a trainer here is another one than the team's, which handed its own over."""
+        """Raises WorkersDifferError where a model here is another one than the team's, which handed its own over. What
+        the script says besides does not count: a newcomer goes on with the team's.
+        """
         whose = "the other workers", ranks([self.team.operations.worker])
         for member, described in zip(self.members, tree.get("described", ()), strict=False):
-            refuse_difference(described, member.described, whose)
+            refuse_difference(described, member.described, whose, OF_MODEL)
 
     def prepare(self, tree: Any) -> None:
         self.refuse_differences(tree)
