@@ -180,9 +180,9 @@ def test_loading_stays_in_the_step_where_a_process_could_change_what_rows_are(
     names = {"changes in each step": "dataset.plus", "changes itself": "dataset.calls"}
     if what.startswith("holds"):
         ((told, why),) = feed.take_news()
-        assert told == "rows are loaded in the step: a change of the dataset by the script could go unnoticed elsewhere"
-        assert why.startswith("loading held each step up by ")
-        assert why.endswith(" ms (loader={'num_workers': N} overrides); dataset.file cannot be compared")
+        assert told == "rows are loaded in the step: a process that loads ahead might miss a change of the dataset"
+        assert why.startswith("dataset.file cannot be compared; loading held each step up by ")
+        assert why.endswith(" ms (loader={'num_workers': N} overrides)")
     else:
         assert feed.take_news() == [
             (f"rows are loaded in the step {when}: the dataset changes between steps", f"{names[what]} changed")

@@ -463,7 +463,7 @@ class Trainer(Telling):
         for what, why in feed.take_news():
             self._run.decide(self._number, what, why)
             if what.startswith(("rows are loaded in the step:", "rows are loaded in the step from", "an iterable")):
-                self._run.say(f"{what} ({why})", once=True)
+                self._run.say(f"{what}; {why}", once=True)
 
     def step(self, batch: Any) -> StepReport:
         """One optimizer step on the rows that this worker brings itself: the mean over all workers' rows.

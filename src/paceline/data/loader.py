@@ -549,8 +549,8 @@ class Feed:
             return
         held = f"loading held each step up by {1000 * typical:.0f} ms (loader={{'num_workers': N}} overrides)"
         if state.unseen:
-            what = "rows are loaded in the step: a change of the dataset by the script could go unnoticed elsewhere"
-            self.news[what] = f"{held}; {state.unseen} cannot be compared"
+            what = "rows are loaded in the step: a process that loads ahead might miss a change of the dataset"
+            self.news[what] = f"{state.unseen} cannot be compared; {held}"
         elif name := state.changed():
             self._try_again(name, self._next)
         else:
