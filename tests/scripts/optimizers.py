@@ -276,8 +276,9 @@ def in_plain_torch(name: str, steps: int) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        trainer = paceline.Trainer(model, loss, {**OPTIMIZERS, **ODD}[name], global_batch=GLOBAL_BATCH)
+    made = {**OPTIMIZERS, **ODD}
+    trainers = {name: paceline.Trainer(model, loss, made[name], global_batch=GLOBAL_BATCH) for name in sys.argv[2:]}
+    for name, trainer in trainers.items():
         for _ in trainer.steps(data, count=int(sys.argv[1])):
             pass
         trainer.export(f"{name}.safetensors")
