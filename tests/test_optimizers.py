@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from optimizers import OPTIMIZERS, in_plain_torch
 from safetensors.torch import load_file
 from torch import nn
 
+from paceline.arguments import coupling_of
 from paceline.optim import LAMB, LARS
 from paceline.strategies.coupling import Coupling, Scope, find_coupling
 
@@ -115,6 +117,22 @@ def test_a_function_that_wants_other_shapes_is_tried_with_its_optimizers_options
         return LARS([{"params": large}, {"params": small, "momentum": 0.0}], lr=0.1)
 
     assert tried(make, SHAPES).scope == Scope.PARAMETER
+
+
+def test_groups_by_attributes_are_the_same_with_whole_shapes() -> None:
+    """A script marks parameters, as timm does, and its function asks for the mark."""
+    own = {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
+    own["a.bias"].no_decay = True  # type: ignore[attr-defined]
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        free = [param for _, param in params if getattr(param, "no_decay", False)]
+        rest = [param for _, param in params if not getattr(param, "no_decay", False)]
+        return torch.optim.AdamW([{"params": rest}, {"params": free, "weight_decay": 0.0}])
+
+    job = SimpleNamespace(own=own, own_cuts={}, named=own, in_rows=[])
+    found, groups = coupling_of(make, job)  # type: ignore[arg-type]
+    assert found.scope == Scope.ELEMENT
+    assert groups == {name: (0, int(name == "a.bias")) for name in SHAPES}
 
 
 # -- and what it gets -------------------------------------------------------------------------------------------------
