@@ -46,7 +46,7 @@ def right(folder: Path) -> None:
 
 
 CELLS = [((2, "shard=2"), (1, "")), ((1, ""), (2, "shard=2")), ((2, "shard=2 zero=2"), (3, "shard=3"))]
-CELLS += [((3, "shard=3"), (3, "data=3")), ((2, "shard=2 zero=2"), (2, "tensor=2")), ((2, "tensor=2"), (2, "shard=2"))]
+CELLS += [((3, "shard=3"), (3, "data=3")), ((2, "tensor=2"), (2, "shard=2"))]
 
 
 @pytest.mark.parametrize(

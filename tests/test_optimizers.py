@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from optimizers import OPTIMIZERS, in_plain_torch
 from safetensors.torch import load_file
 from torch import nn
 
+from paceline.arguments import coupling_of
 from paceline.optim import LAMB, LARS
 from paceline.strategies.coupling import Coupling, Scope, find_coupling
 
@@ -117,6 +119,22 @@ def test_a_function_that_wants_other_shapes_is_tried_with_its_optimizers_options
     assert tried(make, SHAPES).scope == Scope.PARAMETER
 
 
+def test_groups_by_attributes_are_the_same_with_whole_shapes() -> None:
+    """A script marks parameters, as timm does, and its function asks for the mark."""
+    own = {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
+    own["a.bias"].no_decay = True  # type: ignore[attr-defined]
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        free = [param for _, param in params if getattr(param, "no_decay", False)]
+        rest = [param for _, param in params if not getattr(param, "no_decay", False)]
+        return torch.optim.AdamW([{"params": rest}, {"params": free, "weight_decay": 0.0}])
+
+    job = SimpleNamespace(own=own, own_cuts={}, named=own, in_rows=[])
+    found, groups = coupling_of(make, job)  # type: ignore[arg-type]
+    assert found.scope == Scope.ELEMENT
+    assert groups == {name: (0, int(name == "a.bias")) for name in SHAPES}
+
+
 # -- and what it gets -------------------------------------------------------------------------------------------------
 
 CELLS = [(2, "shard=2 zero=1"), (2, "shard=2 zero=2"), (3, "shard=3"), (2, "shard=2 offload=cpu"), (2, "tensor=2")]
@@ -146,12 +164,39 @@ def test_servers_that_divide_parameters_are_refused(name: str, tmp_path: Path) -
     assert f"{what}; say server=1, which has all parameters, or take an optimizer such as AdamW" in said
 
 
+def test_state_of_another_shape_is_refused_after_the_first_step(tmp_path: Path) -> None:
+    """Small tensors do not show it."""
+    said = train(tmp_path, 2, "shard=2 zero=1", "Blocked", code=2)
+    what = (
+        "UsageError: Blocked keeps scales of shape (6,) for layers.0.up.weight, of which this worker holds a piece of "
+        "shape (8, 12): it can be neither saved nor moved; take an optimizer whose state has the shape of its "
+        "parameter, such as AdamW, or a plan of data= alone"
+    )
+    assert what in said
+    assert "after step 0)" in said, "it is said in the first step"
+
+
 @pytest.mark.slow
 def test_servers_that_divide_parameters_have_whole_ones(tmp_path: Path) -> None:
     names = ["Soap", "StableAdamW", "Adafactor", "both", "Stacked", "AdamW"]
     train(tmp_path, 2, "server=2", *names)
     for name in names:
         assert distance(load_file(tmp_path / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name
+
+
+@pytest.mark.slow
+def test_islands_in_shards_keep_whole_state_and_merge_rows(tmp_path: Path) -> None:
+    """Stopped and resumed between: the outer optimizer's momentum is of rows, what islands keep is whole."""
+    names = ["DAdapt", "Soap"]
+    for name in names:
+        found = []
+        for workers, plan in ((1, "local=2 every=2"), (4, "local=2 every=2 shard=2 zero=1")):
+            folder = tmp_path / f"{name} {workers}"
+            folder.mkdir()
+            train(folder, workers, plan, name, options=("--steps", "6", "--max-restarts", "0"))
+            train(folder, workers, plan, name, options=("--max-restarts", "0"))
+            found.append(load_file(folder / f"{name}.safetensors"))
+        assert distance(*found) < 1e-12, name
 
 
 RESUMED = [((2, "server=1"), (1, "")), ((2, "shard=2"), (3, "")), ((1, ""), (2, "shard=2 zero=1"))]

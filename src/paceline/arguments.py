@@ -397,7 +397,7 @@ def refuse_other_groups(
     own: Mapping[str, nn.Parameter],
     cuts: Mapping[str, Cut],
 ) -> None:
-    """UsageError where a parameter is in another group than one of `groups_of_whole`."""
+    """UsageError where a parameter is in another group than with whole shapes, as `coupling_of` finds."""
     for name, place in _groups(optimizers, own).items():
         if groups.get(name, place) != place:
             whole, part = cuts[name].shape if name in cuts else tuple(own[name].shape), tuple(own[name].shape)

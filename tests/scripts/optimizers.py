@@ -229,6 +229,18 @@ def in_groups(params: Any) -> torch.optim.Optimizer:
     return made
 
 
+class Blocked(Own):
+    """Of large tensors it keeps a scale for each block of 16 elements, as 8-bit optimizers do."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for param, grad, state in self.used(group):
+                if param.numel() > 64:
+                    state["scales"] = grad.reshape(-1, 16).abs().amax(1)
+                param -= group["lr"] * grad
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "DAdapt": DAdapt,
     "Prodigy": Prodigy,
@@ -244,6 +256,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "in_groups": in_groups,
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
 }
+ODD = {"Blocked": Blocked}
 
 
 def in_plain_torch(name: str, steps: int) -> dict[str, torch.Tensor]:
@@ -263,8 +276,9 @@ def in_plain_torch(name: str, steps: int) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        trainer = paceline.Trainer(model, loss, OPTIMIZERS[name], global_batch=GLOBAL_BATCH)
+    made = {**OPTIMIZERS, **ODD}
+    trainers = {name: paceline.Trainer(model, loss, made[name], global_batch=GLOBAL_BATCH) for name in sys.argv[2:]}
+    for name, trainer in trainers.items():
         for _ in trainer.steps(data, count=int(sys.argv[1])):
             pass
         trainer.export(f"{name}.safetensors")
