@@ -197,7 +197,7 @@ class BufferWatch:
 
 
 def put_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives a buffer a former value, and a former size: observers of quantisation resize theirs in the first forward."""
+    """Gives a buffer a former value, and a former size: observers of quantisation resize theirs in a forward."""
     if buffer.shape != value.shape:
         buffer.resize_(value.shape)
     buffer.copy_(value)
