@@ -210,3 +210,100 @@ def test_one_value_of_any_stride_can_be_sent() -> None:
     one = torch.arange(4.0).view(2, 2)[:1, 1]
     assert one.stride() == (2,)
     assert unpack(pack([one]))[0].equal(one)
+
+
+class Mean:
+    """Of a score."""
+
+    def __init__(self) -> None:
+        self._defaults, self._reductions = {"total": torch.zeros(())}, {"total": "sum"}
+        self.reset()
+
+    def reset(self) -> None:
+        self.total = torch.zeros(())
+
+    def update(self, scores: torch.Tensor, weights: torch.Tensor) -> None:
+        self.total += (scores * weights).sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+
+class Takes(Mean):
+    def update(self, output: torch.Tensor, batch: Any, weights: torch.Tensor) -> None:
+        """More than there is."""
+
+
+_NAMES = "let the function return a tuple in this order, or a dict with these names"
+_UNFIT: list[tuple[Any, str]] = [
+    (
+        (Mean(), lambda output, batch: {"preds": output, "target": batch[1]}),
+        "Mean.update(scores, weights) cannot be called with what the function beside it returns: missing a required "
+        f"argument: 'scores'; {_NAMES}",
+    ),
+    (
+        (Mean(), lambda output, batch: output),
+        "Mean.update(scores, weights) cannot be called with what the function beside it returns: missing a required "
+        f"argument: 'weights'; {_NAMES}",
+    ),
+    (
+        Takes(),
+        "Takes.update(output, batch, weights) cannot be called with output and batch: missing a required argument: "
+        "'weights'; write (metric, lambda output, batch: (...)) with a function that returns (output, batch, weights)",
+    ),
+]
+
+
+@pytest.mark.usefixtures("run")
+def test_an_object_that_takes_other_arguments_is_refused_by_what_it_takes() -> None:
+    for metric, text in _UNFIT:
+        with pytest.raises(MetricError) as caught:
+            trainer().evaluate(rows(2, 10, 10), metric)
+        assert str(caught.value) == text
+    for given in (lambda o, b: (o, torch.ones(())), lambda o, b: {"weights": torch.ones(()), "scores": o}):
+        assert trainer().evaluate(rows(2, 10, 10), (Mean(), given))["n"] == 10
+
+
+def _slope(output: torch.Tensor, batch: Any) -> dict[str, Any]:
+    slopes = torch.autograd.grad(output.sum(), batch[0].requires_grad_())
+    return {"slope": (slopes[0].abs().sum(), 1)}
+
+
+class _Force(torch.nn.Module):
+    """The gradient of an energy."""
+
+    def __init__(self, cured: bool) -> None:
+        super().__init__()
+        self.energy, self.cured = net(), cured
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad() if self.cured else torch.no_grad() if not self.training else torch.enable_grad():
+            x = x.double().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.usefixtures("run")
+def test_what_needs_gradients_in_an_evaluation_is_told_how_to_have_them() -> None:
+    hint = (
+        "evaluate() and predict() compute without gradients: put what needs them, and the forward that they go "
+        "through, under `with torch.enable_grad():`"
+    )
+    count = lambda output, batch: {"force": (output.abs().sum(), 1)}
+    tries: list[Any] = [
+        lambda: trainer().evaluate(rows(2, 10, 10), _slope),
+        lambda: trainer(lambda: _Force(False)).evaluate(rows(2, 10, 10), count),
+        lambda: list(trainer(lambda: _Force(False)).predict(rows(2, 10, 10))),
+    ]
+    for one in tries:
+        with pytest.raises(RuntimeError) as caught:
+            one()
+        assert any(hint in note for note in caught.value.__notes__)
+    cured = trainer(lambda: _Force(True))
+    assert cured.evaluate(rows(2, 10, 10), count)["force"] > 0
+
+    def slope(output: torch.Tensor, batch: Any) -> dict[str, Any]:
+        with torch.enable_grad():
+            x = batch[0].requires_grad_()
+            return _slope(cured.model.energy(x.double()), [x])
+
+    assert cured.evaluate(rows(2, 10, 10), slope)["slope"] > 0
