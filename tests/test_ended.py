@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,18 @@ def test_a_resumed_script_finds_the_last_weights_of_trainers_that_have_ended(how
         run_script(tmp_path, how, workers, "--steps", str(steps))
     run_script(tmp_path, how, 2)
     check(tmp_path)
+
+
+def test_what_a_resumed_run_cannot_do_with_a_trainer_that_has_ended_is_refused(tmp_path):
+    run_script(tmp_path, "close", 1, "--steps", "6")
+    last = tmp_path / "run" / "checkpoints" / "trainer-0"
+    command = ("run", "--workers", "1", "--run-dir", "run", SCRIPTS / "turns.py", "close", "out.json")
+    assert f"UsageError: {OVER}\n" in paceline(*command, cwd=tmp_path, code=2, MORE="1").stderr
+    shutil.rmtree(last)
+    missing = "the weights that trainer 0 ended with are not in "
+    cure = "/run/checkpoints/trainer-0/step-000000000004; restore them from a copy, or choose another --run-dir\n"
+    said = paceline(*command, cwd=tmp_path, code=None)
+    assert (missing in said.stderr, cure in said.stderr, said.returncode != 0) == (True, True, True), said.stderr
 
 
 @pytest.mark.parametrize(

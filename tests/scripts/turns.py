@@ -60,7 +60,8 @@ def main(how: str, out: Path) -> None:
         model = net()
         trainer = paceline.Trainer(model, loss, optimizer, 4, plan=os.environ.get("PLAN"))
         trainer.state["number"] = torch.tensor(-1.0)
-        for report in trainer.steps(fold(number), epochs=EPOCHS, order=in_order):
+        epochs = EPOCHS + (number == 0 and "MORE" in os.environ)
+        for report in trainer.steps(fold(number), epochs=epochs, order=in_order):
             trainer.state["number"] = torch.tensor(float(10 * number + report.step))
         found["distances"].append(distance(model) if "PLAN" not in os.environ else 0.0)
         found["errors"].append(
