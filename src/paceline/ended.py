@@ -31,7 +31,7 @@ from paceline.checkpoint.files import last_weights
 from paceline.comm.shared import give_back
 from paceline.descriptions import Description
 from paceline.errors import UsageError
-from paceline.loops import Member, State
+from paceline.loops import Member, Phase, State
 from paceline.saving import Subject
 from paceline.team.operations import settling
 
@@ -55,13 +55,15 @@ class Ended:
     complete: bool
     described: Description  # of its model, arguments and optimizers, which a newcomer must have alike
     unmoved: str  # what people are told at the end of the run about its schedule, if anything
+    untouched: list[Phase]  # loops that were made and not gone through
     viewed: nn.Module | None = None
     state: State = field(default_factory=State)
 
     @classmethod
     def of(cls, member: Member, line: dict[str, Any], viewed: nn.Module | None = None) -> Ended:
         """What is kept of a `member` that ends with this `line` in checkpoints."""
-        return cls(line, member.best, member.steps_done, member.complete, member.described, member.unmoved, viewed)
+        about = member.described, member.unmoved, member.untouched
+        return cls(line, member.best, member.steps_done, member.complete, *about, viewed)
 
     def snapshot(self, done: int | None = None) -> dict[str, Any]:
         return {**self.line, "viewed": self.viewed is not None}

@@ -38,7 +38,9 @@ class FlightRecorder:
         """A collective of so many bytes begins; its turn."""
         turn = self._newest = next(self._turns)
         about = turn, number, time.monotonic(), 0.0, size
-        _RECORD.pack_into(self._ring, turn % KEPT * _RECORD.size, *about, group.encode(), name.encode(), site.encode())
+        # A path that is no UTF-8 has surrogates.
+        texts = (text.encode(errors="backslashreplace") for text in (group, name, site))
+        _RECORD.pack_into(self._ring, turn % KEPT * _RECORD.size, *about, *texts)
         return turn
 
     def end(self, turn: int, well: bool) -> None:

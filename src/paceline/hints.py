@@ -19,7 +19,7 @@ _SHOWN = 6  # entries of a batch
 def path_of(kind: Any) -> str:
     """How a user writes the name of a class or function of torch's, or of their own."""
     homes = ("torch.optim.lr_scheduler", "torch.optim", "torch.nn.functional", "torch.nn")
-    home = next((home for home in homes if kind.__module__.startswith(home)), "")
+    home = next((home for home in homes if str(kind.__module__).startswith(home)), "")
     return f"{home}.{kind.__name__}" if home else str(kind.__name__)
 
 
@@ -115,7 +115,8 @@ class Hinting:
 
     def __call__(self, first: Any, batch: Any) -> Any:
         given = self.call
-        torchs = getattr(given, "__module__", "").startswith(("torch.nn.modules.loss", "torch.nn.functional"))
+        home = getattr(given, "__module__", None) or ""  # None of what exec() made
+        torchs = home.startswith(("torch.nn.modules.loss", "torch.nn.functional"))
         if torchs and not isinstance(batch, torch.Tensor):
             path = path_of(given if inspect.isfunction(given) else type(given))
             what = f"{self.name} is {path}, which gets (output, batch), and batch is {shape_of(batch)}"

@@ -51,6 +51,8 @@ class Member(Protocol):
     def steps_done(self) -> int: ...
     @property
     def complete(self) -> bool: ...
+    @property
+    def untouched(self) -> list[Phase]: ...
 
 
 @dataclass(eq=False)
@@ -72,9 +74,10 @@ class Phase:
     begun: int = 0  # epochs that this phase has begun
     inside: dict[int, int] = field(default_factory=dict)
     outer: Phase | None = None  # the loop in whose body this one was made
+    site: str = ""  # the user's line, until it is gone through
 
     def saved(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "outer"}
+        return {name: value for name, value in vars(self).items() if name not in ("outer", "site")}
 
     def enter(self, outer: Phase | None, trainer: int) -> None:
         """This call of `steps()` of a trainer was made in the body of `outer`, and of those around it."""

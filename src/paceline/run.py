@@ -42,7 +42,16 @@ from paceline.observe.profiling import Profiles
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
-from paceline.script import VERSIONS, changed_since, code, module_name, packages, script_text
+from paceline.script import (
+    VERSIONS,
+    changed_since,
+    code,
+    module_name,
+    packages,
+    refuse_other_script,
+    script_name,
+    script_text,
+)
 from paceline.serving import ParameterServer
 from paceline.step import Agreed
 from paceline.strategies.job import Job
@@ -125,6 +134,8 @@ class Run:
             self.resumed = None
         self.imported: str = self._from.get("imported", "") if self._from is not None else ""
         self.passing = self._from is not None and not self.imported  # what was done before is not done again
+        if self._from is not None and self.passing:
+            refuse_other_script(self._from.get("script_name", ""), self._from["script"], self.folder or place)
         if self._from is not None and self.passing and self.main and (changed := changed_since(self._from["script"])):
             self.say(changed)  # it continues
         self._may_handle = threading.current_thread() is threading.main_thread()
@@ -618,6 +629,7 @@ class Run:
         return {
             "plan": self._plan,
             "script": script_text(),
+            "script_name": script_name(),
             "workers": self.team.size,
             "generation": self.team.operations.number,
             "best": best_now(self),
@@ -654,8 +666,21 @@ class Run:
         if self.took_step:
             self.journal.write("account", seconds=self.team.operations.account.take())
 
+    def say_finished(self) -> None:
+        """Says that a resumed run has nothing left to do: before code after its loops misses what they would yield."""
+        if not self.took_step and self.step and all(member.complete for member in self.members):
+            cure = "give a larger count= or epochs= to continue it, or another --run-dir"
+            self.say(f"this run was finished at step {self.step}: nothing was left to do; {cure}", once=True)
+
+    def refuse_untouched(self) -> None:
+        """Raises UsageError at the end of a script that called steps() and trained nothing."""
+        left = [phase.site for one in self.members for phase in one.untouched if not phase.complete]
+        if left and not self.took_step and self.serving is None:
+            what = f"steps() at {left[0]} returned a loop that the script never went through, so nothing was trained"
+            raise UsageError(what, "write `for report in trainer.steps(...):`")
+
     def close(self, failed: bool) -> None:
-        """At the end of the script: what is owed is written; the report is made."""
+        """At the end of the script: what is owed is written; the report is made. UsageError: nothing was trained."""
         if self.members and self.team.group.ledger:
             by_bytes = sorted(self.team.group.ledger.items(), key=lambda item: -item[1][1])
             self.journal.write("collectives", kinds=dict(by_bytes))
@@ -681,9 +706,7 @@ class Run:
                 self.journal.write("finished", step=self.step, already=already)
                 if self.main:
                     self.team.world.tell("finished", step=self.step, already=already)
-                if already:
-                    cure = "give a larger count= or epochs= to continue it, or another --run-dir"
-                    self.say(f"this run was finished at step {self.step}: nothing was left to do; {cure}")
+                self.say_finished()
         if self.progress is not None:
             self.progress.close()
             if done and self.folder is not None and self.took_step and not failed:
@@ -691,3 +714,5 @@ class Run:
                 console = Console(stderr=True)
                 print(write_report(self.folder, console.width, console.is_terminal, short=True), file=sys.stderr)
         self.journal.close()
+        if not failed and not self._left:
+            self.refuse_untouched()

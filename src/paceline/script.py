@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.observe.journal import replace_file
 
 MOST_DIFF = 1_000_000  # bytes that are kept
@@ -29,6 +30,21 @@ def script_text() -> str:
     """The text of the script that runs, as far as it is a file."""
     path = Path(sys.argv[0])
     return path.read_text(errors="replace")[:_LIMIT] if path.is_file() else ""
+
+
+def script_name() -> str:
+    """The file name of the script that runs; empty where it is no file."""
+    path = Path(sys.argv[0])
+    return path.name if path.is_file() else ""
+
+
+def refuse_other_script(before: str, text: str, place: Any) -> None:
+    """Refuses to go on with the run of a script by another name, unless it is the same text, moved or renamed."""
+    now = script_name()
+    if before and now and before != now and text != script_text():
+        what = f"{place} holds the run of {before}, and this is {now}, another script"
+        cure = f"give another --run-dir to start a new run, or the script its old name {before} to go on with this one"
+        raise UsageError(what, cure)
 
 
 def changed_since(before: str) -> str:

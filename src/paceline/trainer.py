@@ -44,6 +44,7 @@ from paceline.arguments import (
 from paceline.best import Best, keep_best
 from paceline.checkpoint.adopt import adopted, refuse_another_model
 from paceline.checkpoint.export import refuse_other_suffix, write_together
+from paceline.comm.status import call_site
 from paceline.comm.torch_private import pytree
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
@@ -166,7 +167,7 @@ class Trainer(Telling):
         about |= {"plan": self.plan, "streams": self._streams, "merging": merging, "weights": weights}
         self._stepper = stepper_of(mesh, about, self._grid)
         self._ledger = Ledger()
-        self._phases, self._untouched = list[Phase](), list[Phase]()  # the latter were made and not gone through
+        self._phases, self.untouched = list[Phase](), list[Phase]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
@@ -376,7 +377,8 @@ class Trainer(Telling):
         self._loader = {"collate": collate, "options": dict(loader or {})}
         source = Source.of(dataset, self._seed, collate, order, loader or {})
         phase = self._enter_phase(source, 1 if epochs is None and count is None else epochs, count)
-        self._untouched.append(phase)
+        phase.site = call_site()
+        self.untouched.append(phase)
         return self._loop(phase, source, self._grid)
 
     def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> Phase:
@@ -415,9 +417,10 @@ class Trainer(Telling):
 
     def _loop(self, phase: Phase, source: Source, grid: Grid) -> Iterator[StepReport]:
         run = self._run
-        self._untouched.remove(phase)
+        self.untouched.remove(phase)
         run.calls.update(phase.inside)
         if phase.complete or self._stopped:
+            run.say_finished()
             return
         run.begin_training(self._number, loop=True)
         source = phase.source(source)
@@ -651,7 +654,7 @@ class Trainer(Telling):
         self._need_open()
         self._run.need_team()
         if not self.steps_done and not self._run.imported and self._said.untrained(self.model):
-            why = "nothing went through what steps() returned" if self._untouched else "no step was made here"
+            why = "nothing went through what steps() returned" if self.untouched else "no step was made here"
             what = f"these weights are not trained: {why}"
             self._run.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
         refuse_other_suffix(Path(path))

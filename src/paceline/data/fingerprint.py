@@ -282,7 +282,9 @@ def _kept(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Callable[[],
         inner = [*value]
     elif isinstance(value, list):
         yield partial(value.__setitem__, slice(None), inner := [*value])
-    elif isinstance(value, dict) or (hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _STDLIB):
+    elif isinstance(value, dict) or (
+        hasattr(value, "__dict__") and str(kind.__module__).partition(".")[0] not in _STDLIB
+    ):
         now = value if isinstance(value, dict) else vars(value)
         before = {**now}
         yield partial(_put_back, now, before)

@@ -139,7 +139,7 @@ class Output:
     def note(self, rank: int, text: str) -> None:
         """Into a worker's log alone; what it writes itself begins on a line of its own."""
         with suppress(OSError):
-            _write_all(self._feeds[rank].log, f"\n{text}".encode())
+            _write_all(self._feeds[rank].log, f"\n{text}".encode(errors="backslashreplace"))
 
     def failing(self, rank: int) -> None:
         """The worker is about to die of its exception, or has."""

@@ -49,7 +49,7 @@ def draw(told: Explained) -> str:
 
 def save(told: Explained, path: Path) -> None:
     """The same as a file of its own."""
-    path.write_text(draw(told).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1))
+    path.write_text(draw(told).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1), encoding="utf-8")
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start", most: int = 999) -> str:

@@ -82,7 +82,7 @@ class Journal:
         if self._fd is None:
             return
         text = json.dumps(plain({"at": time.time(), "event": event, **fields}), ensure_ascii=False, allow_nan=False)
-        line = b"\n" * self._torn + text.encode() + b"\n"
+        line = b"\n" * self._torn + text.encode(errors="backslashreplace") + b"\n"
         try:
             self._torn = os.write(self._fd, line) < len(line)
         except OSError as error:
@@ -263,5 +263,5 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a small file of the run folder, mode 0600, whole or not at all."""
     half = path.with_name(f".{path.name}")
     with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     half.replace(path)

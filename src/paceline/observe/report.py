@@ -25,7 +25,12 @@ def write_report(folder: Path, width: int = 80, colour: bool = False, short: boo
     summary = Summary(folder)
     half = folder / f".{NAME}.{os.getpid()}"
     try:
-        with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        with open(
+            os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
+            "w",
+            encoding="utf-8",
+            errors="backslashreplace",
+        ) as file:
             file.write(render(summary))
         half.replace(folder / NAME)
     finally:

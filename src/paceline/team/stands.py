@@ -52,7 +52,7 @@ class Stands:
 
 def packed(*texts: str) -> list[str]:
     """Texts as they travel: of one that is too large the beginning and the end."""
-    return [base64.b64encode(_pressed(text.encode()[:MOST])).decode() for text in texts]
+    return [base64.b64encode(_pressed(text.encode(errors="backslashreplace")[:MOST])).decode() for text in texts]
 
 
 def _pressed(data: bytes) -> bytes:

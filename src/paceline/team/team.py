@@ -58,6 +58,7 @@ class Team:
         self.operations = Operations(world, self.group)
         self.left = False
         self.code: int | None = None  # that this worker ends with, where it failed
+        self.ends_late = False  # it failed when the script had ended
         self.step = 0  # optimizer steps done, for the failure block
         self.closing: list[Callable[[bool], None]] = []
         self._firsts = 0
@@ -235,10 +236,16 @@ def _end(team: Team, exits: Exits) -> None:
     try:
         team.close()
     except PacelineError as error:
+        team.ends_late = True
+        # About the script as a whole, and not about our lines; an agent reads what happened from a traceback.
+        if isinstance(error, UsageError) and team.world.launcher != "paceline":
+            error = error.with_traceback(None)
         sys.excepthook(type(error), error, error.__traceback__)
         team.group.close(failed=True)
 
 
 def exit_code() -> int | None:
-    """The exit code of a worker that failed among others; None where the interpreter may end as it likes."""
-    return None if _team is None or _team.size == 1 else _team.code
+    """The exit code of a worker that failed among others, or after its script had ended; None where the interpreter
+    may end as it likes.
+    """
+    return None if _team is None or (_team.size == 1 and not _team.ends_late) else _team.code
