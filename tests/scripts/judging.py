@@ -232,7 +232,6 @@ def main() -> None:
     file, *names = sys.argv[1:]
     found: dict[str, Any] = {}
     for name in names or LOSSES:
-        print("judging", name, file=sys.stderr, flush=True)
         trainer = paceline.Trainer(
             lambda: Net().double(),
             lambda output, batch, name=name: LOSSES[name](output, batch[1]),
@@ -242,7 +241,6 @@ def main() -> None:
         try:
             losses = [report.loss for report in trainer.steps(data, count=2)]
         except UsageError as error:
-            print(error, file=sys.stderr, flush=True)
             found[name] = f"{type(error).__name__}: {error}"
             continue
         weights = [

@@ -209,9 +209,8 @@ class Sequences:
         self._moves.rest()
         if not self._divides and not self._odd:
             what = f"no block of {self._model} takes a sequence (rows, tokens, width) that context= can divide"
-            raise UsageError(
-                f"{what}{self._met}", f"say data={self.unit.size} in the place of context={self.unit.size}"
-            )
+            size, units = self.unit.size, self.job.units.size if self.job.units else 1
+            raise UsageError(what + self._met, f"say data={units * size} and leave context={size} out")
         return output
 
     def _judged(self, output: Any, batch: Any) -> Any:

@@ -1,0 +1,140 @@
+"""Models in stages, and sequences that are divided, are compared with the whole model before the first step: what is
+not the same is refused, and what can be right is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import aside
+import pytest
+import torch
+from agents import journal
+from judging import FAST, LOSSES
+from launching import SCRIPTS, paceline
+from oracle import apart
+from safetensors.torch import load_file
+
+from paceline import sample_index, stream_seed
+
+RESULTS = (
+    "let blocks return what the loss or the head needs of them: what they put into a list or an attribute, and what "
+    "hooks on layers inside of them keep, stays on the worker that has the block; and let neither forward nor loss add "
+    "up the model's parameters (weight_decay= of the optimizer is a penalty on them); or leave pipeline= out"
+)
+
+
+def run(folder: Path, script: str, workers: int, plan: str, *arguments: str, code: int | None = 0) -> str:
+    folder.mkdir(exist_ok=True)
+    options = ("--workers", str(workers), "--run-dir", "out", "--max-restarts", "0", "--plan", plan)
+    return paceline("run", *options, SCRIPTS / script, *arguments, cwd=folder, code=code, timeout=500).stderr
+
+
+def plain(name: str) -> dict[str, torch.Tensor]:
+    """The same training in plain PyTorch."""
+    torch.manual_seed(stream_seed(0, 0, -1))
+    make, loss = aside.CASES[name]
+    model = make().double()
+    optimizer = aside.optimizer(model.parameters())
+    for step in range(3):
+        rows = [sample_index(position, 24, 0, 0) for position in range(8 * step, 8 * step + 8)]
+        optimizer.zero_grad()
+        for number in range(4):
+            torch.manual_seed(stream_seed(0, step, number))
+            some = rows[2 * number : 2 * number + 2]
+            batch = [column[some] for column in aside.data.tensors]
+            (loss(model(batch[0]), batch) / 4).backward()
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+SAME = {"pipeline=2": 2, "pipeline=3": 3, "pipeline=2 virtual=2": 2, "pipeline=2 schedule=gpipe": 2, "context=2": 2}
+
+
+@pytest.mark.parametrize("plan", [p if p == "pipeline=2" else pytest.param(p, marks=pytest.mark.slow) for p in SAME])
+def test_what_is_the_same_as_whole(plan: str, tmp_path: Path) -> None:
+    names = ["plain", "detached", "dropped", "recomputed"]
+    names = names[:3] if "context" in plan else names
+    run(tmp_path, "aside.py", SAME[plan], f"micro=2 {plan}", *names)
+    for name in names:
+        assert apart(load_file(tmp_path / f"{name}.safetensors"), plain(name)) <= 1e-12, name
+    if "context" not in plan:
+        said = [str(event["text"]) for event in journal(tmp_path / "out", "note")]
+        assert "one micro-batch was computed by the whole model, too: loss 0 and gradients 0 apart" in said
+
+
+ANOTHER = "the loss of a micro-batch is {} when {} is cut in stages by pipeline=, and {} of the whole model"
+REFUSED = {  # in two stages
+    "hooked": ANOTHER.format("2.1090769", "Hooked", "2.1804846"),
+    "appends": ANOTHER.format("2.1169828", "Appends", "2.1575505"),
+    "routed": ANOTHER.format("5.4608936", "Routed", "5.4602125"),
+    "penalty in the loss": ANOTHER.format("2.0300652", "Net", "2.0614485"),
+    "penalty in the forward": ANOTHER.format("2.3393096", "Penalized", "2.6001983"),
+    "attribute": "Attribute cannot be computed when it is cut in stages by pipeline= (AttributeError: 'Sets' object "
+    "has no attribute 'seen')",
+}
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [n if n == "hooked" else pytest.param(n, marks=pytest.mark.slow) for n in REFUSED])
+def test_what_is_another_in_stages_is_refused(name: str, workers: int, tmp_path: Path) -> None:
+    said = run(tmp_path, "aside.py", workers, f"micro=2 pipeline={workers}", name, code=None)
+    found = re.findall(f"UsageError: (.*); {re.escape(RESULTS)}\n", said)
+    if workers > 2:  # what one stage has is another part of it
+        found = [re.sub(r"micro-batch is [\d.]+", "micro-batch is some", one) for one in found]
+    wanted = re.sub(r"micro-batch is [\d.]+", "micro-batch is some", REFUSED[name]) if workers > 2 else REFUSED[name]
+    assert found[:1] == [wanted]
+    assert not list(journal(tmp_path / "out", "step"))
+
+
+def judged(folder: Path, workers: int, plan: str, names: tuple[str, ...]) -> dict[str, list[float] | str]:
+    run(folder, "judging.py", workers, plan, "found.json", *names)
+    found: dict[str, list[float] | str] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+# A gradient that the loss itself takes of weights is one worker's part.
+OF_WEIGHTS = (
+    r"UsageError: the loss of a micro-batch is [\d.]+, and not 1\.9200454, when the sequences of Net are divided by "
+    r"context=; leave context= out"
+)
+
+
+@pytest.mark.parametrize(
+    ("workers", "names"),
+    [(2, FAST), *(pytest.param(workers, tuple(LOSSES), marks=pytest.mark.slow) for workers in (2, 3))],
+    ids=["2, some", "2", "3"],
+)
+def test_a_loss_of_sequences_is_right_or_refused(workers: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    one = judged(tmp_path / "one", 1, "micro=3", names)
+    found = judged(tmp_path / "several", workers, f"micro=3 context={workers}", names)
+    refused = {name: said for name, said in found.items() if isinstance(said, str)}
+    assert [*refused] == [name for name in names if name == "gradients of weights"]
+    assert all(re.fullmatch(OF_WEIGHTS, said) for said in refused.values())
+    for name in set(names) - refused.keys():
+        assert found[name] == pytest.approx(one[name], rel=1e-12, abs=1e-12), name
+
+
+def test_a_model_without_sequences_is_refused(tmp_path: Path) -> None:
+    body = """
+from basics import *
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
+        self.head = nn.Linear(10, 2)
+    def forward(self, x):
+        for block in self.blocks: x = block(x).relu()
+        return self.head(x)
+for _ in make(model=lambda: Net().double()).steps(data, count=2): pass
+"""
+    (tmp_path / "train.py").write_text(body)
+    options = ("--workers", "2", "--run-dir", "out", "--max-restarts", "0", "--plan", "context=2")
+    said = paceline("run", *options, "train.py", cwd=tmp_path, code=None).stderr
+    what = (
+        "no block of Net takes a sequence (rows, tokens, width) that context= can divide: one takes a tensor of shape"
+    )
+    assert f"UsageError: {what} (3, 10); say data=2 and leave context=2 out\n" in said
+    assert not list(journal(tmp_path / "out", "step"))
