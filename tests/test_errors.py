@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_a_number_names_worker_and_rows(tmp_path):
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path):
     body = (
-        "t = make(lambda o, b: (o[:, 0] * 0).clamp(min=0).sqrt().sum() + F.cross_entropy(o, b[1]))\n"
+        "t = make(lambda o, b: (o[:, 0] * 0).sqrt().sum() + F.cross_entropy(o, b[1]))\n"
         "before = [p.clone() for p in t.model.parameters()]\n"
         "try:\n"
         "    list(t.steps(data))\n"
