@@ -198,3 +198,12 @@ def test_what_an_optimizer_hides_is_named_at_the_first_checkpoint(tmp_path: Path
     plain = "list(make().steps(data))\n"
     (tmp_path / "plain").mkdir()
     assert "outside of" not in train_basics(tmp_path / "plain", plain, 1).stderr
+
+
+def test_a_run_folder_that_is_no_utf8_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('started')")
+    done = paceline("run", "--run-dir", os.fsdecode(b"r\xe4"), "train.py", cwd=tmp_path, code=2)
+    assert done.stderr == (
+        "paceline: --run-dir 'r\\udce4' is no UTF-8, and checkpoints cannot be read from such a path; give another "
+        "name\n"
+    )

@@ -230,6 +230,9 @@ def _check(options: LaunchOptions) -> None:
         parse_save_every(options.save_every)
     if Path(options.run_dir or ".").is_file():
         raise UsageError(f"--run-dir {options.run_dir} is a file", "give a folder, or leave it out")
+    if not _is_utf8(options.run_dir or ""):
+        what = f"--run-dir {options.run_dir!a} is no UTF-8, and checkpoints cannot be read from such a path"
+        raise UsageError(what, "give another name")
     if is_url(options.run_dir or ""):
         what = f"--run-dir {options.run_dir} is no folder, and logs and the journal need one"
         raise UsageError(what, f"give --checkpoints {options.run_dir} instead")
@@ -237,8 +240,18 @@ def _check(options: LaunchOptions) -> None:
         storage_at(options.checkpoints)
 
 
+def _is_utf8(path: str) -> bool:
+    """Whether a path is one that programs which want UTF-8 can open."""
+    try:
+        os.fsencode(path).decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _new_folder(stem: str) -> Path:
     Path("runs").mkdir(exist_ok=True)
+    stem = stem if _is_utf8(stem) else stem.encode("ascii", "replace").decode().replace("?", "_")
     first = Path("runs", f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     for number in count(1):
         folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
