@@ -77,6 +77,9 @@ class Ended:
     def measure(self, besides: int) -> list[dict[str, Any]] | None:
         return None
 
+    def dismantle(self) -> list[Any]:
+        return []
+
     # Nothing of it changes any more.
     def measured(self, said: list[Any]) -> None: ...
     def flush(self) -> None: ...

@@ -247,7 +247,7 @@ class Trainer(Telling):
             what = f"trainer {self._number} had ended when the checkpoint was written: its optimizer's state is gone"
             raise UsageError(what, "start a new run in another --run-dir to train it further")
 
-    def dismantle(self) -> list[weakref.ref[Any]]:
+    def dismantle(self) -> list[Any]:
         """Gives the memory of a trainer back that all workers have released. Weak references to what the script may
         hold: the model, and then the optimizers.
         """
