@@ -37,14 +37,17 @@ def outputs_apart(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) 
 
 
 def farthest(
-    mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], outputs: Sequence[torch.Tensor]
+    mine: Mapping[str, torch.Tensor],
+    theirs: Mapping[str, torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    most_allowed: float = math.inf,
 ) -> tuple[str, float]:
     """How far gradients are apart at most, of `outputs` or what came of them, and whose if it is more than rounding."""
     norms = {name: float(one.double().norm()) for name, one in theirs.items()}
     least, name, most = max(math.hypot(*norms.values()) * _OF_ALL, 1e-300), "", 0.0
     for whose, one in theirs.items():
         distance = float((mine[whose].double() - one.double()).norm()) / max(norms[whose], least)
-        if distance > max(most, 10 * max(map(allowed, [one, *outputs]))):
+        if distance > max(most, min(most_allowed, 10 * max(map(allowed, [one, *outputs])))):
             name = whose
         most = max(most, distance)
     return name, most

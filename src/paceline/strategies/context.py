@@ -12,7 +12,7 @@ Summed over the workers, on the way that gradients go, that is the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -181,7 +181,7 @@ class Sequences:
             block.forward = partial(self._block, block.forward)
         self._plain, job.forward = job.forward, self._forward
         self._judge, job.loss = job.loss, self._judged
-        job.whole, job.once = self._whole, self._parts.once
+        job.whole, job.once, job.add_up = self._whole, self._parts.once, self._add_up
 
     def __deepcopy__(self, memo: Any) -> Sequences:
         return self  # a copy of the model, as an average is, is computed whole
@@ -282,7 +282,7 @@ class Sequences:
                 return
         else:
             theirs = self._computed(model, batch, self._parts, self._on_whole if judge else None)
-            self._add_up(theirs)
+            self._add_up(theirs.gradients, self.job.named)
         self._gathers, why = False, self._unlike(mine, theirs)
         if why and judge and not (isinstance(mine, _Result) and outputs_apart(mine.outputs, theirs.outputs)[1]):
             # Hooks, autograd functions and what is computed again in the backward meet stretches unseen.
@@ -309,16 +309,17 @@ class Sequences:
                 raise
             self._moves.rest()
             return error
-        self._add_up(found)
+        self._add_up(found.gradients, self.job.named)
         return found
 
-    def _add_up(self, found: _Result) -> None:
+    def _add_up(self, gradients: dict[str, Tensor], named: Mapping[str, nn.Parameter]) -> None:
         """Each worker has a part of a gradient, or none."""
-        has = [set(names) for names in self.unit.gather_json([*found.gradients])]
-        for name, param in self.job.named.items():
+        self.unit.enter("gradients of stretches, to compare with", check=False, kind="comparison")
+        has = [set(names) for names in self.unit.gather_json([*gradients])]
+        for name, param in named.items():
             if any(name in names for names in has):
-                grad = found.gradients.get(name, torch.zeros_like(param)).contiguous()
-                found.gradients[name] = self.unit.sum(grad.clone())
+                grad = gradients[name] if name in gradients else torch.zeros_like(param)
+                gradients[name] = self.unit.sum(grad.contiguous().clone())
 
     def _computed(self, model: nn.Module, batch: Any, how: Any, judge: Any) -> _Result:
         """Outputs, the loss, and its gradients; without one, those of numbers made of the outputs."""

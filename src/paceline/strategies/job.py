@@ -88,6 +88,8 @@ class Job:
     blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet
     whole: Callable[[Any], Any] = lambda output: output  # of outputs of which workers have parts
     once: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight  # one that all of a unit use alike
+    # Completes gradients of a micro-batch, by name, of which the workers of a unit have parts. Collective.
+    add_up: Callable[[dict[str, torch.Tensor], Mapping[str, nn.Parameter]], None] = lambda gradients, named: None
     # Where weights do not change meanwhile: what is gathered may be kept until the end.
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
     decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why

@@ -213,7 +213,8 @@ def without_a_trace(model: nn.Module, streams: Streams) -> Iterator[None]:
     """
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     attributes = [(module, _own_of(module)) for module in model.modules()]
-    contents = [(held, _content_of(held)) for _, some in attributes for held in _held_in(some.values())]
+    seen = set[int]()
+    contents = [(held, _content_of(held)) for _, some in attributes for held in _held_in(some.values(), seen)]
     try:
         with streams.lent():
             yield
@@ -238,12 +239,15 @@ def _own_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _TORCHS}
 
 
-def _held_in(values: Iterable[Any]) -> Iterator[Any]:
-    """What of attributes may change without being replaced, also where one is in another."""
+def _held_in(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
+    """What of attributes may change without being replaced, also where one is in another, each once."""
     for value in values:
+        if id(value) in seen:
+            continue
         if type(value) in (list, dict, set, deque, defaultdict, OrderedDict):
+            seen.add(id(value))
             yield value
-            yield from _held_in(value.values() if isinstance(value, dict) else value)
+            yield from _held_in(list(value.values() if isinstance(value, dict) else value), seen)
         elif isinstance(value, torch.Generator):
             yield value
 

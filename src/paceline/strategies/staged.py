@@ -184,7 +184,9 @@ class StagedRunner(Runner):
             if name not in line.absent and line.source(name) == line.line.rank:
                 found[name] = grad
         line.finish()
-        return found
+        parts = {name: grad for name, grad in found.items() if grad is not None}
+        self.job.add_up(parts, self.job.named)
+        return found | parts
 
     def _whole(self, chunk: Chunk, options: Options) -> tuple[Loss, dict[str, torch.Tensor]]:
         """What the whole model gives, with the same draws."""
@@ -198,6 +200,7 @@ class StagedRunner(Runner):
         found = {name: param.grad for name, param in named.items() if param.grad is not None}
         for param in named.values():
             param.grad = None
+        self.job.add_up(found, named)
         return part.detached(), found
 
     def _decide(
@@ -215,7 +218,8 @@ class StagedRunner(Runner):
         news, wrong = "", ""
         if part is not None and whole is not None:
             gradients = _Arriving(line, mine, found, here)
-            name, distance = farthest(gradients, found, [whole.total])
+            with self.job.arithmetic():  # where numbers are coarse, sums of three in another order are 1e-2 apart
+                name, distance = farthest(gradients, found, [whole.total], most_allowed=3e-2)
             # The arithmetic is the same: rounding is that of sums whose order a device chooses.
             rounding = 1e-9 if whole.total.dtype == torch.float64 else 1e-5
             one, two, apart = loss_apart(part, whole, rounding, 1e-2)
