@@ -301,7 +301,8 @@ class Trainer(Telling):
                 if feed.decided:
                     why, feed.decided = feed.decided, None
                     run.decide(self._number, "rows are loaded ahead of need by a process of their own", why)
-                yield report
+                with run.noticing(self._job.changed_parts, self.steps_done):
+                    yield report
                 if run.outermost(phase):
                     run.between(ends=self._stopped or phase.done == phase.total)
                 if self._stopped:

@@ -88,6 +88,8 @@ class Job:
     once: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight  # one that all of a unit use alike
     # Where weights do not change meanwhile: what is gathered may be kept until the end.
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
+    # For people: from one call to the next, that the script changed weights of which this worker has a part.
+    changed_parts: Callable[[], str] | None = None
     decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a forward, as in `Sums`
 

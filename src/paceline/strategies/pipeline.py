@@ -77,6 +77,7 @@ class Pipeline:
         self._held: dict[Key, nn.Parameter] = {}  # by key, what is here
         self._slots: list[tuple[int, nn.Module, str, nn.Parameter]] = []  # stand-ins, and whose the parameter is
         self._stand_ins: dict[int, Key] = {}
+        self._absent: list[tuple[int, int, str]] = []  # outside of blocks: the first stage, the identity, the name
         self._ways: dict[tuple[str, bool], list[list[Key]]] = {}  # by kind of forward: what each stage sends on
         self._passage: Passage | None = None
         self._stage: int | None = None  # that a runner has said
@@ -126,6 +127,7 @@ class Pipeline:
                     vars(other).update(vars(param))
                     self._slots.append((homes[0], module, key, other))
                     self._stand_ins[id(other)] = known
+                    self._absent.append((homes[0], id(param), name))
                 theirs[id(param)] = param, cut
         for param, cut in theirs.values():  # after all names of all are known; whoever else holds one has it empty, too
             param.data = torch.empty((0, *cut.shape[1:]), dtype=param.dtype, device=param.device)
@@ -175,6 +177,7 @@ class Pipeline:
         own, arrived = self.stages.own(stage), partial(self._streams.follow, self._heard.drawn)
         about = self._heard, self._stand_ins, self._want, arrived, self.job.device, self._surveys
         self._passage = passage = Passage(own, *about)
+        passage.later = {identity: name for home, identity, name in self._absent if home > stage and self._surveys}
         slots = [(module, key, other) for home, module, key, other in self._slots if home < stage]
         try:
             with placed(slots), passage:
