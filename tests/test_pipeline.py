@@ -197,6 +197,15 @@ class Stops(Row):
     def forward(self, x): return self.last(self.blocks[1](self.blocks[0](self.first(x))))
 class Turns(Row):
     def forward(self, x): return self.last(self.blocks[0](self.blocks[2](self.first(x))))
+class Late(Row):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+    def forward(self, x): return super().forward(self.norm(x))
+class Repeated(Row):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0]] * 4)
 class Kept:
     pass
 class Objects(Row):
@@ -315,8 +324,16 @@ ENDS = {
     "value that a block gave decide what the forward does, or leave pipeline= out",
     "trained(made(Stops))": "the forward of Stops ended without a call of blocks.2; let it call all blocks, one after "
     "another, or leave pipeline= out",
-    "trained(made(Turns))": "blocks.2 is not called after the block before it, and pipeline= has blocks on several "
-    'workers; name a list whose blocks are called one after another: pipeline_blocks="path"',
+    "trained(made(Turns))": "blocks.2 is called before the blocks that stand before it, and pipeline= passes all in "
+    'their order; name a list whose blocks are called one after another: pipeline_blocks="path", or leave pipeline= '
+    "out",
+    "trained(made(forward=lambda model, batch: model(batch[0]) + model(-batch[0])))": "blocks.0 is called a second "
+    "time in one forward, and pipeline= passes each block once; where the forward calls a model twice, give it both "
+    "inputs in one call (torch.cat), or leave pipeline= out",
+    "trained(made(Late))": "norm.weight is made after the blocks and used before them, and pipeline= puts it behind "
+    "them; make it before the blocks in __init__, or leave pipeline= out",
+    "trained(made(Repeated))": "the blocks of Repeated are one module that is called several times (blocks), and "
+    "pipeline= passes each once; leave pipeline= out; tensor=N cuts such a module inside",
     "trained(made(Objects))": "blocks.0 gives a Kept, and the next block may be on another worker; let blocks give "
     "tensors, or tuples, lists and dicts of them, or leave pipeline= out",
     "trained(made(Normal))": "the model has BatchNorm, or a buffer that says how it is merged, and pipeline= is not "

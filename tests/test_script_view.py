@@ -192,3 +192,54 @@ def test_a_model_in_stages_that_another_one_calls_is_refused(name: str, tmp_path
         "UsageError: the forward or loss of Sequential calls Sequential, which pipeline= cuts in stages as well; "
         'let the trainer of the one that is called keep it whole: plan="pipeline=1"\n'
     ) in done.stderr
+
+
+HOOKED = f"""{NETS}
+seen = {{}}
+torch.manual_seed(3)
+made = net(10, 2)
+for layer in made[1:4]: layer.up.register_forward_hook(lambda module, given, output: seen.update({{module: output}}))
+def loss(output, batch):
+    return cross_entropy(output, batch) + 0.1 * sum(one.abs().mean() + one.max() for one in seen.values())
+one = paceline.Trainer(made, loss, lambda ps: torch.optim.SGD(ps, lr=0.1), seed=1, global_batch=8)
+said["seen"] = len(seen)
+trained("hooked", one)
+write()
+"""
+
+
+def test_a_hook_on_a_layer_that_is_cut_gets_what_the_layer_gives(tmp_path: Path) -> None:
+    alone, found = (
+        said(tmp_path / str(workers), HOOKED, workers, plan)
+        for workers, plan in ((1, "micro=4"), (2, "micro=4 tensor=2"))
+    )
+    assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
+
+
+CHANGED = f"""{NETS}
+def body():
+    with torch.no_grad():
+        for layer in one.model[1:4]: layer.up.weight.data.mul_(0.5)
+    return []
+one = trainer(10, 2, cross_entropy)
+trained("changed", one, body)
+write()
+"""
+
+
+def test_weights_that_the_loop_changes_are_noticed_where_they_are_parts(tmp_path: Path) -> None:
+    """Each element by itself is right, so it is no refusal."""
+    told = []
+    for workers, plan in ((1, "micro=4"), (2, "micro=4 tensor=2")):
+        (tmp_path / str(workers)).mkdir()
+        done = train_basics(tmp_path / str(workers), CHANGED, workers, "--max-restarts", "0", "--plan", plan)
+        told.append([line for line in done.stderr.splitlines() if line.startswith("the loop changes")])
+    alone, found = (json.loads((tmp_path / n / "said.json").read_text()) for n in "12")
+    assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
+    assert told == [
+        [],
+        [
+            "the loop changes 1.up.weight, of which tensor= leaves each worker a part: its norms and sums are of that "
+            'part; change each element by itself, or say "whole" of that layer in tensor='
+        ],
+    ]

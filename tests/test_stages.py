@@ -347,8 +347,12 @@ def test_without_one_list_that_repeats_its_path_is_wanted() -> None:
     assert refusal(Two(), 2, 2, None) == (
         f"Two has several lists of blocks: encoder, decoder, and pipeline= cuts one; {NAMED}"
     )
-    assert refusal(Model(blocks=1), 2, 2, None) == f"no part of Model repeats, and pipeline= cuts one; {NAMED}"
+    assert (
+        refusal(Model(blocks=1), 2, 2, None)
+        == f"no part of Model repeats, and pipeline= cuts one; {NAMED}, or leave pipeline= out"
+    )
     shared = Block()  # called twice, it would have to be on two stages at once
     assert refusal(nn.Sequential(shared, shared), 2, 2, None) == (
-        f"no part of Sequential repeats, and pipeline= cuts one; {NAMED}"
+        "the blocks of Sequential are one module that is called several times (Sequential), and pipeline= passes each "
+        "once; leave pipeline= out; tensor=N cuts such a module inside"
     )

@@ -443,7 +443,8 @@ class Trainer(Telling):
                 feed.measured(report.seconds)
                 if feed.news:
                     self._tell_of_loading(feed)
-                yield report
+                with run.noticing(self._job.changed_parts, self.steps_done):
+                    yield report
                 if self._closed:
                     what = "trainer.close() was called in the body of this trainer's own loop, which goes on"
                     raise UsageError(what, "leave the loop with `break`, or call close() after it")

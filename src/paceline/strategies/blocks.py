@@ -47,6 +47,18 @@ def blocks_of(model: nn.Module, sharing: bool = False) -> dict[str, nn.Module]:
     }
 
 
+def called_again(model: nn.Module) -> str:
+    """The name of a list in which a module stands several times; empty where there is none."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            children = [
+                id(child) for child in module._modules.values() if next(iter(child.parameters()), None) is not None
+            ]
+            if len(children) != len({*children}):
+                return name or type(model).__name__
+    return ""
+
+
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """What is in a list, and in lists in it, which are only names: they are never called."""
     for name, child in module.named_children():

@@ -86,6 +86,7 @@ class Passage(TorchFunctionMode):
         self.forms: list[Any] = list(heard.forms)  # of the blocks until the end of the stage
         self.kept: dict[Key, Tensor] = {}
         self.needs: set[Key] = set()
+        self.later: Mapping[int, str] = {}  # parameters that later stages have, by identity: their names
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -93,9 +94,14 @@ class Passage(TorchFunctionMode):
         """A call of a block by the user's code."""
         if number == self.own.stop:
             raise StageEndError
-        if number != self._next:
-            what = f"{name} is not called after the block before it, and pipeline= has blocks on several workers"
-            raise UsageError(what, 'name a list whose blocks are called one after another: pipeline_blocks="path"')
+        if number < self._next:
+            what = f"{name} is called a second time in one forward, and pipeline= passes each block once"
+            cure = "where the forward calls a model twice, give it both inputs in one call (torch.cat)"
+            raise UsageError(what, f"{cure}, or leave pipeline= out")
+        if number > self._next:
+            what = f"{name} is called before the blocks that stand before it, and pipeline= passes all in their order"
+            cure = 'name a list whose blocks are called one after another: pipeline_blocks="path"'
+            raise UsageError(what, f"{cure}, or leave pipeline= out")
         self._next, self._calls = self._next + 1, 0
         if number < self.own.start:
             with self._aside():
@@ -138,6 +144,8 @@ class Passage(TorchFunctionMode):
         if asks or self._quiet:
             return function(*given, **named)
         self._calls += 1
+        if self.surveys and self.later:
+            self._refuse_later(tensors_in((*given, *named.values())))
         if self.here:
             if self._void:
                 given, named = self.real((given, named))
@@ -154,6 +162,13 @@ class Passage(TorchFunctionMode):
         if void or drawn:
             self._note(given[0] if made is None and given else made)
         return made
+
+    def _refuse_later(self, tensors: Iterator[Tensor]) -> None:
+        """A parameter outside of blocks that is used on an earlier stage than the one that has it."""
+        name = next((self.later[id(tensor)] for tensor in tensors if id(tensor) in self.later), None)
+        if name is not None:
+            what = f"{name} is made after the blocks and used before them, and pipeline= puts it behind them"
+            raise UsageError(what, "make it before the blocks in __init__, or leave pipeline= out")
 
     def _note(self, made: Any) -> None:
         """What the last call made has no values."""

@@ -96,6 +96,8 @@ class Pipeline:
         self._absent: dict[Key, _Absent] = {}  # and what is not
         self._slots: list[tuple[int, nn.Module, str, nn.Parameter]] = []  # stand-ins, and whose the parameter is
         self._stand_ins: dict[int, Key] = {}
+        # Parameters outside of blocks that this worker has nothing of: the first stage, the identity, the name.
+        self._outside: list[tuple[int, int, str]] = []
         self._ways: dict[tuple[str, bool], list[list[Key]]] = {}  # by kind of forward: what each stage sends on
         self._passage: Passage | None = None
         self._stage: int | None = None  # that a runner has said
@@ -146,6 +148,7 @@ class Pipeline:
                     vars(other).update(vars(param))
                     self._slots.append((homes[0], module, key, other))
                     self._stand_ins[id(other)] = known
+                    self._outside.append((homes[0], id(param), name))
                 if known not in self._absent:
                     self._absent[known] = _Absent(param, param.shape, param._backward_hooks)
                 self._absent[known].slots.append((module, key))
@@ -200,6 +203,7 @@ class Pipeline:
         own, arrived = self.stages.own(stage), partial(self._streams.follow, self._heard.drawn)
         about = self._heard, self._stand_ins, self._want, arrived, self.job.device, self._surveys
         self._passage = passage = Passage(own, *about)
+        passage.later = {identity: name for home, identity, name in self._outside if home > stage and self._surveys}
         slots = [(module, key, other) for home, module, key, other in self._slots if home < stage]
         try:
             with placed(slots), passage:

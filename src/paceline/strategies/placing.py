@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -223,6 +224,9 @@ def _ran(block: nn.Module, trace: _Trace, given: Sequence[torch.Tensor] | Mappin
     """Whether a block takes this; what would leave it as a part counts as gathered. Leaves no trace in it."""
     streams = Streams(next(block.parameters()).device)
     modes = [(module, module.training) for module in block.modules()]
+    hooks = [(module, module._forward_hooks) for module in block.modules() if module._forward_hooks]
+    for module, _ in hooks:  # they look at what a layer gives, and then get the whole; the blocks go on with parts
+        module._forward_hooks = OrderedDict()
     try:
         with without_a_trace(block, streams), torch.no_grad():
             streams.seed(0)  # the same on all workers
@@ -235,6 +239,8 @@ def _ran(block: nn.Module, trace: _Trace, given: Sequence[torch.Tensor] | Mappin
     finally:
         for module, training in modes:
             module.training = training
+        for module, own in hooks:
+            module._forward_hooks = own
     return True
 
 

@@ -160,7 +160,7 @@ class BufferWatch:
         """Remembers the buffers as they are, and their values if anything changed since the last mark; with `values`
         those of parameters too: `param.data.clamp_()` passes by their versions.
         """
-        self._prints = [_print(param) for _, param in self._params] if values else []
+        self._prints = [sum_and_norm(param) for _, param in self._params] if values else []
         buffers = [module._buffers[key] for _, module, key in self._owners]
         if len(self._marks) != len(buffers) or self._changed_buffer(values=False) is not None:
             nothing = torch.empty(0, dtype=torch.float32)
@@ -177,7 +177,9 @@ class BufferWatch:
         name = next(written, None)
         if name is None and self._prints:
             pairs = zip(self._params, self._prints, strict=True)
-            name = next((n for (n, p), old in pairs if not torch.allclose(_print(p), old, 0, 0, equal_nan=True)), None)
+            name = next(
+                (n for (n, p), old in pairs if not torch.allclose(sum_and_norm(p), old, 0, 0, equal_nan=True)), None
+            )
         return None if name is None else f"parameter {name}"
 
     def _changed_buffer(self, values: bool) -> str | None:
@@ -273,7 +275,7 @@ def _known(value: Any) -> Any:
     return tuple(map(id, value)) if isinstance(value, tuple) else id(value)
 
 
-def _print(tensor: torch.Tensor) -> torch.Tensor:
+def sum_and_norm(tensor: torch.Tensor) -> torch.Tensor:
     """Sum and norm, which take no memory: they tell a parameter that was written to. Nothing of one in pieces, or that
     is not of floating point.
     """

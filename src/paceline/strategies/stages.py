@@ -11,7 +11,7 @@ from itertools import pairwise
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.strategies.blocks import blocks_of
+from paceline.strategies.blocks import blocks_of, called_again
 
 GAIN = 0.9  # of the slowest worker's seconds, that another cut must come below to be told of
 NAMED = 'say which: Trainer(..., pipeline_blocks="model.layers")'
@@ -122,10 +122,15 @@ def _found(model: nn.Module) -> dict[str, nn.Module]:
     lists: dict[str, dict[str, nn.Module]] = {}
     for name, block in blocks.items():
         lists.setdefault(name.rpartition(".")[0], {})[name] = block
+    kind = type(model).__name__
+    if not lists and (again := called_again(model)):
+        what = f"the blocks of {kind} are one module that is called several times ({again})"
+        raise UsageError(
+            f"{what}, and pipeline= passes each once", "leave pipeline= out; tensor=N cuts such a module inside"
+        )
     if len(lists) != 1:
-        kind = type(model).__name__
         what = f"no part of {kind} repeats" if not lists else f"{kind} has several lists of blocks: {', '.join(lists)}"
-        raise UsageError(f"{what}, and pipeline= cuts one", NAMED)
+        raise UsageError(f"{what}, and pipeline= cuts one", NAMED if lists else f"{NAMED}, or leave pipeline= out")
     return next(iter(lists.values()))
 
 

@@ -46,7 +46,7 @@ from paceline.strategies.placing import (
     is_linear,
 )
 from paceline.strategies.rules import RULES
-from paceline.strategies.side_effects import without_a_trace
+from paceline.strategies.side_effects import sum_and_norm, without_a_trace
 from paceline.strategies.state import refuse_state
 from paceline.strategies.streams import Streams
 
@@ -122,6 +122,9 @@ class TensorCut:
         job.forward = self._forward
         job.model.register_forward_pre_hook(self._called, with_kwargs=True)
         self._surround(named)
+        self._weights = {name: param for name, param in job.model.named_parameters() if part_of(param) is not None}
+        self._digests: list[torch.Tensor] = []
+        job.changed_parts = self._changed_parts
 
     def __deepcopy__(self, memo: Any) -> TensorCut:
         what = f"{self._name} is cut by tensor=, and a copy would be of this worker's parts"
@@ -434,6 +437,17 @@ class TensorCut:
             return
         self.unit.enter(f"a call of {self._name}, whose layers are cut", kind="tensor")
         refuse_other_input(self.unit, (given, named), self._name, "tensor= cuts its layers")
+
+    def _changed_parts(self) -> str:
+        before, self._digests = self._digests, [sum_and_norm(param) for param in self._weights.values()]
+        pairs = zip(self._weights, before, self._digests, strict=False)
+        name = next((name for name, old, new in pairs if not torch.equal(old, new)), None)
+        if name is None:
+            return ""
+        what = (
+            f"the loop changes {name}, of which tensor= leaves each worker a part: its norms and sums are of that part"
+        )
+        return f'{what}; change each element by itself, or say "{WHOLE}" of that layer in tensor='
 
     # -- the cut model beside the whole one ---------------------------------------------------------------------------
 
