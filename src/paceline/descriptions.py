@@ -75,7 +75,7 @@ def _describe_module(module: nn.Module) -> str:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module is one of torch's own that has no others inside."""
-    return type(module).__module__.startswith(_TORCHS) and not module._modules
+    return type(module).__module__.startswith(_TORCHS) and next(module.children(), None) is None
 
 
 def compare(group: Group, mine: Description, what: str) -> None:

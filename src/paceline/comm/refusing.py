@@ -17,7 +17,8 @@ _CALLS = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "scatter", "gather", "barrier", "monitored_barrier"),
     *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
-    *("send", "recv", "recv_anysource"),
+    *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "gather_single", "gather_into_tensor"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced", "send", "recv", "recv_anysource"),
 )
 _CURE = (
     "return (sum, count) from the loss, and Paceline adds it over all workers; for a loss over all rows of the global "

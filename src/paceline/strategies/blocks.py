@@ -25,7 +25,7 @@ def blocks_of(model: nn.Module, sharing: bool = False) -> dict[str, nn.Module]:
     one whose parameters are also used elsewhere, unless those that are `sharing` them are wanted.
     """
     found: dict[str, nn.Module] = {}
-    lists: dict[int, nn.Module] = {}
+    lists: dict[int, nn.ModuleList | nn.Sequential | nn.ModuleDict] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             lists[id(module)] = module
@@ -37,7 +37,7 @@ def blocks_of(model: nn.Module, sharing: bool = False) -> dict[str, nn.Module]:
             found |= {f"{dot}{n}": child for n, child in children.items() if kinds.count(type(child)) > 1}
     if not sharing:
         return {name: block for name, block in found.items() if not _shares(model, name, block)}
-    times = Counter(id(child) for one in lists.values() for child in one._modules.values())
+    times = Counter(id(child) for one in lists.values() for child in _listed(one))
     inside = {id(inner) for block in found.values() for inner in block.modules() if inner is not block}
     once = {id(block): name for name, block in reversed(found.items())}
     return {
@@ -51,12 +51,15 @@ def called_again(model: nn.Module) -> str:
     """The name of a list in which a module stands several times; empty where there is none."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            children = [
-                id(child) for child in module._modules.values() if next(iter(child.parameters()), None) is not None
-            ]
+            children = [id(child) for child in _listed(module) if next(child.parameters(), None) is not None]
             if len(children) != len({*children}):
                 return name or type(model).__name__
     return ""
+
+
+def _listed(module: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> list[nn.Module]:
+    """What is in a list, as often as it is there."""
+    return list(module.values() if isinstance(module, nn.ModuleDict) else module)
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
