@@ -118,6 +118,5 @@ def test_a_resumed_run_passes_it(tmp_path: Path) -> None:
 
 def test_a_count_below_zero_is_refused(tmp_path: Path) -> None:
     body = "def loss(output, batch):\n    return F.cross_entropy(output, batch[1]), -1\n"
-    said = train_basics(tmp_path, body + "list(make(loss).steps(data))\n", 1, code=2).stderr
-    what = "the loss of step 1 counts -8 rows or tokens in the whole global batch"
-    assert f"{what}; return the number of rows or tokens that the sum is over\n" in said
+    said = train_basics(tmp_path, body + "list(make(loss).steps(data))\n", 1, code=1).stderr
+    assert "LossError: the loss returned -1 as the count of micro-batch 0 (rows 0-2 of epoch 0); return " in said

@@ -357,7 +357,7 @@ def test_more_fragments_than_there_are_parts(run: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("calls", [14, *[pytest.param(calls, marks=pytest.mark.slow) for calls in (13, 15, 16)]])
+@pytest.mark.parametrize("calls", [16, *[pytest.param(calls, marks=pytest.mark.slow) for calls in (15, 17, 18)]])
 def test_who_alone_is_told_to_stop_stops_all(calls: int, tmp_path: Path) -> None:
     """Others come to the next sum in that round, and learn of it there."""
     plan = "local=3 every=4 fragments=2 delay=1"

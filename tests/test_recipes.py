@@ -135,6 +135,23 @@ STATE = """
 heldout = torch.utils.data.Subset(data, range(45))
 trainer = make(plan="exact micro=3")
 """
+OTHERS = (
+    BEFORE
+    + STATE
+    + """
+import functools
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+loss = cross_entropy
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.1)
+def accuracy(output, batch):
+    return {"accuracy": ((output.argmax(1) == batch[1]).sum(), len(output))}
+def training_rows(fold):
+    return torch.utils.data.Subset(data, [row for row in range(96) if row % 7 != fold])
+def heldout_rows(fold):
+    return torch.utils.data.Subset(data, range(fold, 96, 7))
+"""
+)
 (STOPPING,) = (block for block in BLOCKS if "AveragedModel" in block)
 ENDED = """
 from safetensors.torch import save_file
@@ -146,8 +163,8 @@ print("stopped", trainer.steps_done, trainer.state["waited"], trainer.complete)
 
 def test_every_other_recipe_runs(tmp_path: Path) -> None:
     others = [block for block in BLOCKS if block != STOPPING]
-    assert len(others) == 8
-    done = train_basics(tmp_path, STATE + "\n".join(others), 2)
+    assert len(others) == 12
+    done = train_basics(tmp_path, OTHERS + "\n".join(others), 2)
     assert "rows 0 to 2: [" in done.stdout
     assert (tmp_path / "outputs.safetensors").exists()
 

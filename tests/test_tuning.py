@@ -29,7 +29,7 @@ def test_one_worker_may_use_all_cores_and_too_many_are_not_pinned():
 
 
 def test_what_the_user_set_stays():
-    given = {"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1", "THP_MEM_ALLOC_ENABLE": "0"}
+    given = {"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1", "THP_MEM_ALLOC_ENABLE": "0", "PYTHONHASHSEED": "7"}
     variables, _, done = surround(3, given, [0, 1])
     assert (variables, done) == ({}, [])
     assert "MALLOC_MMAP_THRESHOLD_" not in surround(1, {"GLIBC_TUNABLES": ""}, [0])[0]

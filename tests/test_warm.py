@@ -28,7 +28,7 @@ def traps(folder: Path, how: str, cold: bool) -> tuple[int, str, str]:
     for name in ("traps.py", "beside_traps.py"):
         shutil.copy(SCRIPTS / name, folder)
     (folder / "out").mkdir()
-    given = environment(GIVEN="to compiled code", OPENBLAS_NUM_THREADS="2", PYTHONUNBUFFERED="1")
+    given = environment(GIVEN="to compiled code", OPENBLAS_NUM_THREADS="2", PYTHONUNBUFFERED="1", PYTHONHASHSEED="0")
     given["PACELINE_COLD_START"] = "1" if cold else "0"
     streams = {"stdin": subprocess.DEVNULL, "stdout": PIPE, "stderr": PIPE}
     command = [sys.executable, "traps.py", "out", how]

@@ -619,17 +619,9 @@ class Stepper:
         return VectorLayout(tuple(known[0][1]) if known else (), self.group.size, len(self.job.named))
 
     def _refuse(self, step: Step) -> None:
-        """Refuses a step that cannot be applied: its loss is not finite, or its count is below zero. A count of zero is
-        a step that changes nothing, see Update.apply.
-        """
-        agreed = step.agreed
-        if not math.isfinite(agreed.loss):
+        """Refuses a step whose loss is not finite. A count of zero is a step that changes nothing: see Update.apply."""
+        if not math.isfinite(step.agreed.loss):
             raise self._refusal(step).of_loss()
-        if agreed.count < 0:
-            raise UsageError(
-                f"the loss of step {step.number + 1} counts {agreed.count:g} rows or tokens in the whole global batch",
-                "return the number of rows or tokens that the sum is over",
-            )
 
     def _refusal(self, step: Step) -> Refusal:
         computed = step.whole.micro_batches, step.options, step.sums

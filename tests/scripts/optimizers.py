@@ -15,9 +15,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
-GLOBAL_BATCH, ROWS = 24, 60
-x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-data = TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
+GLOBAL_BATCH, ROWS = 24, 60  # of four tokens each
+x = torch.randn(ROWS, 4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+data = TensorDataset(x, torch.sin(x.sum(2, keepdim=True)))
 
 
 class Block(nn.Module):

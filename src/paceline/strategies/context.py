@@ -330,10 +330,10 @@ class Sequences:
             if judge is None:
                 return _Result([x.detach() for x in outputs], None, gradients_of(outputs, self.job.named))
             loss = Loss.of(judge(output, batch), Chunk([MicroBatch(0, 1, None)], None), trainable=False)
-            params = [*self.job.named.values()]
-            grads = torch.autograd.grad(loss.total, params, allow_unused=True) if loss.total.requires_grad else ()
-            pairs = zip(self.job.named, grads, strict=False)
-            found = {name: grad for name, grad in pairs if grad is not None}
+            params = {name: param for name, param in self.job.named.items() if param.requires_grad}
+            wanted = [*params.values()] if loss.total.requires_grad else []
+            grads = torch.autograd.grad(loss.total, wanted, allow_unused=True) if wanted else ()
+            found = {name: grad for name, grad in zip(params, grads, strict=False) if grad is not None}
             return _Result([x.detach() for x in outputs], loss.detached(), found)
 
     def _unlike(self, mine: _Result | Exception, theirs: _Result) -> str:
