@@ -36,8 +36,14 @@ def accuracy(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 FIRST = "micro-batch 0 (rows 0-1 of epoch 0)"
 REFUSED = {
-    "a number of its own": (lambda o, b: 0.5, "0.5 as the count of 2 rows, and 0.5 and 0.5 as those of their halves"),
-    "one": (lambda o, b: torch.ones(()), "1 as the count of 2 rows, and 1 and 1 as those of their halves"),
+    "a number of its own": (
+        lambda o, b: 0.5,
+        "0.5 as the count of 2 rows, but 0.5 and 0.5 for their halves, which do not add up to it",
+    ),
+    "one": (
+        lambda o, b: torch.ones(()),
+        "1 as the count of 2 rows, but 1 and 1 for their halves, which do not add up to it",
+    ),
     "a mapping": (lambda o, b: {"accuracy": accuracy(o, b)}, "a dict as the count"),
     "a text": (lambda o, b: "2", "a str as the count"),
     "nothing": (lambda o, b: None, "a NoneType as the count"),
@@ -83,8 +89,8 @@ class Sure(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "told"),
     [
-        ("", "1 as the count of 2 rows, and 1 and 1 as those of their halves"),
-        ("micro=1", "1 as the count of 1 row, and 1 for it twice"),
+        ("", "1 as the count of 2 rows, but 1 and 1 for their halves, which do not add up to it"),
+        ("micro=1", "1 as the count of 1 row, but 1 for two copies of it"),
     ],
 )
 def test_an_accuracy_of_exactly_one_is_no_count(plan: str, told: str) -> None:
@@ -332,7 +338,7 @@ def test_loss_and_accuracy_end_the_run_before_the_first_step(workers: int, tmp_p
     block = fails(PAIR, tmp_path, workers)
     assert "LossError: the loss returned " in block
     assert " as the count of 3 rows, and " in block
-    assert f" as those of their halves; {FORMS}\n" in block
+    assert f" for their halves, which do not add up to it; {FORMS}\n" in block
 
 
 WEIGHTED = """

@@ -94,11 +94,11 @@ class CountCheck:
         expected, there = (value, sum(found)) if rows > 1 else (2 * found[0], found[1])
         if abs(there - expected) > _ROUNDING * abs(expected):
             told = (
-                f"{found[0]:.6g} and {found[1]:.6g} as those of their halves"
+                f"{found[0]:.6g} and {found[1]:.6g} for their halves, which do not add up to it"
                 if rows > 1
-                else f"{there:.6g} for it twice"
+                else f"{there:.6g} for two copies of it"
             )
-            raise LossError(f"{what}, and {told}", _CURE)
+            raise LossError(f"{what}, but {told}", _CURE)
         self.done = True
 
     def refuse_values(self, counts: Sequence[float], losses: Sequence[float], sources: Sequence[str]) -> None:
