@@ -17,6 +17,7 @@ from paceline.agreement import Weights
 from paceline.arguments import memory_now, peak_memory
 from paceline.comm.refusing import refusing
 from paceline.data.balance import Balance, Change
+from paceline.data.changes import Counters
 from paceline.data.fingerprint import refuse_lengths
 from paceline.data.loader import Place
 from paceline.errors import MetricError, UsageError
@@ -249,7 +250,11 @@ class Stepper:
         while True:
             step.ahead = migration.step(self.trainer, whole) if migration.giving else None
             heard = None if step.ahead is None else step.ahead.sum
+            # In the first step much is made that stays.
+            counters = self._counters() if self.made == 1 and "keeps" not in self.told else None
             sums = step.sums = self.replica.run(step.whole.micro_batches, options, heard)
+            if counters is not None and (names := counters.names()):
+                self.news["counts"] = counted_told(names), ""
             step.spent["compute"] = (computed := time.perf_counter()) - began - step.spent.get("data", 0.0)
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
             alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
@@ -263,6 +268,11 @@ class Stepper:
             if divided and self.balance is not None:  # it draws, say, or fails: everybody takes whole ones
                 self.balance.divide(tested=False, strict=True)
                 self._load(step, deal)
+
+    def _counters(self) -> Counters:
+        """What the user's loss, forward and models keep besides parameters and buffers, as it is now."""
+        loss, forward = (getattr(one, "call", one) for one in (self.job.over or self.job.loss, self.job.forward))
+        return Counters(self.job.beside, loss=loss, forward=forward)
 
     def _try_single_row(self, step: Step) -> None:
         """Before the first step of a loop in which a micro-batch of a single row comes later: whether the model can
@@ -634,3 +644,14 @@ class Stepper:
     def _refusal(self, step: Step) -> Refusal:
         computed = step.whole.micro_batches, step.options, step.sums
         return Refusal(self.replica, self.group, f"step {step.number + 1}{step.whose}", *computed)
+
+
+def counted_told(names: Sequence[str]) -> str:
+    """For people: what a loss or a forward changes by itself, each time it is called."""
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    change, what = ("changes", "it") if len(names) == 1 else ("change", "them")
+    return (
+        f"{some} {change} each time a micro-batch is computed, by the loss or the model: if the loss depends on "
+        f"{what}, the result depends on the number of workers; then keep {what} in trainer.state and change {what} in "
+        "the body of the loop"
+    )
