@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -131,10 +131,12 @@ class Stepper:
     noise: Noise = field(default_factory=Noise)
     waiting_since: float = field(default_factory=time.perf_counter)
     peak: int = 0  # bytes that the process had at most before its first step
+    kinds: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict)  # of parameters, at the beginning
     place: Callable[[], Place] | None = None  # how its global batches are dealt, if otherwise than all others
 
     def __post_init__(self) -> None:
         self.operations = self.run.team.operations
+        self.kinds = {name: (param.dtype, param.device) for name, param in self.job.named.items()}
         self.group = self.replica.team  # the workers who make a step together
         plan, unit = self.plan, self.replica.mesh.unit
         apart = self.run.team.world.shares is not None or plan.together > 1 or plan.local
@@ -162,7 +164,11 @@ class Stepper:
         self.run.traffic.turn(self.trainer)
         step = Step(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
-            self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
+            try:
+                self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
+            except RuntimeError as error:
+                refuse_other_kinds(self.kinds, dict(self.job.model.named_parameters()), error)
+                raise
         # The seconds since the last step's end that are none of the other parts.
         step.spent["other"] = max(0.0, time.perf_counter() - self.waiting_since - sum(step.spent.values()))
         self.spent = step.spent
@@ -655,3 +661,22 @@ def counted_told(names: Sequence[str]) -> str:
         f"{what}, the result depends on the number of workers; then keep {what} in trainer.state and change {what} in "
         "the body of the loop"
     )
+
+
+def refuse_other_kinds(
+    kinds: Mapping[str, tuple[torch.dtype, torch.device]], named: Mapping[str, torch.Tensor], error: Exception
+) -> None:
+    """Raises UsageError where a step failed and a parameter has another dtype, or is elsewhere, than at first."""
+    for name, param in named.items():
+        dtype, device = kinds.get(name, (param.dtype, param.device))
+        if (param.dtype, param.device) != (dtype, device):
+            before, now = (
+                (str(dtype).removeprefix("torch."), str(param.dtype).removeprefix("torch."))
+                if param.dtype != dtype
+                else (device, param.device)
+            )
+            raise UsageError(
+                f"the script has converted the model after the Trainer was made: {name} was {before} and is {now}",
+                "convert the model before the Trainer is made, or a copy.deepcopy of it in the loop; for arithmetic in "
+                "bfloat16 say precision=bf16 in the plan",
+            ) from error
