@@ -393,3 +393,56 @@ def test_training_follows_a_dataset_that_the_body_changes(
     decisions = {entry["what"] for entry in read_journal(tmp_path / "out") if entry["event"] == "decision"}
     moved = "rows are loaded ahead of need by a process of their own"
     assert (moved in decisions) == (loader is None and changes_from > 1)
+
+
+GROWS = """
+class Growing(torch.utils.data.Dataset):
+    size = 48
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return data[index]
+
+rows = Growing()
+trainer = make(plan="micro=8")
+for epoch in range(2):
+    for report in trainer.steps(rows, epochs=1):
+        pass
+    rows.size = 96
+trainer.export("out.safetensors")
+rows = Growing()
+for report in make(plan="micro=8").steps(rows, epochs=2):
+    print("in epoch", report.epoch)
+    rows.size = 72
+"""
+
+
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_a_dataset_of_another_length_at_the_next_epoch_is_refused_and_a_loop_for_each_length_is_right(
+    workers: int, tmp_path: Path
+) -> None:
+    import basics
+
+    import paceline
+
+    done = train_basics(tmp_path, GROWS, workers, "--max-restarts", "0", code=1)
+    assert (
+        "DatasetError: the dataset has 72 rows at the start of epoch 1, and had 48 when the loop over steps() began; "
+        "write one loop over steps(dataset, epochs=1) for each epoch, and change the length between the loops\n"
+    ).replace("\\\\n", "\\n") in done.stderr
+    assert done.stdout.count("in epoch 0") == 2
+    assert "in epoch 1" not in done.stdout
+    torch.manual_seed(paceline.stream_seed(0, 0, -1))
+    model = basics.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch, size in enumerate((48, 96)):
+        for first in range(0, size, 24):
+            optimizer.zero_grad()
+            x, y = basics.data[[sample_index(first + row, size, 0, epoch) for row in range(24)]]
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert apart(load_file(tmp_path / "out.safetensors"), dict(model.state_dict())) < 1e-12

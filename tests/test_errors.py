@@ -432,3 +432,32 @@ def test_workers_whose_rows_become_the_same_are_refused_soon(tmp_path):
         "UsageError: workers 0 and 1 brought the same rows to step 64; seed each worker's own data apart, "
         "e.g. with paceline.stream_seed(seed, 0, paceline.join().rank)\n" in block
     )
+
+
+CONVERTED = """
+trainer = make()
+for report in trainer.steps(data):
+    trainer.model.{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "workers", "plan", "kinds"),
+    [
+        ("float()", 1, "", ("float64", "float32")),
+        ("half()", 2, "", ("float64", "float16")),
+        pytest.param("float()", 2, "shard=2 zero=3", ("float64", "float32"), marks=pytest.mark.slow),
+        pytest.param("float()", 2, "tensor=2", ("float64", "float32"), marks=pytest.mark.slow),
+        pytest.param("to('meta')", 3, "", ("cpu", "meta"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_that_the_body_converts(
+    call: str, workers: int, plan: str, kinds: tuple[str, str], tmp_path: Path
+) -> None:
+    options = ["--max-restarts", "0", *(["--plan", plan] if plan else [])]
+    done = train_basics(tmp_path, CONVERTED.format(call), workers, *options, code=2)
+    assert (
+        "UsageError: the script has converted the model after the Trainer was made: 0.weight was {} and is {}; convert "
+        "the model before the Trainer is made, or a copy.deepcopy of it in the loop; for arithmetic in bfloat16 say "
+        "precision=bf16 in the plan\n"
+    ).format(*kinds) in done.stderr

@@ -10,7 +10,7 @@ import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -367,7 +367,7 @@ UNCUT = {
     "no such layer": (
         net,
         {"1": "column"},
-        "1 is ReLU, which has no column cut; leave it out of tensor=, or name a Linear",
+        '1 is ReLU, which has no column cut; say "whole" of it in tensor=, or name a Linear',
     ),
 }
 
@@ -382,17 +382,64 @@ def test_what_cannot_be_cut_is_said(case: str) -> None:
     assert str(refused.value) == said
 
 
+class Planned(nn.Module):
+    """Brings a plan of its own, as models of transformers do."""
+
+    _tp_plan: ClassVar = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sizes = (16, width, 16)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(10, n), nn.ReLU(), nn.Linear(n, 10)) for n in sizes), nn.Linear(10, 2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+ADVISED = {
+    "derived": ({"blocks.1.*": "whole"}, 16, 4),
+    "own plan": ({"blocks.1.0": "whole", "blocks.1.2": "whole"}, 15, 4),
+    "after a pattern": ({"blocks.*.0": "column", "blocks.*.2": "row", "blocks.1.*": "whole"}, 15, 4),
+}
+
+
+@pytest.mark.parametrize("case", ADVISED)
+def test_what_is_said_to_be_whole_is_left_out_of_what_would_be_cut(case: str) -> None:
+    placements, width, count = ADVISED[case]
+    two: Any = SimpleNamespace(size=2, rank=0)
+
+    def cut(said: dict[str, str] | None) -> TensorCut:
+        model = Planned(width)
+        if case == "derived":
+            model._tp_plan = {}  # type: ignore[misc]
+        forward = lambda model, batch: model(batch)
+        return TensorCut(Job(model, forward, lambda output, batch: output, torch.device("cpu"), 0), two, said)
+
+    if case == "own plan":
+        with pytest.raises(UsageError) as refused:
+            cut(None)
+        assert str(refused.value) == (
+            "tensor=2 does not divide the 15 outputs of blocks.1.0; "
+            'say Trainer(..., tensor={"blocks.1.0": "whole"}): all else is cut as before'
+        )
+    made = cut(placements)
+    assert len(made.layers) == count
+    assert not any(name.startswith("blocks.1") for name in made.table)
+
+
 # Each in a trainer of its own, whose first forward is that of an evaluation.
 REFUSED = {
     "what torch cannot see into": (
         "evaluated(make(model=lambda: Hidden().double(), tensor={'up': 'column', 'down': 'row'}), basics.data)",
-        "UsageError: down gives something else when Hidden is cut by tensor=; leave its layers out of tensor=, or say "
+        'UsageError: down gives something else when Hidden is cut by tensor=; say "whole" of its layers in tensor=, or '
         '"column:3" of a weight of three',
     ),
     "another gradient": (
         "trained(make(model=lambda: Hidden(True).double(), tensor={'up': 'column', 'down': 'row'}), basics.data)",
-        "UsageError: the gradient of up.weight is another when Hidden is cut by tensor=; leave its layer out of "
-        'tensor=, or say "whole" of it',
+        'UsageError: the gradient of up.weight is another when Hidden is cut by tensor=; say "whole" of its layer in '
+        "tensor=",
     ),
     "writes into a part": (
         "evaluated(make(model=lambda: Writing().double(), tensor={'up': 'column', 'down': 'row'}), basics.data)",

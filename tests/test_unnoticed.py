@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def test_what_a_loss_or_a_model_keeps_by_itself_is_told_of(case: str, run: Any) 
         rf"the loss of one micro-batch is another one when it is computed again \({number}, then {number}\): "
         rf"something that the loss or the model keeps moves{named}, and the result depends on the number of workers; "
         "keep it in a buffer of the model and say how it is merged with paceline.buffer, put it in trainer.state and "
-        "change it in the body of the loop, or train with one worker",
+        "change it in the body of the loop, or train with one worker and micro= as large as global_batch=",
         note,
     )
     assert sum(entry["what"] == ONE_BY_ONE for entry in happened(run, "decision")) == 1
@@ -136,6 +137,74 @@ def test_what_is_drawn_or_merged_by_rule_is_not_taken_for_it(run: Any) -> None:
         return found
 
     list(make(model=whole, loss=loss).steps(data))
+    assert not happened(run, "note")
+
+
+COUNTER = """
+calls, total, seen = 0, torch.zeros(2).double(), []
+
+def loss(output, batch):
+    global calls
+    calls += 1
+    if CASE == "tensor":
+        total.add_(output.detach().mean(0))
+    seen.append(float(output.detach().mean()))
+    return cross_entropy(output, batch) * (1 + 0.1 * (calls > 1000))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop, self.n, self.cache = net(), nn.Dropout(0.1), 0, None
+
+    def forward(self, x):
+        self.n += self.training
+        self.cache = len(x) if self.cache is None else self.cache
+        return self.drop(self.inner(x))
+
+given = {"model": Net} if CASE == "model" else {"loss": loss}
+list(make(**given).steps(data))
+"""
+COUNTED = {
+    "loss": ("calls changes", "it"),
+    "model": ("model.n changes", "it"),
+    "tensor": ("total, calls change", "them"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "workers"),
+    [(case, 1) for case in COUNTED]
+    + [("loss", 2)]
+    + [pytest.param(case, 3, marks=pytest.mark.slow) for case in COUNTED],
+)
+def test_what_changes_with_each_micro_batch_and_may_matter_later_is_named(
+    case: str, workers: int, tmp_path: Path
+) -> None:
+    done = train_basics(tmp_path, f"CASE = {case!r}\n" + COUNTER, workers)
+    names, what = COUNTED[case]
+    line = (
+        f"{names} each time a micro-batch is computed, by the loss or the model: if the loss depends on {what}, "
+        f"the result depends on the number of workers; then keep {what} in trainer.state and change {what} in the body "
+        "of the loop\n"
+    )
+    assert done.stderr.count(line) == 1
+    assert done.stderr.count("each time a micro-batch") == 1
+
+
+def test_logs_and_caches_and_metrics_of_a_loss_are_not_taken_for_counters(run: Any) -> None:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    seen, found, accuracy, called = [0.0], dict[int, float](), MulticlassAccuracy(2), SimpleNamespace(first=None)
+
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        called.first = output if called.first is None else called.first
+        accuracy.update(output.detach(), batch[1])
+        seen.append(float(output.detach().mean()))
+        found[len(seen)] = seen[-1]
+        return F.cross_entropy(output, batch[1])
+
+    list(make(loss=loss).steps(data, epochs=2))
+    assert len(seen) > 8
     assert not happened(run, "note")
 
 

@@ -275,3 +275,53 @@ def test_collectives_over_a_group_of_the_script_are_refused_inside(case: str, ba
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", code=None)
     assert done.returncode in (1, 2)
     assert f"UsageError: {what} of torch.distributed; {ADVICE}" in " ".join(done.stderr.split())
+
+
+OTHER_ROWS = """
+import random
+made = random.Random(paceline.join().rank if KIND == "other" else 0)
+rows = TensorDataset(x + made.random(), data.tensors[1])
+
+class Loaded(torch.utils.data.Dataset):
+    loads = 0
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        Loaded.loads += 1
+        return rows[index]
+
+trainer = make()
+list(trainer.steps(data))
+metric = lambda output, batch: {"n": (len(output), len(output))}
+counted = Loaded()
+for turn in range(2):
+    before = Loaded.loads
+    if CALL == "evaluate":
+        trainer.evaluate(counted, metric)
+    else:
+        list(trainer.predict(counted))
+    print("loads", turn, Loaded.loads - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "workers"), [("evaluate", 2), ("predict", 2), pytest.param("evaluate", 3, marks=pytest.mark.slow)]
+)
+def test_rows_of_a_dataset_that_differ_in_evaluate_and_predict_are_named(
+    call: str, workers: int, tmp_path: Path
+) -> None:
+    head = f"KIND, CALL = 'other', {call!r}\n"
+    done = train_basics(tmp_path, head + OTHER_ROWS, workers, "--max-restarts", "0", code=1)
+    odd, usual = ("worker 1", "worker 0") if workers == 2 else ("workers 1-2", "worker 0")
+    assert (
+        f"DatasetError: row 0 of the dataset of {call}() is another one on {odd} than on {usual}; give all workers the "
+        "same data in the same order: sort the names of files, seed what is split or made at random\n"
+    ) in done.stderr
+
+
+def test_rows_of_a_dataset_are_compared_once(tmp_path: Path) -> None:
+    done = train_basics(tmp_path, "KIND, CALL = 'same', 'evaluate'\n" + OTHER_ROWS, 2, "--max-restarts", "0")
+    loads = [int(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("loads")]
+    assert loads[0] - loads[1] == 2 * 3

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.comm.group import Group
 from paceline.comm.refusing import refusing
-from paceline.data.fingerprint import compare_read, first_rows, same_lengths
+from paceline.data.fingerprint import compare_read, compare_rows, first_rows
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError, UsageError, add_hint
 from paceline.hints import Hinting
@@ -126,11 +126,11 @@ def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
 
     Raises MetricError where metrics are not (sum, count) by name, or their names differ between rows or workers; where
     objects do not say how their states merge, or what of output and batch they take. DatasetError where the dataset is
-    longer on some workers.
+    longer on some workers, or has other rows.
     """
     group = sweep.team.group
     group.enter(f"evaluate(){sweep.of}", kind="evaluate()")
-    same_lengths(group.gather_json(sweep.source.rows), group, "the dataset of evaluate()")
+    compare_rows(group, sweep.source, sweep.team.world.tell, "the dataset of evaluate()")
     rows, base, first, whole = 0, 0, list[list[str]](), sweep.job.over is not None
     if whole and sweep.grid is None:
         what = "the metric is over whole global batches, as the loss is, and the Trainer knows none"

@@ -22,7 +22,7 @@ from paceline.checkpoint.files import Whole, write_cure
 from paceline.checkpoint.storage import write_file
 from paceline.checkpoint.tensorfile import DTYPES, head, ordered
 from paceline.checkpoint.tree import raw
-from paceline.data.fingerprint import compare_read, first_rows
+from paceline.data.fingerprint import compare_read, compare_rows, first_rows
 from paceline.data.loader import Feed
 from paceline.errors import CheckpointError, UsageError, a
 from paceline.evaluate import Sweep
@@ -107,6 +107,8 @@ class _Outputs:
                 self._feed.close()
             self._feed = self._sweep.feed(size)
         self._fed = word
+        if at == 0:
+            compare_rows(group, self._sweep.source, self._sweep.team.world.tell, "the dataset of predict()")
         more = self._feed.has(at)
         feed = self._feed
         compare_read(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from paceline.agreement import Weights
 from paceline.arguments import memory_now, peak_memory
 from paceline.comm.refusing import refusing
 from paceline.data.balance import Balance, Change
+from paceline.data.changes import Counters
 from paceline.data.fingerprint import refuse_lengths
 from paceline.data.loader import Place
 from paceline.errors import MetricError, UsageError
@@ -130,10 +131,12 @@ class Stepper:
     noise: Noise = field(default_factory=Noise)
     waiting_since: float = field(default_factory=time.perf_counter)
     peak: int = 0  # bytes that the process had at most before its first step
+    kinds: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict)  # of parameters, at the beginning
     place: Callable[[], Place] | None = None  # how its global batches are dealt, if otherwise than all others
 
     def __post_init__(self) -> None:
         self.operations = self.run.team.operations
+        self.kinds = {name: (param.dtype, param.device) for name, param in self.job.named.items()}
         self.group = self.replica.team  # the workers who make a step together
         plan, unit = self.plan, self.replica.mesh.unit
         apart = self.run.team.world.shares is not None or plan.together > 1 or plan.local
@@ -161,7 +164,11 @@ class Stepper:
         self.run.traffic.turn(self.trainer)
         step = Step(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
-            self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
+            try:
+                self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
+            except RuntimeError as error:
+                refuse_other_kinds(self.kinds, dict(self.job.model.named_parameters()), error)
+                raise
         # The seconds since the last step's end that are none of the other parts.
         step.spent["other"] = max(0.0, time.perf_counter() - self.waiting_since - sum(step.spent.values()))
         self.spent = step.spent
@@ -249,7 +256,11 @@ class Stepper:
         while True:
             step.ahead = migration.step(self.trainer, whole) if migration.giving else None
             heard = None if step.ahead is None else step.ahead.sum
+            # In the first step much is made that stays.
+            counters = self._counters() if self.made == 1 and "keeps" not in self.told else None
             sums = step.sums = self.replica.run(step.whole.micro_batches, options, heard)
+            if counters is not None and (names := counters.names()):
+                self.news["counts"] = counted_told(names), ""
             step.spent["compute"] = (computed := time.perf_counter()) - began - step.spent.get("data", 0.0)
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
             alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
@@ -263,6 +274,11 @@ class Stepper:
             if divided and self.balance is not None:  # it draws, say, or fails: everybody takes whole ones
                 self.balance.divide(tested=False, strict=True)
                 self._load(step, deal)
+
+    def _counters(self) -> Counters:
+        """What the user's loss, forward and models keep besides parameters and buffers, as it is now."""
+        loss, forward = (getattr(one, "call", one) for one in (self.job.over or self.job.loss, self.job.forward))
+        return Counters(self.job.beside, loss=loss, forward=forward)
 
     def _try_single_row(self, step: Step) -> None:
         """Before the first step of a loop in which a micro-batch of a single row comes later: whether the model can
@@ -626,3 +642,33 @@ class Stepper:
     def _refusal(self, step: Step) -> Refusal:
         computed = step.whole.micro_batches, step.options, step.sums
         return Refusal(self.replica, self.group, f"step {step.number + 1}{step.whose}", *computed)
+
+
+def counted_told(names: Sequence[str]) -> str:
+    """For people: what a loss or a forward changes by itself, each time it is called."""
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    change, what = ("changes", "it") if len(names) == 1 else ("change", "them")
+    return (
+        f"{some} {change} each time a micro-batch is computed, by the loss or the model: if the loss depends on "
+        f"{what}, the result depends on the number of workers; then keep {what} in trainer.state and change {what} in "
+        "the body of the loop"
+    )
+
+
+def refuse_other_kinds(
+    kinds: Mapping[str, tuple[torch.dtype, torch.device]], named: Mapping[str, torch.Tensor], error: Exception
+) -> None:
+    """Raises UsageError where a step failed and a parameter has another dtype, or is elsewhere, than at first."""
+    for name, param in named.items():
+        dtype, device = kinds.get(name, (param.dtype, param.device))
+        if (param.dtype, param.device) != (dtype, device):
+            before, now = (
+                (str(dtype).removeprefix("torch."), str(param.dtype).removeprefix("torch."))
+                if param.dtype != dtype
+                else (device, param.device)
+            )
+            raise UsageError(
+                f"the script has converted the model after the Trainer was made: {name} was {before} and is {now}",
+                "convert the model before the Trainer is made, or a copy.deepcopy of it in the loop; for arithmetic in "
+                "bfloat16 say precision=bf16 in the plan",
+            ) from error

@@ -1,7 +1,8 @@
-"""Whether what rows are made of has changed: the state of a dataset, of its collate and of its order.
+"""Whether the state of the script's objects has changed: of a dataset, its collate and its order; of a loss or a model.
 
 A loader process has a copy of the dataset from the moment it was forked. A snapshot taken at that moment tells later
-whether the script has changed the dataset since, so that rows of a stale copy are never trained on.
+whether the script has changed the dataset since, so that rows of a stale copy are never trained on. Counters tell what
+a loss or a forward changes by itself, each time it is called.
 """
 
 from __future__ import annotations
@@ -65,12 +66,15 @@ class Snapshot:
     object of a C extension, a file, a large array, or more objects than are looked into; it is empty if there is none.
     """
 
-    def __init__(self, **roots: Any) -> None:
+    def __init__(self, *known: Any, **roots: Any) -> None:
+        """`known` objects are not looked into."""
         self.unseen = ""
         self._probes: list[Callable[[], str]] = []  # each gives the name of a part that has changed, or an empty text
         self._tensors: list[torch.Tensor] = []
         self._names: list[str] = []  # of the tensors
-        self._seen: dict[int, Any] = {}  # what was looked into, which stays alive so that no other gets its id
+        self._seen: dict[int, Any] = {
+            id(one): one for one in known
+        }  # what was looked into, which stays alive so that no other gets its id
         self._entries, self._bytes = ENTRIES, BYTES
         self._waiting = deque(roots.items())
         while self._waiting and not self._is_full():
@@ -249,7 +253,67 @@ class Snapshot:
         self._probes.append(changed)
 
 
+class Counters(Snapshot):
+    """The numbers, tensors and arrays that a loss, a forward and models keep, at the moment the snapshot was taken.
+
+    Left out are parameters and buffers of the models, lists and mappings that grow, as logs and caches do, and objects
+    of installed packages, as metrics of torchmetrics are.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module], **roots: Any) -> None:
+        self._numbers: list[Callable[[], list[str]]] = []  # each gives the names of parts that have changed
+        known, modules = list[Any](), dict[str, Any]()
+        for model in models:
+            known += [*model.parameters(), *model.buffers()]
+            modules |= {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
+        super().__init__(*known, **roots, **modules)
+
+    def names(self) -> list[str]:
+        """The names of what has changed."""
+        now = zip(self._names, _versions(self._tensors), self._versions, strict=True)
+        moved = [name for name, version, before in now if version != before]
+        return list(dict.fromkeys(moved + [name for compare in self._numbers for name in compare()]))
+
+    def _look_at_object(self, name: str, value: Any) -> None:
+        kind = type(value)
+        container = kind.__module__ in ("builtins", "collections", "types")
+        if _is_library(kind.__module__) and not container and _content_of(value) is None:
+            return
+        if not isinstance(value, torch.nn.Module):
+            super()._look_at_object(name, value)
+            return
+        self._compare_names(name, lambda: _attributes(value, _OF_MODULES.__contains__))
+        self._refer([(kind.__qualname__, kind)])
+
+    def _look_at_bytes(self, name: str, value: Any, content: memoryview) -> None:
+        probes = len(self._probes)
+        super()._look_at_bytes(name, value, content)
+        self._numbers += [lambda probe=probe: [probe()] if probe() else [] for probe in self._probes[probes:]]  # type: ignore[misc]
+
+    def _compare_items(self, name: str, items: Any) -> None:
+        super()._compare_items(name, items)
+        if not isinstance(items, set):
+            before = list(items)
+            self._compare_numbers(lambda: dict(enumerate(items)) if len(items) == len(before) else {}, name, "[{}]")
+
+    def _compare_names(self, name: str, read: Callable[[], dict[Any, Any]], of: str = ".{}") -> None:
+        super()._compare_names(name, read, of)
+        self._compare_numbers(read, name, of)
+
+    def _compare_numbers(self, read: Callable[[], dict[Any, Any]], name: str, of: str) -> None:
+        before = {one: value for one, value in read().items() if type(value) in (int, float)}
+
+        def changed() -> list[str]:
+            now = read()
+            moved = [one for one, value in before.items() if type(now.get(one)) in (int, float) and now[one] != value]
+            return [f"{name}{of.format(one)}" if name else str(one) for one in moved]
+
+        if before:
+            self._numbers.append(changed)
+
+
 _NOTHING = object()
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
 _OF_CLASSES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__abstractmethods__", "_abc_impl"})
 
 

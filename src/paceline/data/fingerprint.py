@@ -7,7 +7,9 @@ import hashlib
 import io
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import FunctionType, ModuleType
@@ -188,6 +190,35 @@ def same_lengths(lengths: Sequence[int | None], group: Group, what: str) -> None
         each = [f"{lengths[some[0]]} rows on {ranks(group.names[rank] for rank in some)}" for some in apart]
         cure = "give all workers the same whole dataset: its rows are dealt out to them"
         raise DatasetError(f"{what} has {' and '.join(each)}", cure)
+
+
+def compare_rows(group: Group, source: Source, tell: Callable[..., None], what: str) -> None:
+    """Raises DatasetError where a dataset is longer on some workers, or where one of a few rows is another one: these
+    are loaded the first time that a dataset is met. Part of the entered collective.
+    """
+    digests, rows = list[Any](), list[int]()
+    if source.rows is not None and group.size > 1:
+        rows = sorted({0, source.rows // 2, source.rows - 1})
+        if _compared.get(id(source.dataset)) is not source.dataset:
+            digests = source.loaded(_Twice(source, rows), tell)
+    told = group.gather_json([source.rows, get_cpu_capability(), digests])
+    same_lengths([length for length, _, _ in told], group, what)
+    known = [rank for rank in range(group.size) if told[rank][2]]
+    for number, row in enumerate(rows):
+        found = [theirs[number] if theirs else None for _, _, theirs in told]
+        if not all(found[rank] for rank in known):
+            continue  # it is drawn, or cannot be loaded
+        # Floats that are computed come out otherwise on other processors.
+        equal = len({told[rank][1] for rank in known}) == 1
+        if apart := parted(known, [theirs and (tuple(theirs) if equal else theirs[0]) for theirs in found]):
+            usual, odd = (ranks(group.names[rank] for rank in some) for some in apart)
+            raise DatasetError(f"row {row} of {what} is another one on {odd} than on {usual}", _SAME)
+    if digests:
+        with suppress(TypeError):  # a list, say, which is compared each time
+            _compared[id(source.dataset)] = source.dataset
+
+
+_compared = weakref.WeakValueDictionary[int, Any]()  # datasets of evaluate() and predict()
 
 
 def _sample(source: Source, tell: Callable[..., None]) -> dict[str, Any]:

@@ -349,6 +349,8 @@ class Feed:
         self._iterator: Any = None  # begun when there is something to load
         self._rows: _Rows | None = None  # where they are loaded in this process
         self.watched = watched  # whether the script may change the dataset between two global batches
+        self._length = len(source.dataset) if watched and source.rows is not None else None
+        self._begun = self._epoch_of(self.start)  # the epoch whose first global batch was reached last
         self._asked = bool(self.options.get("num_workers"))  # for loader processes
         self._state: Snapshot | None = None  # of what a loader process has a copy of
         self._forks_each_epoch = False
@@ -361,6 +363,19 @@ class Feed:
     def read(self) -> list[Any]:
         """The rows of the global batch that was given last, of an iterable dataset: every worker reads all of them."""
         return [] if self._stream is None else self._stream.rows
+
+    def _epoch_of(self, step: int) -> int:
+        return 0 if self.source.rows is None else step // self.grid.batches(self.source.rows)
+
+    def _compare_length(self, epoch: int) -> None:
+        """Raises DatasetError if the dataset has another length when an epoch begins than when the feed was made."""
+        self._begun = epoch
+        if self._length is not None and (now := len(self.source.dataset)) != self._length:
+            raise DatasetError(
+                f"the dataset has {now} rows at the start of epoch {self.source.first_epoch + epoch}, and had "
+                f"{self._length} when the loop over steps() began",
+                "write one loop over steps(dataset, epochs=1) for each epoch, and change the length between the loops",
+            )
 
     def grid_of(self, step: int) -> tuple[int, int, list[range]]:
         """Epoch, first position and micro-batches (as position ranges) of a phase's global batch."""
@@ -410,6 +425,8 @@ class Feed:
         more = self.batches is None or step < self.batches
         if more and self._stream is not None:
             more = self._stream.reach(step)
+        if more and (epoch := self._epoch_of(step)) > self._begun:
+            self._compare_length(epoch)
         if not more:
             self.close()
         return more

@@ -30,7 +30,7 @@ _MOVES = "the loss of one micro-batch is another one when it is computed again"
 _KEEPS = (
     f"{_MOVES} ({{}}, then {{}}): something that the loss or the model keeps moves{{}}, and the result depends on the "
     "number of workers; keep it in a buffer of the model and say how it is merged with paceline.buffer, put it in "
-    "trainer.state and change it in the body of the loop, or train with one worker"
+    "trainer.state and change it in the body of the loop, or train with one worker and micro= as large as global_batch="
 )
 
 

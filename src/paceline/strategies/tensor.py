@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +51,7 @@ from paceline.strategies.state import refuse_state
 from paceline.strategies.streams import Streams
 
 _SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
+_SAID = "tensor= says so"
 PLACEMENTS = f"say one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {WHOLE}"
 # What transformers calls them.
 _THEIRS = {
@@ -72,6 +73,15 @@ class _Layer:
     module: nn.Module
     how: Placement
     part: Division | None = None
+
+
+def _matching(pattern: str, names: Iterable[str], source: str) -> list[str]:
+    """The names of modules that a pattern is of; UsageError if a table of the user's names none."""
+    form = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+    found = [name for name in names if form.fullmatch(name)]
+    if not found and source == _SAID:
+        raise UsageError(f"tensor= names {pattern!r}, and the model has no such module", "write its path")
+    return found
 
 
 @dataclass
@@ -152,22 +162,27 @@ class TensorCut:
         self, named: Mapping[str, nn.Module], said: Mapping[str, str] | None
     ) -> tuple[dict[str, Placement], str]:
         """The layers and whence they are known."""
-        source = "tensor= says so"
+        source = _SAID
+        if said and all((how := Placement.parse(text)) and how.kind == WHOLE for text in said.values()):
+            # Nothing says what is cut: what would be without a table, but for these.
+            left = {name for pattern in said for name in _matching(pattern, named, source)}
+            found, source = self._placed(named, None)
+            return {name: how for name, how in found.items() if name not in left}, f"{source}, and tensor= leaves some"
         if said is None:
             said, source = self._theirs(), "the model's own plan says so"
         if not said:
             return derive(self.job.model, self.unit.size), "its blocks were run once to see"
-        found: dict[str, Placement] = {}
+        found = {}
         for pattern, text in said.items():
             how = Placement.parse(text)
             if how is None:
                 raise UsageError(f"tensor= says {text!r} of {pattern!r}", PLACEMENTS)
-            form = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-            names = [name for name in named if form.fullmatch(name)]
-            if not names and source == "tensor= says so":
-                raise UsageError(f"tensor= names {pattern!r}, and the model has no such module", "write its path")
-            found |= dict.fromkeys(names, how) if how.kind != WHOLE else {}
-        if source != "tensor= says so":  # entries that are scaled, say, and a head that is tied to them, stay whole
+            names = _matching(pattern, named, source)
+            for name in names:
+                found.pop(name, None)
+                if how.kind != WHOLE:
+                    found[name] = how
+        if source != _SAID:  # entries that are scaled, say, and a head that is tied to them, stay whole
             kinds = [m for m in named.values() if isinstance(m, nn.Embedding) and type(m) is not nn.Embedding]
             other = {id(module.weight) for module in kinds}
             found = {name: how for name, how in found.items() if id(getattr(named[name], "weight", None)) not in other}
@@ -193,13 +208,13 @@ class TensorCut:
         ):
             kinds = {VOCABULARY: "Embedding", HEADS: "MultiheadAttention"}
             what = f"{layer.name} is {type(module).__name__}, which has no {kind} cut"
-            raise UsageError(what, f"leave it out of tensor=, or name a {kinds.get(kind, 'Linear')}")
+            raise UsageError(what, self._leave(layer.name, f", or name a {kinds.get(kind, 'Linear')}"))
         if not has_own(module, "in_proj_weight" if kind == HEADS else "weight"):
             others = ", ".join(name for name, _ in module.named_parameters())
             what = (
                 f"the weight of {layer.name} is computed from other parameters ({others}), which tensor= does not cut"
             )
-            raise UsageError(what, "leave it out of tensor=")
+            raise UsageError(what, self._leave(layer.name))
         if kind == HEADS:
             self._cut_heads(layer)
             return
@@ -218,7 +233,7 @@ class TensorCut:
         module = cast(nn.MultiheadAttention, layer.module)
         if module.num_heads % self.unit.size or not module._qkv_same_embed_dim:
             what = f"tensor={self.unit.size} does not divide the {module.num_heads} heads of {layer.name}"
-            raise UsageError(what, self._fits(module.num_heads))
+            raise UsageError(what, self._fits(layer, module.num_heads))
         width = module.embed_dim
         three, one = (Division(0, (width,) * count, self.unit.size) for count in (3, 1))
         self._divide(layer, module, "in_proj_weight", 0, three)
@@ -241,12 +256,21 @@ class TensorCut:
             of = f"{length} {_OF[how.kind]}"
             if how.sections != (1,):
                 of = f"{length} {_OF[how.kind]} in sections {how}"
-            raise UsageError(f"tensor={size} does not divide the {of} of {layer.name}", self._fits(length))
+            raise UsageError(f"tensor={size} does not divide the {of} of {layer.name}", self._fits(layer, length))
         return part
 
-    def _fits(self, length: int) -> str:
-        fits = [n for n in range(2, self.unit.size) if length % n == 0]
-        return f"say tensor={fits[-1]}" if fits else f'say "{WHOLE}" of it in tensor='
+    def _fits(self, layer: _Layer, length: int) -> str:
+        """What to say where a length is not divided: another number of parts, of which these workers can be made."""
+        size = self.unit.size
+        workers = size * (self.job.units.size if self.job.units else 1)
+        fits = [n for n in range(2, size) if length % n == 0 and workers % n == 0]
+        return f"say tensor={fits[-1]}" if fits else self._leave(layer.name)
+
+    def _leave(self, name: str, more: str = "") -> str:
+        """What to say so that a layer stays whole."""
+        if self._source == _SAID:
+            return f'say "{WHOLE}" of it in tensor={more}'
+        return f'say Trainer(..., tensor={{"{name}": "{WHOLE}"}}): all else is cut as before'
 
     def _divide(self, layer: _Layer, module: nn.Module, key: str, dim: int, part: Division, path: str = "") -> None:
         """Leaves of a parameter the own piece, under all of its names in the model. It has no values yet."""
@@ -255,7 +279,7 @@ class TensorCut:
             _, cut = self._made[id(whole)]
             if cut != replace(part, dim=dim).cut(cut.shape, self.unit.size):
                 what = f"{layer.name}.{path} is tied to a weight that is cut in another way"
-                raise UsageError(what, "leave it out of tensor=")
+                raise UsageError(what, self._leave(layer.name))
             return
         part = replace(part, dim=dim)
         cut = part.cut(tuple(whole.shape), self.unit.size)
@@ -461,17 +485,18 @@ class TensorCut:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            cure = "leave the layers whose outputs a torch.autograd.Function takes out of tensor="
+            cure = f'say "{WHOLE}" in tensor= of the layers whose outputs a torch.autograd.Function takes'
             raise UsageError(f"{self._name} cannot be computed when it is cut by tensor= ({error})", cure) from error
         most, others = outputs_apart(output, whole)
         if others:
             where = self._first_apart(model, batch)
             what = f"{where} gives something else when {self._name} is cut by tensor="
-            raise UsageError(what, f'leave its layers out of tensor=, or say "{COLUMN}:3" of a weight of three')
+            cure = f'say "{WHOLE}" of its layers in tensor=, or "{COLUMN}:3" of a weight of three'
+            raise UsageError(what, cure)
         name, distance = farthest(gradients, expected, whole)
         if name:
             what = f"the gradient of {name} is another when {self._name} is cut by tensor="
-            raise UsageError(what, 'leave its layer out of tensor=, or say "whole" of it')
+            raise UsageError(what, f'say "{WHOLE}" of its layer in tensor=')
         if model.training and torch.is_grad_enabled():
             gradients_too = f"and gradients {distance:.1g} apart" if backward else "apart (a backward would not fit)"
             figures = f"outputs {most:.1g} {gradients_too}"
