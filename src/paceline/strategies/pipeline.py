@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +25,8 @@ from paceline.errors import UsageError
 from paceline.pieces import Cut, Piece
 from paceline.strategies.chunks import refuse_other_input
 from paceline.strategies.job import ELSEWHERE, Job, Judge
-from paceline.strategies.parts import tensors_in
+from paceline.strategies.moves import Division
+from paceline.strategies.parts import mark, part_of, tensors_in
 from paceline.strategies.passage import (
     ANOTHER_WAY,
     PARAM,
@@ -51,20 +52,13 @@ MOST = 64  # messages on their way, before a sender waits
 
 @dataclass
 class _Absent:
-    """A parameter that this worker has nothing of: what is in its place, the shape and the gradient hooks that it has
-    elsewhere, and where it belongs.
+    """A parameter whose values are on other workers: `param` is empty here, and has this `shape` there. With tensor=
+    it may be this `part` of a larger one.
     """
 
-    empty: nn.Parameter
+    param: nn.Parameter
     shape: torch.Size
-    hooks: Any
-    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
-
-    def filled(self, value: torch.Tensor) -> nn.Parameter:
-        made = nn.Parameter(value, self.empty.requires_grad)
-        vars(made).update(vars(self.empty))
-        made._backward_hooks = self.hooks
-        return made
+    part: Division | None
 
 
 @dataclass
@@ -150,11 +144,11 @@ class Pipeline:
                     self._stand_ins[id(other)] = known
                     self._outside.append((homes[0], id(param), name))
                 if known not in self._absent:
-                    self._absent[known] = _Absent(param, param.shape, param._backward_hooks)
-                self._absent[known].slots.append((module, key))
+                    self._absent[known] = _Absent(param, param.shape, part_of(param))
                 theirs[id(param)] = param, cut
         for param, cut in theirs.values():  # after all names of all are known; whoever else holds one has it empty, too
             param.data = torch.empty((0, *cut.shape[1:]), dtype=param.dtype, device=param.device)
+            mark(param, None)  # nothing can be gathered of it
         job.named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         modules = dict(model.named_modules())
         for number, name in enumerate(self.stages.blocks):
@@ -412,7 +406,7 @@ class Pipeline:
 
     def lacking(self) -> int:
         """Bytes of what other workers have of the model."""
-        return sum(one.shape.numel() * one.empty.element_size() for one in self._absent.values())
+        return sum(one.shape.numel() * one.param.element_size() for one in self._absent.values())
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The trainable parameters as they are in the model now, with the first of their names."""
@@ -425,30 +419,34 @@ class Pipeline:
 
     @contextmanager
     def assembled(self) -> Iterator[None]:
-        """Meanwhile the worker of the last stage has the whole model, to which the others give their parameters here.
+        """Puts the whole model on the worker of the last stage for a while: the other workers send it their parameters.
+        The parameters stay the same objects, so that lists of them in modules or closures hold the values as well.
         Collective in the line.
         """
-        line, slots = self.line, list[tuple[nn.Module, str, nn.Parameter | None]]()
+        line, filled = self.line, list[tuple[_Absent, torch.Tensor]]()
         line.enter("the whole model, on one worker of a pipeline", check=False, kind="comparison")
         first = {known: name for name, known in reversed(self._keys.items())}
-        for known, name in sorted(first.items()):
-            home = self.source(name)
-            if self.judge in {stage % line.size for stage in self._homes[name]}:
-                continue
-            if line.rank == home:
-                line.send(self._held[known].detach().contiguous(), self.judge)
-            elif line.rank == self.judge:
-                absent = self._absent[known]
-                value = torch.empty(absent.shape, dtype=absent.empty.dtype, device=absent.empty.device)
-                line.receive(value, home)
-                made = absent.filled(value)
-                slots += [(module, key, made) for module, key in absent.slots]
         try:
-            with placed(slots):
-                self.assembles = self.job.assembled = line.rank == self.judge
-                yield
+            for known, name in sorted(first.items()):
+                home = self.source(name)
+                if self.judge in {stage % line.size for stage in self._homes[name]}:
+                    continue
+                if line.rank == home:
+                    line.send(self._held[known].detach().contiguous(), self.judge)
+                elif line.rank == self.judge:
+                    absent = self._absent[known]
+                    value = torch.empty(absent.shape, dtype=absent.param.dtype, device=absent.param.device)
+                    line.receive(value, home)
+                    filled.append((absent, absent.param.data))
+                    absent.param.data = value
+                    mark(absent.param, absent.part)
+            self.assembles = self.job.assembled = line.rank == self.judge
+            yield
         finally:
             self.assembles = self.job.assembled = False
+            for absent, empty in filled:
+                absent.param.data = empty
+                mark(absent.param, None)
 
     def abandon(self) -> None:
         """Nothing is under way any more."""
