@@ -23,7 +23,7 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.pieces import Cut, Piece
-from paceline.strategies.chunks import refuse_other_input
+from paceline.strategies.chunks import refuse_other_input, tensors_of
 from paceline.strategies.job import ELSEWHERE, Job, Judge
 from paceline.strategies.moves import Division
 from paceline.strategies.parts import mark, part_of, tensors_in
@@ -48,6 +48,18 @@ from paceline.strategies.streams import Streams
 _under_way: list[str] = []  # the models whose forward or loss is computed by this worker just now
 HEAD = 1024  # bytes of the first message; a longer head goes on in a second one
 MOST = 64  # messages on their way, before a sender waits
+
+
+# What is called, in training mode or not, and of each tensor that it takes, which sizes are 0, 1 or more.
+_Kind = tuple[str, bool, tuple[tuple[int, ...], ...]]
+
+
+def _kind(what: str, model: nn.Module, given: Any) -> _Kind:
+    """The kind of a forward. Code may take another way where a size is 0 or 1 (a single row or token), as it does under
+    torch.compile, which tells the same sizes apart.
+    """
+    shapes = tuple(tuple(min(size, 2) for size in tensor.shape) for tensor in tensors_of(given))
+    return what, model.training, shapes
 
 
 @dataclass
@@ -92,7 +104,7 @@ class Pipeline:
         self._stand_ins: dict[int, Key] = {}
         # Parameters outside of blocks that this worker has nothing of: the first stage, the identity, the name.
         self._outside: list[tuple[int, int, str]] = []
-        self._ways: dict[tuple[str, bool], list[list[Key]]] = {}  # by kind of forward: what each stage sends on
+        self._ways: dict[_Kind, list[list[Key]]] = {}  # by kind of forward: what each stage sends on
         self._passage: Passage | None = None
         self._stage: int | None = None  # that a runner has said
         self._heard, self._want, self._surveys = Heard(), frozenset[Key](), False
@@ -217,17 +229,21 @@ class Pipeline:
             return self._plain(model, batch)
         if self.assembles:
             return self._cut_forward(model, batch)
-        self.survey(model, batch)
-        return self._forwards(("forward", model.training), partial(self._cut_forward, model, batch))
+        return self._forwards(self.survey(model, batch), partial(self._cut_forward, model, batch))
 
-    def survey(self, model: nn.Module, batch: Any) -> None:
+    def knows(self, model: nn.Module, batch: Any) -> bool:
+        """Whether a forward of this kind has been surveyed."""
+        return _kind("forward", model, batch) in self._ways
+
+    def survey(self, model: nn.Module, batch: Any) -> _Kind:
         """Sees which values stages need of earlier ones, if this is the first forward of its kind: without anything
-        around it that looks at values. Collective in the line then.
+        around it that looks at values. Collective in the line then, hence not while a schedule is under way.
         """
-        if (kind := ("forward", model.training)) not in self._ways:
+        if (kind := _kind("forward", model, batch)) not in self._ways:
             self._survey(kind, partial(self._inside, model, batch))
+        return kind
 
-    def _forwards(self, kind: tuple[str, bool], call: Callable[[], Any]) -> Any:
+    def _forwards(self, kind: _Kind, call: Callable[[], Any]) -> Any:
         self.line.enter("the stages of a pipeline", check=False, kind="pipeline")
         output = ELSEWHERE
         for stage in [self._stage] if self._stage is not None else self.own:
@@ -310,7 +326,7 @@ class Pipeline:
         self._sent.clear()
         self.waited += time.perf_counter() - began
 
-    def _survey(self, kind: tuple[str, bool], call: Callable[[], Any]) -> None:
+    def _survey(self, kind: _Kind, call: Callable[[], Any]) -> None:
         """One forward on stand-ins, stage by stage, to see which values stages need of earlier ones."""
         self.line.enter("the stages of a pipeline", check=False, kind="pipeline")
         found: dict[int, list[Key]] = {}
@@ -472,7 +488,7 @@ class Pipeline:
         self.line.enter(f"a call of {self._model}, which is cut in stages", kind="pipeline")
         refuse_other_input(self.line, (given, named), self._model, "pipeline= cuts it")
         call, mark = partial(self._passing, partial(forward, *given, **named)), self._streams.mark()
-        if (kind := ("call", self.job.model.training)) not in self._ways:
+        if (kind := _kind("call", self.job.model, (given, named))) not in self._ways:
             self._survey(kind, call)
         output = self._forwards(kind, call)
         self.finish()

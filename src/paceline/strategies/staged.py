@@ -59,6 +59,7 @@ class StagedRunner(Runner):
 
     def _forwards(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         line = self.pipeline
+        self._survey(chunks)
         for kind, stage, number in line.actions(len(chunks)):
             if kind == FORWARD:
                 line.at(stage)
@@ -76,6 +77,7 @@ class StagedRunner(Runner):
         if sums.records is not None:
             what = "the model has BatchNorm, or a buffer that says how it is merged"
             raise UsageError(f"{what}, and pipeline= is not built for these yet", "leave pipeline= out")
+        self._survey(chunks)
         line, parts, sent = self.pipeline, list[Loss](), self.pipeline.sent
         under: dict[tuple[int, int], tuple[Loss, Any]] = {}
         seconds = dict.fromkeys(line.own, 0.0)
@@ -106,6 +108,13 @@ class StagedRunner(Runner):
         if chunks:
             self.job.inside["pipeline"] = (line.sent - sent) // len(chunks)
         return parts
+
+    def _survey(self, chunks: Sequence[Chunk]) -> None:
+        """All kinds of forwards are known before the schedule begins, in which workers are at different chunks."""
+        for chunk in chunks:
+            if not self.pipeline.knows(self.job.model, chunk.batch):
+                with chunk.noted, self.job.arithmetic():
+                    self.pipeline.survey(self.job.model, chunk.batch)
 
     @contextmanager
     def _timed(self, seconds: dict[int, float], stage: int) -> Iterator[None]:
