@@ -66,7 +66,7 @@ def test_what_is_the_same_as_whole(plan: str, tmp_path: Path) -> None:
         assert "one micro-batch was computed by the whole model, too: loss 0 and gradients 0 apart" in said
 
 
-SUMS = {"pipeline=2": 2, "pipeline=2 virtual=2": 2, "pipeline=3": 3}
+SUMS = {"pipeline=2": 2, "pipeline=2 virtual=2": 2, "pipeline=3": 3, "pipeline=2 tensor=2": 4}
 
 
 @pytest.mark.parametrize("plan", [p if p == "pipeline=2" else pytest.param(p, marks=pytest.mark.slow) for p in SUMS])

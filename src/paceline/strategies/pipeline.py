@@ -211,6 +211,7 @@ class Pipeline:
         self._passage = passage = Passage(own, *about)
         passage.later = {identity: name for home, identity, name in self._outside if home > stage and self._surveys}
         slots = [(module, key, other) for home, module, key, other in self._slots if home < stage]
+        self.job.passing = True
         try:
             with placed(slots), passage:
                 output = call()
@@ -219,7 +220,7 @@ class Pipeline:
         except StageEndError:
             return tuple(passage.kept.values())
         finally:
-            self._passage, self._passed = None, passage
+            self._passage, self._passed, self.job.passing = None, passage, False
         what = f"the forward of {self._model} ended without a call of {self.stages.blocks[own.stop]}"
         raise UsageError(what, "let it call all blocks, one after another, or leave pipeline= out")
 
