@@ -178,6 +178,18 @@ class Registers(Net):
         return self.head(x + torch.stack(self.kept).sum(0))
 
 
+class Bridged(Net):
+    """Layers that stand before the blocks and also run between them, on all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.layers = self._modules.pop("layers")
+
+    def between(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(x + self.down(torch.tanh(self.up(x))))  # type: ignore[no-any-return]
+
+
 class Listed(Net):
     """A list of weights of blocks, of which the end makes a penalty."""
 
@@ -216,6 +228,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
     "recomputed": (Recomputed, mse),
     "sums": (Sums, mse),
     "registered": (Registers, mse),
+    "bridged": (Bridged, mse),
     "routed": (Routed, pair),
     "appends": (Appends, kept),
     "attribute": (Attribute, seen),

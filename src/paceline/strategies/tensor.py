@@ -281,7 +281,7 @@ class TensorCut:
     def _column(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         module, part = cast(Any, layer.module), cast(Division, layer.part)
         if self._uncut:
-            return cast(torch.Tensor, type(module).forward(module, x))
+            return cast(torch.Tensor, self._with_wholes(type(module).forward, module, x))
         with self._parts.sleeping():
             x = self.moves.share(self._parts.whole(x))
             if is_conv1d(module):
@@ -294,7 +294,7 @@ class TensorCut:
     def _row(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         module, part = cast(Any, layer.module), cast(Division, layer.part)
         if self._uncut:
-            return cast(torch.Tensor, type(module).forward(module, x))
+            return cast(torch.Tensor, self._with_wholes(type(module).forward, module, x))
         with self._parts.sleeping():
             x = self._taken_in(x, part)
             found = torch.matmul(x, module.weight) if is_conv1d(module) else F.linear(x, module.weight)
@@ -311,7 +311,7 @@ class TensorCut:
     def _vocabulary(self, layer: _Layer, ids: torch.Tensor) -> torch.Tensor:
         module, part = cast(nn.Embedding, layer.module), cast(Division, layer.part)
         if self._uncut:
-            return nn.Embedding.forward(module, ids)
+            return cast(torch.Tensor, self._with_wholes(nn.Embedding.forward, module, ids))
         with self._parts.sleeping():
             (rows,) = part.rows(self.moves.index(part))
             here = ids - rows.start
@@ -327,9 +327,14 @@ class TensorCut:
     def _heads(self, layer: _Layer, *given: Any, **named: Any) -> Any:
         module = cast(nn.MultiheadAttention, layer.module)
         if self._uncut:
-            return nn.MultiheadAttention.forward(module, *given, **named)
+            return self._with_wholes(nn.MultiheadAttention.forward, module, *given, **named)
         with self._parts.sleeping():
             return attention(module, self._parts, *given, **named)
+
+    def _with_wholes(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """A forward on whole weights, also where a checkpoint computes it again in the backward."""
+        with nullcontext() if self._wholes.on else self._wholes:
+            return forward(*given, **named)
 
     # -- forwards of what holds them ----------------------------------------------------------------------------------
 
@@ -354,9 +359,8 @@ class TensorCut:
 
     def _inside(self, name: str, module: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         regions = self._regions.get((self.job.model.training, self.job.assembled))
-        if self._uncut:  # also when it is computed again in the backward
-            with nullcontext() if self._wholes.on else self._wholes:
-                return forward(*given, **named)
+        if self._uncut:
+            return self._with_wholes(forward, *given, **named)
         if regions is None and self._turning:
             return self._watch(name, forward, given, named)
         follows = (regions is None or name in regions) and not self._parts.on
@@ -466,7 +470,8 @@ class TensorCut:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            cure = "leave the layers whose outputs a torch.autograd.Function takes out of tensor="
+            cure = "leave the layers whose outputs a torch.autograd.Function takes, or that a function given to "
+            cure += "checkpoint() calls, out of tensor= (plan recompute=blocks computes blocks again without one)"
             raise UsageError(f"{self._name} cannot be computed when it is cut by tensor= ({error})", cure) from error
         most, others = outputs_apart(output, whole)
         if others:
