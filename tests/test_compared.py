@@ -122,6 +122,34 @@ def test_what_is_another_in_stages_is_refused(name: str, workers: int, tmp_path:
     assert not list(journal(tmp_path / "out", "step"))
 
 
+BY_BLOCK = {  # what fits is a forward to which blocks come one after another
+    "hooked": (2, "pipeline=2", REFUSED["hooked"]),
+    "routed": (2, "pipeline=2", REFUSED["routed"]),
+    "penalty of a list": (2, "pipeline=2", ANOTHER.format("2.1150522", "Listed", "nan")),
+    "penalty in the loss": (3, "pipeline=3", ANOTHER.format("some", "Net", "nan")),
+    "plain": (2, "pipeline=2", ""),
+    "dropped": (3, "pipeline=3", ""),
+    "bridged": (2, "pipeline=2 virtual=2", ""),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "hooked" else pytest.param(n, marks=pytest.mark.slow) for n in BY_BLOCK])
+def test_a_model_that_does_not_fit_is_compared_block_by_block(name: str, tmp_path: Path) -> None:
+    workers, plan, wrong = BY_BLOCK[name]
+    room = "room=60000" if name == "bridged" else "room=13000"
+    said = run(tmp_path, "aside.py", workers, f"micro=2 {plan}", room, name, code=None if wrong else 0)
+    if wrong:
+        (found, *_) = re.findall(f"UsageError: (.*); {re.escape(RESULTS)}\n", said)
+        assert found == wrong or ("some" in wrong and re.sub(r"is [\d.]+", "is some", found, count=1) == wrong)
+        assert not list(journal(tmp_path / "out", "step"))
+        return
+    assert apart(load_file(tmp_path / f"{name}.safetensors"), dict(plain(name).named_parameters())) <= 1e-12
+    assert (
+        "the whole model does not fit on one worker, to which its blocks came one after another: the loss of one "
+        "micro-batch is 0 apart, and gradients were not compared"
+    ) in [event["text"] for event in journal(tmp_path / "out", "note")]
+
+
 def judged(folder: Path, workers: int, plan: str, names: tuple[str, ...]) -> dict[str, list[float] | str]:
     run(folder, "judging.py", workers, plan, "found.json", *names)
     found: dict[str, list[float] | str] = json.loads((folder / "found.json").read_text())

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.strategies import staged
 
 WIDTH = 8
 generator = torch.Generator().manual_seed(1)
@@ -245,8 +246,11 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 def main() -> None:
     global trainer
-    losses = {}
-    for name in sys.argv[1:]:
+    losses, names = {}, sys.argv[1:]
+    if names[0].startswith("room="):
+        space, *names = float(names[0].removeprefix("room=")), *names[1:]
+        staged.room = lambda device: space
+    for name in names:
         make, loss = CASES[name]
         trainer = paceline.Trainer(lambda make=make: make().double(), loss, optimizer, global_batch=8)
         losses[name] = [report.loss for report in trainer.steps(data, count=3)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -113,6 +113,7 @@ class Pipeline:
         self.waited = 0.0  # seconds, for other stages
         self.sent = 0  # bytes
         self.assembles = False  # the whole model is here
+        self._by_block = False  # but for the weights of blocks, which come one block at a time
         self._plain, job.forward = job.forward, self._inside
         job.loss = Judge(job.loss, self._computing)
 
@@ -192,7 +193,8 @@ class Pipeline:
 
     def _block(self, number: int, name: str, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         if self.assembles:
-            return forward(*given, **named)
+            with self._lent_block(number) if self._by_block else nullcontext():
+                return forward(*given, **named)
         if self._passage is None:
             what = f"{name} is called by itself, and {self._model} is cut in stages"
             raise UsageError(what, "call the whole model, on all workers")
@@ -425,6 +427,15 @@ class Pipeline:
         """Bytes of what other workers have of the model."""
         return sum(one.shape.numel() * one.param.element_size() for one in self._absent.values())
 
+    def lacking_by_block(self) -> int:
+        """The same where weights of blocks come one block at a time."""
+        found = [sum(map(self._bytes, self._lacked_by(number))) for number in range(len(self.stages.blocks))]
+        return sum(map(self._bytes, self._lacked)) - sum(found) + max(found)
+
+    def _bytes(self, name: str) -> int:
+        one = self._absent.get(self._keys[name])
+        return 0 if one is None else one.shape.numel() * one.param.element_size()
+
     def trained(self) -> dict[str, nn.Parameter]:
         """The trainable parameters as they are in the model now, with the first of their names."""
         params = self.job.model.named_parameters()
@@ -440,27 +451,81 @@ class Pipeline:
         The parameters stay the same objects, so that lists of them in modules or closures hold the values as well.
         Collective in the line.
         """
-        line, filled = self.line, list[tuple[_Absent, torch.Tensor]]()
-        line.enter("the whole model, on one worker of a pipeline", check=False, kind="comparison")
-        first = {known: name for name, known in reversed(self._keys.items())}
+        self.line.enter("the whole model, on one worker of a pipeline", check=False, kind="comparison")
+        with self._lent(self._lacked), self._assembling():
+            yield
+
+    @contextmanager
+    def assembled_by_block(self) -> Iterator[None]:
+        """The same where the whole model does not fit: the weights of a block are there while it is called, and NaN
+        otherwise, so that code which uses them elsewhere is noticed. One forward is computed on the worker of the last
+        stage; the other workers send it each block in turn.
+        """
+        self.line.enter("the whole model, on one worker of a pipeline", check=False, kind="comparison")
+        inside = {name for number in range(len(self.stages.blocks)) for name in self._lacked_by(number)}
+        with self._lent([name for name in self._lacked if name not in inside]), self._assembling():
+            if not self.assembles:
+                for number in range(len(self.stages.blocks)):
+                    with self._lent_block(number):
+                        pass
+                yield
+                return
+            absent = [self._absent[self._keys[name]] for name in inside]
+            before = [(one.param, one.param.data) for one in absent]
+            try:
+                for one in absent:
+                    one.param.data = stand_in(one.shape, one.param.dtype, one.param.device)
+                self._by_block = True
+                yield
+            finally:
+                self._by_block = False
+                for param, empty in before:
+                    param.data = empty
+
+    @contextmanager
+    def _assembling(self) -> Iterator[None]:
+        self.assembles = self.job.assembled = self.line.rank == self.judge
         try:
-            for known, name in sorted(first.items()):
-                home = self.source(name)
-                if self.judge in {stage % line.size for stage in self._homes[name]}:
-                    continue
-                if line.rank == home:
-                    line.send(self._held[known].detach().contiguous(), self.judge)
-                elif line.rank == self.judge:
-                    absent = self._absent[known]
-                    value = torch.empty(absent.shape, dtype=absent.param.dtype, device=absent.param.device)
-                    line.receive(value, home)
-                    filled.append((absent, absent.param.data))
-                    absent.param.data = value
-                    mark(absent.param, absent.part)
-            self.assembles = self.job.assembled = line.rank == self.judge
             yield
         finally:
             self.assembles = self.job.assembled = False
+
+    @property
+    def _lacked(self) -> list[str]:
+        """The parameters that the worker of the last stage has not, each by the first of its names."""
+        first = {known: name for name, known in reversed(self._keys.items())}
+        line = self.line.size
+        return [n for _, n in sorted(first.items()) if self.judge not in {stage % line for stage in self._homes[n]}]
+
+    def _lacked_by(self, number: int) -> list[str]:
+        """Those that are in one block, and in no module outside of blocks."""
+        inside = tuple(f"{block}." for block in self.stages.blocks)
+        outside = {known for name, known in self._keys.items() if not name.startswith(inside)}
+        prefix = f"{self.stages.blocks[number]}."
+        own = {self._keys[name] for name in self._keys if name.startswith(prefix)} - outside
+        return [name for name in self._lacked if self._keys[name] in own]
+
+    def _lent_block(self, number: int) -> AbstractContextManager[None]:
+        return self._lent(self._lacked_by(number))
+
+    @contextmanager
+    def _lent(self, names: Sequence[str]) -> Iterator[None]:
+        """Some of the parameters on the worker of the last stage for a while, sent by those that have them."""
+        filled = list[tuple[_Absent, torch.Tensor]]()
+        try:
+            for name in names:
+                known, home = self._keys[name], self.source(name)
+                if self.line.rank == home:
+                    self.line.send(self._held[known].detach().contiguous(), self.judge)
+                elif self.line.rank == self.judge:
+                    absent = self._absent[known]
+                    value = torch.empty(absent.shape, dtype=absent.param.dtype, device=absent.param.device)
+                    self.line.receive(value, home)
+                    filled.append((absent, absent.param.data))
+                    absent.param.data = value
+                    mark(absent.param, absent.part)
+            yield
+        finally:
             for absent, empty in filled:
                 absent.param.data = empty
                 mark(absent.param, None)
