@@ -16,6 +16,7 @@ from judging import FAST, LOSSES
 from launching import SCRIPTS, paceline
 from oracle import apart
 from safetensors.torch import load_file
+from torch import nn
 
 from paceline import sample_index, stream_seed
 
@@ -32,7 +33,7 @@ def run(folder: Path, script: str, workers: int, plan: str, *arguments: str, cod
     return paceline("run", *options, SCRIPTS / script, *arguments, cwd=folder, code=code, timeout=500).stderr
 
 
-def plain(name: str) -> dict[str, torch.Tensor]:
+def plain(name: str, micro: int = 2) -> nn.Module:
     """The same training in plain PyTorch."""
     torch.manual_seed(stream_seed(0, 0, -1))
     make, loss = aside.CASES[name]
@@ -41,28 +42,59 @@ def plain(name: str) -> dict[str, torch.Tensor]:
     for step in range(3):
         rows = [sample_index(position, 24, 0, 0) for position in range(8 * step, 8 * step + 8)]
         optimizer.zero_grad()
-        for number in range(4):
+        for number, first in enumerate(range(0, 8, micro)):
             torch.manual_seed(stream_seed(0, step, number))
-            some = rows[2 * number : 2 * number + 2]
+            some = rows[first : first + micro]
             batch = [column[some] for column in aside.data.tensors]
-            (loss(model(batch[0]), batch) / 4).backward()
+            (loss(model(batch[0]), batch) * len(some) / 8).backward()
         optimizer.step()
-    return dict(model.named_parameters())
+    return model
 
 
 SAME = {"pipeline=2": 2, "pipeline=3": 3, "pipeline=2 virtual=2": 2, "pipeline=2 schedule=gpipe": 2, "context=2": 2}
+SAME |= {"tensor=2": 2, "pipeline=2 tensor=2": 4}
 
 
 @pytest.mark.parametrize("plan", [p if p == "pipeline=2" else pytest.param(p, marks=pytest.mark.slow) for p in SAME])
 def test_what_is_the_same_as_whole(plan: str, tmp_path: Path) -> None:
-    names = ["plain", "detached", "dropped", "recomputed"]
-    names = names[:3] if "context" in plan else names
+    names = ["plain", "detached", "dropped", "registered", "bridged", "recomputed"]
+    if plan == "pipeline=2 tensor=2":  # what is computed again meets parts where nobody follows them: refused
+        names.remove("recomputed")
     run(tmp_path, "aside.py", SAME[plan], f"micro=2 {plan}", *names)
     for name in names:
-        assert apart(load_file(tmp_path / f"{name}.safetensors"), plain(name)) <= 1e-12, name
-    if "context" not in plan:
+        assert apart(load_file(tmp_path / f"{name}.safetensors"), dict(plain(name).named_parameters())) <= 1e-12, name
+    if "pipeline" in plan:
         said = [str(event["text"]) for event in journal(tmp_path / "out", "note")]
         assert "one micro-batch was computed by the whole model, too: loss 0 and gradients 0 apart" in said
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_meets_parts_is_refused(tmp_path: Path) -> None:
+    said = run(tmp_path, "aside.py", 4, "micro=2 pipeline=2 tensor=2", "recomputed", code=None)
+    what = (
+        "UsageError: Recomputed cannot be computed when it is cut by tensor= (The size of tensor a (8) must match the "
+        "size of tensor b (4) at non-singleton dimension 2); leave the layers whose outputs a torch.autograd.Function "
+        "takes, or that a function given to checkpoint() calls, out of tensor= (plan recompute=blocks computes blocks "
+        "again without one)\n"
+    )
+    assert what in said
+    assert not list(journal(tmp_path / "out", "step"))
+
+
+SUMS = {"pipeline=2": 2, "pipeline=2 virtual=2": 2, "pipeline=3": 3, "pipeline=2 tensor=2": 4}
+
+
+@pytest.mark.parametrize("plan", [p if p == "pipeline=2" else pytest.param(p, marks=pytest.mark.slow) for p in SUMS])
+def test_a_single_row_may_take_another_way(plan: str, tmp_path: Path) -> None:
+    """In a step, after seven rows, and at the end of an evaluation."""
+    run(tmp_path, "aside.py", SUMS[plan], f"micro=7 {plan}", "sums")
+    model = plain("sums", 7)
+    assert apart(load_file(tmp_path / "sums.safetensors"), dict(model.named_parameters())) <= 1e-12
+    x, y = aside.some.tensors
+    with torch.no_grad():
+        losses = [float(aside.mse(model(a), (a, b))) * len(a) for a, b in zip(x.split(7), y.split(7), strict=True)]
+    found = json.loads((tmp_path / "losses.json").read_text())["evaluated"]
+    assert found == pytest.approx([sum(losses) / 22], rel=1e-12)
 
 
 ANOTHER = "the loss of a micro-batch is {} when {} is cut in stages by pipeline=, and {} of the whole model"
@@ -72,6 +104,7 @@ REFUSED = {  # in two stages
     "routed": ANOTHER.format("5.4608936", "Routed", "5.4602125"),
     "penalty in the loss": ANOTHER.format("2.0300652", "Net", "2.0614485"),
     "penalty in the forward": ANOTHER.format("2.3393096", "Penalized", "2.6001983"),
+    "penalty of a list": ANOTHER.format("2.1150522", "Listed", "2.2110142"),
     "attribute": "Attribute cannot be computed when it is cut in stages by pipeline= (AttributeError: 'Sets' object "
     "has no attribute 'seen')",
 }
@@ -87,6 +120,34 @@ def test_what_is_another_in_stages_is_refused(name: str, workers: int, tmp_path:
     wanted = re.sub(r"micro-batch is [\d.]+", "micro-batch is some", REFUSED[name]) if workers > 2 else REFUSED[name]
     assert found[:1] == [wanted]
     assert not list(journal(tmp_path / "out", "step"))
+
+
+BY_BLOCK = {  # what fits is a forward to which blocks come one after another
+    "hooked": (2, "pipeline=2", REFUSED["hooked"]),
+    "routed": (2, "pipeline=2", REFUSED["routed"]),
+    "penalty of a list": (2, "pipeline=2", ANOTHER.format("2.1150522", "Listed", "nan")),
+    "penalty in the loss": (3, "pipeline=3", ANOTHER.format("some", "Net", "nan")),
+    "plain": (2, "pipeline=2", ""),
+    "dropped": (3, "pipeline=3", ""),
+    "bridged": (2, "pipeline=2 virtual=2", ""),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "hooked" else pytest.param(n, marks=pytest.mark.slow) for n in BY_BLOCK])
+def test_a_model_that_does_not_fit_is_compared_block_by_block(name: str, tmp_path: Path) -> None:
+    workers, plan, wrong = BY_BLOCK[name]
+    room = "room=60000" if name == "bridged" else "room=13000"
+    said = run(tmp_path, "aside.py", workers, f"micro=2 {plan}", room, name, code=None if wrong else 0)
+    if wrong:
+        (found, *_) = re.findall(f"UsageError: (.*); {re.escape(RESULTS)}\n", said)
+        assert found == wrong or ("some" in wrong and re.sub(r"is [\d.]+", "is some", found, count=1) == wrong)
+        assert not list(journal(tmp_path / "out", "step"))
+        return
+    assert apart(load_file(tmp_path / f"{name}.safetensors"), dict(plain(name).named_parameters())) <= 1e-12
+    assert (
+        "the whole model does not fit on one worker, to which its blocks came one after another: the loss of one "
+        "micro-batch is 0 apart, and gradients were not compared"
+    ) in [event["text"] for event in journal(tmp_path / "out", "note")]
 
 
 def judged(folder: Path, workers: int, plan: str, names: tuple[str, ...]) -> dict[str, list[float] | str]:

@@ -337,7 +337,7 @@ list(make(loss).steps(data))
 def test_loss_and_accuracy_end_the_run_before_the_first_step(workers: int, tmp_path: Any) -> None:
     block = fails(PAIR, tmp_path, workers)
     assert "LossError: the loss returned " in block
-    assert " as the count of 3 rows, and " in block
+    assert " as the count of 3 rows, but " in block
     assert f" for their halves, which do not add up to it; {FORMS}\n" in block
 
 

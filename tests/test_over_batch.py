@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from test_team import STEPS as LOST_STEPS
 from test_team import Ended, fired, outcome, same, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from paceline import Trainer, sample_index, stream_seed
@@ -306,6 +307,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: small(loss=lambda output, batch: output.detach().sum()),
         "the loss does not depend on any trainable parameter; compute it from the model's output, without detach(), "
         "item() or no_grad()",
+    ),
+    "a checkpoint of the older kind": (
+        lambda: small(loss=lambda output, batch: checkpoint(torch.square, output, use_reentrant=True).mean()),
+        "the loss over the batch calls checkpoint(..., use_reentrant=True); say use_reentrant=False",
     ),
     "a loss that changes a buffer": (
         lambda: CENTRED.append(small(model=Centred, loss=moving)) or CENTRED[-1],

@@ -24,7 +24,7 @@ from paceline.strategies.state import model_state
 FAST = [("Module", 2, "tensor=2"), ("Module", 3, "pipeline=3")]
 PLANS = [(2, "tensor=2"), (3, "tensor=3"), (2, "pipeline=2"), (3, "pipeline=3"), (4, "pipeline=2 tensor=2")]
 PLANS += [(1, "recompute=blocks"), (2, "shard=2 zero=1"), (2, "shard=2 zero=2"), (3, "shard=3 zero=3")]
-# A penalty of parameters is not computed where others hold them, and zero=2|3 refuses lists of them.
+# pipeline= refuses a penalty on parameters of several stages (test_compared.py), and zero=2|3 lists of them.
 UNFIT = {("Held", words) for _, words in PLANS if "pipeline" in words or "zero=2" in words or "zero=3" in words}
 REST = [
     (name, *plan) for name in MODELS for plan in PLANS if (name, *plan) not in FAST and (name, plan[1]) not in UNFIT

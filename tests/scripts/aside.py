@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.strategies import staged
 
 WIDTH = 8
 generator = torch.Generator().manual_seed(1)
@@ -24,6 +25,9 @@ data = TensorDataset(
     torch.randn(24, 6, WIDTH, generator=generator, dtype=torch.float64),
     torch.randn(24, 6, 3, generator=generator, dtype=torch.float64),
 )
+
+
+some = TensorDataset(*(column[:22] for column in data.tensors))
 
 
 class Block(nn.Module):
@@ -146,6 +150,58 @@ class Recomputed(Net):
     block = Own
 
 
+class Sums(Net):
+    """The head needs a sum that is made before the blocks, and a single row makes one call more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if len(x) == 1:
+            x = x + 1
+        total = x.square().mean(1, keepdim=True)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + total)  # type: ignore[no-any-return]
+
+
+class Registers(Net):
+    """As output_hidden_states of transformers: the first forward registers hooks and remembers that it has."""
+
+    registered = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.registered:
+            self.registered = True
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _m, _i, made: self.kept.append(made))
+        return super().forward(x)  # type: ignore[no-any-return]
+
+    def end(self, x: torch.Tensor) -> Any:
+        return self.head(x + torch.stack(self.kept).sum(0))
+
+
+class Bridged(Net):
+    """Layers that stand before the blocks and also run between them, on all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.layers = self._modules.pop("layers")
+
+    def between(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(x + self.down(torch.tanh(self.up(x))))  # type: ignore[no-any-return]
+
+
+class Listed(Net):
+    """A list of weights of blocks, of which the end makes a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [layer.up.weight for layer in self.layers]
+
+    def end(self, x: torch.Tensor) -> Any:
+        return self.head(x), sum(weight.square().sum() for weight in self.weights)
+
+
 def mse(output: Any, batch: Any) -> torch.Tensor:
     return F.mse_loss(output, batch[1])
 
@@ -171,12 +227,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
     "detached": (Detached, mse),
     "dropped": (Dropped, mse),
     "recomputed": (Recomputed, mse),
+    "sums": (Sums, mse),
+    "registered": (Registers, mse),
+    "bridged": (Bridged, mse),
     "routed": (Routed, pair),
     "appends": (Appends, kept),
     "attribute": (Attribute, seen),
     "hooked": (Hooked, kept),
     "penalty in the loss": (Net, penalty),
     "penalty in the forward": (Penalized, pair),
+    "penalty of a list": (Listed, pair),
 }
 
 
@@ -186,12 +246,20 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 def main() -> None:
     global trainer
-    losses = {}
-    for name in sys.argv[1:]:
+    losses, names = {}, sys.argv[1:]
+    if names[0].startswith("room="):
+        space, *names = float(names[0].removeprefix("room=")), *names[1:]
+        staged.room = lambda device: space
+    for name in names:
         make, loss = CASES[name]
         trainer = paceline.Trainer(lambda make=make: make().double(), loss, optimizer, global_batch=8)
         losses[name] = [report.loss for report in trainer.steps(data, count=3)]
         trainer.export(f"{name}.safetensors")
+        if name == "sums":
+            values = trainer.evaluate(
+                some, lambda output, batch: {"loss": (mse(output, batch) * len(output), len(output))}
+            )
+            losses["evaluated"] = [values["loss"]]
     if trainer.main:
         Path("losses.json").write_text(json.dumps(losses))
 

@@ -150,8 +150,9 @@ NAMES = [
 
 
 def innermost_function_mode() -> Any:
-    """The TorchFunctionMode that sees a call first. There must be one."""
-    return torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1)
+    """The TorchFunctionMode that sees a call first, or None."""
+    count = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(count - 1) if count else None
 
 
 def keep_out_of_compile(kind: type) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from paceline.strategies.chunks import tensors_of
+from paceline.strategies.hooks import nodes_of
+from paceline.strategies.loop_calls import allow_backward
 from paceline.world import memory_free
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -82,8 +84,42 @@ def gradients_of(outputs: Sequence[torch.Tensor], named: Mapping[str, nn.Paramet
     made = [x for x in outputs if x.requires_grad]
     generator = torch.Generator(made[0].device).manual_seed(0) if made else None
     sums = [(x * torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)).sum() for x in made]
-    found = torch.autograd.grad(sums, [*named.values()], allow_unused=True) if sums and named else [None] * len(named)
+    found = differentiate(sums, [*named.values()])
     return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+
+
+def differentiate(sums: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """The gradients of sums with respect to `inputs`, None where a sum does not depend on one. The `grad` of tensors
+    stays as it is.
+    """
+    if not sums or not inputs:
+        return [None] * len(inputs)
+    nodes = [node for total in sums for node in nodes_of(total)]
+    if not any(map(is_reentrant, nodes)):
+        return torch.autograd.grad(sums, inputs, allow_unused=True)
+    # checkpoint(use_reentrant=True) runs a backward() of its own inside, and refuses torch.autograd.grad.
+    leaves = [*inputs, *(node.variable for node in nodes if hasattr(node, "variable"))]
+    kept = [(leaf, leaf.grad) for leaf in {id(leaf): leaf for leaf in leaves}.values()]
+    hooks = [some for leaf, _ in kept if (some := leaf._post_accumulate_grad_hooks)]  # they would take these gradients
+    before = [some.copy() for some in hooks]
+    try:
+        for some in hooks:
+            some.clear()
+        for leaf, _ in kept:
+            leaf.grad = None
+        with allow_backward():
+            torch.autograd.backward(sums)
+        return [one.grad for one in inputs]
+    finally:
+        for leaf, grad in kept:
+            leaf.grad = grad
+        for some, content in zip(hooks, before, strict=True):
+            some.update(content)
+
+
+def is_reentrant(node: Any) -> bool:
+    """Whether a node of autograd's graph stands for what checkpoint(use_reentrant=True) computes again."""
+    return "CheckpointFunction" in node.name()
 
 
 def room(device: torch.device) -> float:

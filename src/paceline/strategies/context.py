@@ -26,7 +26,16 @@ from paceline.comm.torch_private import pytree
 from paceline.errors import PacelineError, UsageError
 from paceline.strategies.blocks import blocks_of
 from paceline.strategies.chunks import Chunk, MicroBatch, tensors_of
-from paceline.strategies.compared import allowed, farthest, gradients_of, loss_apart, outputs_apart, room, weighing
+from paceline.strategies.compared import (
+    allowed,
+    differentiate,
+    farthest,
+    gradients_of,
+    loss_apart,
+    outputs_apart,
+    room,
+    weighing,
+)
 from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves, applied
 from paceline.strategies.observing import USERS_OWN
@@ -36,7 +45,6 @@ from paceline.strategies.runner import Loss
 from paceline.strategies.side_effects import without_a_trace
 from paceline.strategies.streams import Streams
 
-_ONLY_BACKWARD = "incompatible with .grad()"  # in what torch says of the older checkpoint
 _ORIGIN = "_paceline_origin"
 _ATTENTION = "scaled_dot_product_attention"
 _ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
@@ -272,14 +280,7 @@ class Sequences:
             mine = self._tried(model, batch, self._parts, judge)
         fits = all(unit.gather_json(3 * unit.size**2 * sum(sizes) <= room(self.job.device)))  # also all on this host
         if fits:
-            try:
-                theirs = self._computed(model, batch, nullcontext(), self._judge if judge else None)
-            except RuntimeError as error:
-                if _ONLY_BACKWARD not in str(error):
-                    raise
-                self._beside = "; all compute the loss of whole outputs; they were not compared with those of whole "
-                self._beside += "sequences, as with use_reentrant=True checkpoint knows nothing of torch.autograd.grad"
-                return
+            theirs = self._computed(model, batch, nullcontext(), self._judge if judge else None)
         else:
             theirs = self._computed(model, batch, self._parts, self._on_whole if judge else None)
             self._add_up(theirs.gradients, self.job.named)
@@ -332,7 +333,7 @@ class Sequences:
             loss = Loss.of(judge(output, batch), Chunk([MicroBatch(0, 1, None)], None), trainable=False)
             params = {name: param for name, param in self.job.named.items() if param.requires_grad}
             wanted = [*params.values()] if loss.total.requires_grad else []
-            grads = torch.autograd.grad(loss.total, wanted, allow_unused=True) if wanted else ()
+            grads = differentiate([loss.total], wanted) if wanted else ()
             found = {name: grad for name, grad in zip(params, grads, strict=False) if grad is not None}
             return _Result([x.detach() for x in outputs], loss.detached(), found)
 

@@ -78,6 +78,7 @@ class Job:
     stages: Stages | None = None
     said: tuple[Mapping[str, str] | None, str | None] = None, None  # by the user: which layers and blocks are cut
     assembled: bool = False  # of a model in stages all is here for the moment, to compare with
+    passing: bool = False  # a forward is under way through a stage of a model in stages
     place: int = 0
     unit: int = 1  # workers who run its micro-batches together
     inside: dict[str, int] = field(default_factory=dict)  # bytes they exchange in a micro-batch, by axis, once seen

@@ -31,6 +31,19 @@ _WHY = {
 }
 
 
+_own_calls: list[bool] = []  # not empty while the trainer itself calls backward() inside of a forward
+
+
+@contextmanager
+def allow_backward() -> Iterator[None]:
+    """Calls of backward() in here are the trainer's own, also in the middle of a forward."""
+    _own_calls.append(True)
+    try:
+        yield
+    finally:
+        _own_calls.pop()
+
+
 @contextmanager
 def refuse_loop_calls(params: Sequence[torch.Tensor], gathered: bool) -> Iterator[None]:
     """Raises UsageError for backward(), step(), zero_grad() and scale() that a loss or forward calls on the `params`,
@@ -44,7 +57,7 @@ def refuse_loop_calls(params: Sequence[torch.Tensor], gathered: bool) -> Iterato
     def backward(tensors: Any, *args: Any, **more: Any) -> Any:
         inputs = more.get("inputs", args[4] if len(args) > 4 else None)
         found = _several(inputs) if inputs is not None else _leaves(_several(tensors))
-        if touches(found):
+        if not _own_calls and touches(found):
             raise _refusal("backward()")
         return plain_backward(tensors, *args, **more)
 

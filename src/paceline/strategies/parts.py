@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from paceline.comm.torch_private import pytree
+from paceline.comm.torch_private import innermost_function_mode, pytree
 from paceline.errors import UsageError
 from paceline.strategies.moves import Division, Moves, memory_order
 
@@ -78,6 +78,7 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.moves, self.on, self.attribute = moves, 0, attribute
         self._asleep = 0
+        self._above: list[Any] = []  # for each time it has been entered: a mode that stays the innermost one, or None
         self.model: Any = None  # that it was made for
         self.main: _Mode | None = None  # where this one is on or asleep, it is no business of ours
 
@@ -117,11 +118,20 @@ class _Mode(TorchFunctionMode):
     def __enter__(self) -> Any:
         self.on += 1
         _active.append(self)
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        outer = innermost_function_mode()
+        made = super().__enter__()  # type: ignore[no-untyped-call]
+        # One that counts the calls of the user's code must see these, and not what rules make of them.
+        above = outer if getattr(outer, "stays_innermost", False) else None
+        self._above.append(above)
+        if above is not None:
+            above.__enter__()
+        return made
 
     def __exit__(self, *error: Any) -> None:
         self.on -= 1
         _active.pop()
+        if (above := self._above.pop()) is not None:
+            above.__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def whole(self, tensor: Tensor) -> Tensor:

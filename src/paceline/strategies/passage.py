@@ -12,15 +12,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from paceline.comm.torch_private import innermost_function_mode, pytree, without_innermost_mode
 from paceline.errors import UsageError, a
-from paceline.strategies.parts import MADE, Tensor, tensors_in
+from paceline.strategies.parts import MADE, Tensor, mark, part_of, tensors_in
 
 # Of a value: how many blocks had been called, which call since then made it, and which of its results it is. For
 # parameters PARAM, and which.
@@ -66,6 +66,8 @@ class Passage(TorchFunctionMode):
     what is made here, what others `want` is in `kept` afterwards. Where it `surveys`, what would be needed of others is
     noted in `needs`.
     """
+
+    stays_innermost = True  # also when modes are entered that carry out calls in other ways: all stages count alike
 
     def __init__(
         self,
@@ -135,13 +137,22 @@ class Passage(TorchFunctionMode):
     # -- calls around them --------------------------------------------------------------------------------------------
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        named, name = named or {}, function.__name__
+        if self._quiet:
+            return function(*given, **(named or {}))
+        self._quiet = True  # below a mode that was entered later, this one would see what that mode calls as well
+        try:
+            return self._follow(function, given, named or {})
+        finally:
+            self._quiet = False
+
+    def _follow(self, function: Any, given: Any, named: Any) -> Any:
+        name = function.__name__
         if name == "__get__":
             name = function.__self__.__name__
             asks = name not in MADE
         else:
             asks = name in _ASKS or name == "__set__"
-        if asks or self._quiet:
+        if asks:
             return function(*given, **named)
         self._calls += 1
         if self.surveys and self.later:
@@ -231,6 +242,28 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     """A tensor that takes no memory, and shows every wrong use."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def one_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a module that counts as one call of the user's code, however many calls it makes inside."""
+    slots = [(one, key) for one in module.modules() for key, param in one._parameters.items() if param is not None]
+
+    def call(weights: Sequence[Tensor], *given: Any, **named: Any) -> Any:
+        own = [one._parameters[key] for one, key in slots]
+        if all(weight is param for weight, param in zip(weights, own, strict=True)):
+            return forward(*given, **named)
+        for weight, param in zip(weights, own, strict=True):  # those that have been sent are the same parts
+            mark(weight, part_of(param))
+        with placed([(*slot, cast(nn.Parameter, weight)) for slot, weight in zip(slots, weights, strict=True)]):
+            return forward(*given, **named)
+
+    def counted(*given: Any, **named: Any) -> Any:
+        if not isinstance(innermost_function_mode(), Passage):
+            return forward(*given, **named)
+        weights = [cast(nn.Parameter, one._parameters[key]) for one, key in slots]
+        return handle_torch_function(call, (), weights, *given, **named)
+
+    return counted
 
 
 @contextlib.contextmanager

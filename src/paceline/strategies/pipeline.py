@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -23,9 +23,10 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.pieces import Cut, Piece
-from paceline.strategies.chunks import refuse_other_input
+from paceline.strategies.chunks import refuse_other_input, tensors_of
 from paceline.strategies.job import ELSEWHERE, Job, Judge
-from paceline.strategies.parts import tensors_in
+from paceline.strategies.moves import Division
+from paceline.strategies.parts import mark, part_of, tensors_in
 from paceline.strategies.passage import (
     ANOTHER_WAY,
     PARAM,
@@ -49,22 +50,27 @@ HEAD = 1024  # bytes of the first message; a longer head goes on in a second one
 MOST = 64  # messages on their way, before a sender waits
 
 
+# What is called, in training mode or not, and of each tensor that it takes, which sizes are 0, 1 or more.
+_Kind = tuple[str, bool, tuple[tuple[int, ...], ...]]
+
+
+def _kind(what: str, model: nn.Module, given: Any) -> _Kind:
+    """The kind of a forward. Code may take another way where a size is 0 or 1 (a single row or token), as it does under
+    torch.compile, which tells the same sizes apart.
+    """
+    shapes = tuple(tuple(min(size, 2) for size in tensor.shape) for tensor in tensors_of(given))
+    return what, model.training, shapes
+
+
 @dataclass
 class _Absent:
-    """A parameter that this worker has nothing of: what is in its place, the shape and the gradient hooks that it has
-    elsewhere, and where it belongs.
+    """A parameter whose values are on other workers: `param` is empty here, and has this `shape` there. With tensor=
+    it may be this `part` of a larger one.
     """
 
-    empty: nn.Parameter
+    param: nn.Parameter
     shape: torch.Size
-    hooks: Any
-    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
-
-    def filled(self, value: torch.Tensor) -> nn.Parameter:
-        made = nn.Parameter(value, self.empty.requires_grad)
-        vars(made).update(vars(self.empty))
-        made._backward_hooks = self.hooks
-        return made
+    part: Division | None
 
 
 @dataclass
@@ -98,7 +104,7 @@ class Pipeline:
         self._stand_ins: dict[int, Key] = {}
         # Parameters outside of blocks that this worker has nothing of: the first stage, the identity, the name.
         self._outside: list[tuple[int, int, str]] = []
-        self._ways: dict[tuple[str, bool], list[list[Key]]] = {}  # by kind of forward: what each stage sends on
+        self._ways: dict[_Kind, list[list[Key]]] = {}  # by kind of forward: what each stage sends on
         self._passage: Passage | None = None
         self._stage: int | None = None  # that a runner has said
         self._heard, self._want, self._surveys = Heard(), frozenset[Key](), False
@@ -107,6 +113,7 @@ class Pipeline:
         self.waited = 0.0  # seconds, for other stages
         self.sent = 0  # bytes
         self.assembles = False  # the whole model is here
+        self._by_block = False  # but for the weights of blocks, which come one block at a time
         self._plain, job.forward = job.forward, self._inside
         job.loss = Judge(job.loss, self._computing)
 
@@ -150,11 +157,11 @@ class Pipeline:
                     self._stand_ins[id(other)] = known
                     self._outside.append((homes[0], id(param), name))
                 if known not in self._absent:
-                    self._absent[known] = _Absent(param, param.shape, param._backward_hooks)
-                self._absent[known].slots.append((module, key))
+                    self._absent[known] = _Absent(param, param.shape, part_of(param))
                 theirs[id(param)] = param, cut
         for param, cut in theirs.values():  # after all names of all are known; whoever else holds one has it empty, too
             param.data = torch.empty((0, *cut.shape[1:]), dtype=param.dtype, device=param.device)
+            mark(param, None)  # nothing can be gathered of it
         job.named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         modules = dict(model.named_modules())
         for number, name in enumerate(self.stages.blocks):
@@ -186,7 +193,8 @@ class Pipeline:
 
     def _block(self, number: int, name: str, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         if self.assembles:
-            return forward(*given, **named)
+            with self._lent_block(number) if self._by_block else nullcontext():
+                return forward(*given, **named)
         if self._passage is None:
             what = f"{name} is called by itself, and {self._model} is cut in stages"
             raise UsageError(what, "call the whole model, on all workers")
@@ -205,6 +213,7 @@ class Pipeline:
         self._passage = passage = Passage(own, *about)
         passage.later = {identity: name for home, identity, name in self._outside if home > stage and self._surveys}
         slots = [(module, key, other) for home, module, key, other in self._slots if home < stage]
+        self.job.passing = True
         try:
             with placed(slots), passage:
                 output = call()
@@ -213,7 +222,7 @@ class Pipeline:
         except StageEndError:
             return tuple(passage.kept.values())
         finally:
-            self._passage, self._passed = None, passage
+            self._passage, self._passed, self.job.passing = None, passage, False
         what = f"the forward of {self._model} ended without a call of {self.stages.blocks[own.stop]}"
         raise UsageError(what, "let it call all blocks, one after another, or leave pipeline= out")
 
@@ -223,17 +232,21 @@ class Pipeline:
             return self._plain(model, batch)
         if self.assembles:
             return self._cut_forward(model, batch)
-        self.survey(model, batch)
-        return self._forwards(("forward", model.training), partial(self._cut_forward, model, batch))
+        return self._forwards(self.survey(model, batch), partial(self._cut_forward, model, batch))
 
-    def survey(self, model: nn.Module, batch: Any) -> None:
+    def knows(self, model: nn.Module, batch: Any) -> bool:
+        """Whether a forward of this kind has been surveyed."""
+        return _kind("forward", model, batch) in self._ways
+
+    def survey(self, model: nn.Module, batch: Any) -> _Kind:
         """Sees which values stages need of earlier ones, if this is the first forward of its kind: without anything
-        around it that looks at values. Collective in the line then.
+        around it that looks at values. Collective in the line then, hence not while a schedule is under way.
         """
-        if (kind := ("forward", model.training)) not in self._ways:
+        if (kind := _kind("forward", model, batch)) not in self._ways:
             self._survey(kind, partial(self._inside, model, batch))
+        return kind
 
-    def _forwards(self, kind: tuple[str, bool], call: Callable[[], Any]) -> Any:
+    def _forwards(self, kind: _Kind, call: Callable[[], Any]) -> Any:
         self.line.enter("the stages of a pipeline", check=False, kind="pipeline")
         output = ELSEWHERE
         for stage in [self._stage] if self._stage is not None else self.own:
@@ -316,7 +329,7 @@ class Pipeline:
         self._sent.clear()
         self.waited += time.perf_counter() - began
 
-    def _survey(self, kind: tuple[str, bool], call: Callable[[], Any]) -> None:
+    def _survey(self, kind: _Kind, call: Callable[[], Any]) -> None:
         """One forward on stand-ins, stage by stage, to see which values stages need of earlier ones."""
         self.line.enter("the stages of a pipeline", check=False, kind="pipeline")
         found: dict[int, list[Key]] = {}
@@ -412,7 +425,16 @@ class Pipeline:
 
     def lacking(self) -> int:
         """Bytes of what other workers have of the model."""
-        return sum(one.shape.numel() * one.empty.element_size() for one in self._absent.values())
+        return sum(one.shape.numel() * one.param.element_size() for one in self._absent.values())
+
+    def lacking_by_block(self) -> int:
+        """The same where weights of blocks come one block at a time."""
+        found = [sum(map(self._bytes, self._lacked_by(number))) for number in range(len(self.stages.blocks))]
+        return sum(map(self._bytes, self._lacked)) - sum(found) + max(found)
+
+    def _bytes(self, name: str) -> int:
+        one = self._absent.get(self._keys[name])
+        return 0 if one is None else one.shape.numel() * one.param.element_size()
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The trainable parameters as they are in the model now, with the first of their names."""
@@ -425,30 +447,88 @@ class Pipeline:
 
     @contextmanager
     def assembled(self) -> Iterator[None]:
-        """Meanwhile the worker of the last stage has the whole model, to which the others give their parameters here.
+        """Puts the whole model on the worker of the last stage for a while: the other workers send it their parameters.
+        The parameters stay the same objects, so that lists of them in modules or closures hold the values as well.
         Collective in the line.
         """
-        line, slots = self.line, list[tuple[nn.Module, str, nn.Parameter | None]]()
-        line.enter("the whole model, on one worker of a pipeline", check=False, kind="comparison")
-        first = {known: name for name, known in reversed(self._keys.items())}
-        for known, name in sorted(first.items()):
-            home = self.source(name)
-            if self.judge in {stage % line.size for stage in self._homes[name]}:
-                continue
-            if line.rank == home:
-                line.send(self._held[known].detach().contiguous(), self.judge)
-            elif line.rank == self.judge:
-                absent = self._absent[known]
-                value = torch.empty(absent.shape, dtype=absent.empty.dtype, device=absent.empty.device)
-                line.receive(value, home)
-                made = absent.filled(value)
-                slots += [(module, key, made) for module, key in absent.slots]
-        try:
-            with placed(slots):
-                self.assembles = self.job.assembled = line.rank == self.judge
+        self.line.enter("the whole model, on one worker of a pipeline", check=False, kind="comparison")
+        with self._lent(self._lacked), self._assembling():
+            yield
+
+    @contextmanager
+    def assembled_by_block(self) -> Iterator[None]:
+        """The same where the whole model does not fit: the weights of a block are there while it is called, and NaN
+        otherwise, so that code which uses them elsewhere is noticed. One forward is computed on the worker of the last
+        stage; the other workers send it each block in turn.
+        """
+        self.line.enter("the whole model, on one worker of a pipeline", check=False, kind="comparison")
+        inside = {name for number in range(len(self.stages.blocks)) for name in self._lacked_by(number)}
+        with self._lent([name for name in self._lacked if name not in inside]), self._assembling():
+            if not self.assembles:
+                for number in range(len(self.stages.blocks)):
+                    with self._lent_block(number):
+                        pass
                 yield
+                return
+            absent = [self._absent[self._keys[name]] for name in inside]
+            before = [(one.param, one.param.data) for one in absent]
+            try:
+                for one in absent:
+                    one.param.data = stand_in(one.shape, one.param.dtype, one.param.device)
+                self._by_block = True
+                yield
+            finally:
+                self._by_block = False
+                for param, empty in before:
+                    param.data = empty
+
+    @contextmanager
+    def _assembling(self) -> Iterator[None]:
+        self.assembles = self.job.assembled = self.line.rank == self.judge
+        try:
+            yield
         finally:
             self.assembles = self.job.assembled = False
+
+    @property
+    def _lacked(self) -> list[str]:
+        """The parameters that the worker of the last stage has not, each by the first of its names."""
+        first = {known: name for name, known in reversed(self._keys.items())}
+        line = self.line.size
+        return [n for _, n in sorted(first.items()) if self.judge not in {stage % line for stage in self._homes[n]}]
+
+    def _lacked_by(self, number: int) -> list[str]:
+        """Those that are in one block, and in no module outside of blocks."""
+        inside = tuple(f"{block}." for block in self.stages.blocks)
+        outside = {known for name, known in self._keys.items() if not name.startswith(inside)}
+        prefix = f"{self.stages.blocks[number]}."
+        own = {self._keys[name] for name in self._keys if name.startswith(prefix)} - outside
+        return [name for name in self._lacked if self._keys[name] in own]
+
+    def _lent_block(self, number: int) -> AbstractContextManager[None]:
+        return self._lent(self._lacked_by(number))
+
+    @contextmanager
+    def _lent(self, names: Sequence[str]) -> Iterator[None]:
+        """Some of the parameters on the worker of the last stage for a while, sent by those that have them."""
+        filled = list[tuple[_Absent, torch.Tensor]]()
+        try:
+            for name in names:
+                known, home = self._keys[name], self.source(name)
+                if self.line.rank == home:
+                    self.line.send(self._held[known].detach().contiguous(), self.judge)
+                elif self.line.rank == self.judge:
+                    absent = self._absent[known]
+                    value = torch.empty(absent.shape, dtype=absent.param.dtype, device=absent.param.device)
+                    self.line.receive(value, home)
+                    filled.append((absent, absent.param.data))
+                    absent.param.data = value
+                    mark(absent.param, absent.part)
+            yield
+        finally:
+            for absent, empty in filled:
+                absent.param.data = empty
+                mark(absent.param, None)
 
     def abandon(self) -> None:
         """Nothing is under way any more."""
@@ -474,7 +554,7 @@ class Pipeline:
         self.line.enter(f"a call of {self._model}, which is cut in stages", kind="pipeline")
         refuse_other_input(self.line, (given, named), self._model, "pipeline= cuts it")
         call, mark = partial(self._passing, partial(forward, *given, **named)), self._streams.mark()
-        if (kind := ("call", self.job.model.training)) not in self._ways:
+        if (kind := _kind("call", self.job.model, (given, named))) not in self._ways:
             self._survey(kind, call)
         output = self._forwards(kind, call)
         self.finish()

@@ -211,12 +211,19 @@ def put_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
 @contextmanager
 def without_a_trace(model: nn.Module, streams: Streams) -> Iterator[None]:
     """Forwards in here leave buffers, streams, and attributes of modules as they were: also what they put into lists,
-    dicts and sets there, and how far generators are that modules keep.
+    dicts and sets there, the hooks that they register, and how far generators are that modules keep.
     """
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     attributes = [(module, _own_of(module)) for module in model.modules()]
     seen = set[int]()
     contents = [(held, _content_of(held)) for _, some in attributes for held in _held_in(some.values(), seen)]
+    # A forward may register hooks and remember in an attribute that it has: both go, or it would register them twice.
+    contents += [
+        (hooks, hooks.copy())
+        for module in model.modules()
+        for hooks in map(vars(module).get, _HOOKS)
+        if hooks is not None
+    ]
     try:
         with streams.lent():
             yield
@@ -234,6 +241,7 @@ def without_a_trace(model: nn.Module, streams: Streams) -> Iterator[None]:
 
 
 _TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has
+_HOOKS = sorted(name for name in _TORCHS if "hooks" in name and isinstance(vars(nn.Module())[name], dict))
 
 
 def _own_of(module: nn.Module) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -25,6 +25,7 @@ from paceline.strategies.schedule import FORWARD
 from paceline.strategies.side_effects import without_a_trace
 
 KEPT, FIRST = 8, 16  # steps whose seconds are looked at; the first look is after so many, then after twice as many
+_WHOLE, _BY_BLOCK = "whole", "by block"  # how one worker computes a micro-batch of the whole model
 _RESULTS = (
     "let blocks return what the loss or the head needs of them: what they put into a list or an attribute, and what "
     "hooks on layers inside of them keep, stays on the worker that has the block; and let neither forward nor loss add "
@@ -59,6 +60,7 @@ class StagedRunner(Runner):
 
     def _forwards(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         line = self.pipeline
+        self._survey(chunks)
         for kind, stage, number in line.actions(len(chunks)):
             if kind == FORWARD:
                 line.at(stage)
@@ -76,6 +78,7 @@ class StagedRunner(Runner):
         if sums.records is not None:
             what = "the model has BatchNorm, or a buffer that says how it is merged"
             raise UsageError(f"{what}, and pipeline= is not built for these yet", "leave pipeline= out")
+        self._survey(chunks)
         line, parts, sent = self.pipeline, list[Loss](), self.pipeline.sent
         under: dict[tuple[int, int], tuple[Loss, Any]] = {}
         seconds = dict.fromkeys(line.own, 0.0)
@@ -107,6 +110,13 @@ class StagedRunner(Runner):
             self.job.inside["pipeline"] = (line.sent - sent) // len(chunks)
         return parts
 
+    def _survey(self, chunks: Sequence[Chunk]) -> None:
+        """All kinds of forwards are known before the schedule begins, in which workers are at different chunks."""
+        for chunk in chunks:
+            if not self.pipeline.knows(self.job.model, chunk.batch):
+                with chunk.noted, self.job.arithmetic():
+                    self.pipeline.survey(self.job.model, chunk.batch)
+
     @contextmanager
     def _timed(self, seconds: dict[int, float], stage: int) -> Iterator[None]:
         """Without what the stage waits for others."""
@@ -133,14 +143,15 @@ class StagedRunner(Runner):
         line, at = self.pipeline, self.pipeline.line.rank == self.pipeline.judge
         quiet = replace(options, reached=_nothing, spread="")
         self.observer.why("")
-        if not self._fits(chunk):
+        fits = self._fits(chunk)
+        if not fits:
             what = "the whole model does not fit on one worker: no micro-batch was computed by it to compare with"
             self.job.news["pipeline"] = what, ""
             return
         whole, found = None, dict[str, torch.Tensor]()
-        with line.assembled(), self._without_a_trace(quiet):
+        with line.assembled() if fits == _WHOLE else line.assembled_by_block(), self._without_a_trace(quiet):
             if at:
-                whole, found = self._whole(chunk, quiet)
+                whole, found = self._whole(chunk, quiet, backward=fits == _WHOLE)
         with self._without_a_trace(quiet) as sums:
             try:
                 parts = self._through([chunk], sums, quiet)
@@ -150,7 +161,7 @@ class StagedRunner(Runner):
                 what = f"{type(self.job.model).__name__} cannot be computed when it is cut in stages by pipeline="
                 raise UsageError(f"{what} ({type(error).__name__}: {error})", _RESULTS) from error
             mine = self._gradients()
-        self._decide(parts[0] if parts else None, whole, mine, found)
+        self._decide(parts[0] if parts else None, whole, mine, found if fits == _WHOLE else None)
 
     @contextmanager
     def _without_a_trace(self, options: Options) -> Iterator[Sums]:
@@ -158,17 +169,23 @@ class StagedRunner(Runner):
             yield self._open(options)
             self.undo()
 
-    def _fits(self, chunk: Chunk) -> bool:
+    def _fits(self, chunk: Chunk) -> str:
         """Whether the worker of the last stage has room for the whole model, its gradients, and what its forward keeps
-        (about three times what modules give), also if all of the line are on its host.
+        (about three times what modules give), also if all of the line are on its host; or else for a forward to which
+        blocks come one after another, where no other workers take part in it. Empty: for neither.
         """
         line, sizes = self.pipeline, list[int]()
         with weighing(self.job.model, sizes), self.job.arithmetic():
             line.survey(self.job.model, chunk.batch)
         line.line.enter("memory for the whole model", check=False, kind="comparison")
         kept, own = zip(*line.line.gather_json([sum(sizes), sum(p.nbytes for p in self.params)]), strict=True)
-        need = line.lacking() + 3 * sum(kept) + 2 * sum(own)
-        return bool(line.line.gather_json(need <= room(self.job.device))[line.judge])
+        free = room(self.job.device)
+        fits = ""
+        if line.lacking() + 3 * sum(kept) + 2 * sum(own) <= free:
+            fits = _WHOLE
+        elif self.job.unit == line.line.size and line.lacking_by_block() + 2 * max(kept) <= free:
+            fits = _BY_BLOCK
+        return str(line.line.gather_json(fits)[line.judge])
 
     def _gradients(self) -> dict[str, torch.Tensor | None]:
         """Those of a micro-batch that has just passed, of the parameters that this worker is the first to have."""
@@ -188,12 +205,15 @@ class StagedRunner(Runner):
         self.job.add_up(parts, self.job.named)
         return found | parts
 
-    def _whole(self, chunk: Chunk, options: Options) -> tuple[Loss, dict[str, torch.Tensor]]:
+    def _whole(self, chunk: Chunk, options: Options, backward: bool) -> tuple[Loss, dict[str, torch.Tensor]]:
         """What the whole model gives, with the same draws."""
         named = self.pipeline.trained()
         self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
         with chunk.noted:
-            part = self._loss(chunk)
+            with nullcontext() if backward else torch.no_grad():
+                part = self._loss(chunk)
+            if not backward:
+                return part, {}
             for param in named.values():
                 param.grad = None
             part.total.mul(1.0 / options.expected).backward()  # not grad(): reentrant checkpoints refuse it
@@ -208,9 +228,10 @@ class StagedRunner(Runner):
         part: Loss | None,
         whole: Loss | None,
         mine: Mapping[str, torch.Tensor | None],
-        found: Mapping[str, torch.Tensor],
+        gradients_too: Mapping[str, torch.Tensor] | None,
     ) -> None:
-        """On the worker that has the whole: is it the same? The others send it their gradients."""
+        """On the worker that has the whole: is it the same? The others send it their gradients, if it has some."""
+        found = gradients_too or {}
         line, model = self.pipeline, type(self.job.model).__name__
         line.line.enter("gradients of stages, to compare with", check=False, kind="comparison")
         said = line.line.gather_json([[*found], [name for name, grad in mine.items() if grad is not None]])
@@ -223,7 +244,8 @@ class StagedRunner(Runner):
             # The arithmetic is the same: rounding is that of sums whose order a device chooses.
             rounding = 1e-9 if whole.total.dtype == torch.float64 else 1e-5
             one, two, apart = loss_apart(part, whole, rounding, 1e-2)
-            unlike = next((name for name in (*found, *sorted(here)) if (name in here) != (name in found)), "")
+            both = () if gradients_too is None else (*found, *sorted(here))
+            unlike = next((name for name in both if (name in here) != (name in found)), "")
             how = f"when {model} is cut in stages by pipeline="
             if one:
                 wrong = f"the loss of a micro-batch is {one} {how}, and {two} of the whole model"
@@ -231,7 +253,11 @@ class StagedRunner(Runner):
                 wrong = f"{unlike} has {'a' if unlike in here else 'no'} gradient {how}, unlike in the whole model"
             elif name:
                 wrong = f"the gradient of {name} differs by {distance:.1g} of its norm, more than any other, {how}"
-            news = f"loss {apart:.1g} and gradients {distance:.1g} apart"
+            news = f"one micro-batch was computed by the whole model, too: loss {apart:.1g} and gradients "
+            news += f"{distance:.1g} apart"
+            if gradients_too is None:
+                news = "the whole model does not fit on one worker, to which its blocks came one after another: the "
+                news += f"loss of one micro-batch is {apart:.1g} apart, and gradients were not compared"
         else:
             for name in names:
                 if name in here and name in mine:
@@ -241,7 +267,7 @@ class StagedRunner(Runner):
         news, wrong = line.line.gather_json([news, wrong])[line.judge]
         if wrong:
             raise UsageError(wrong, _RESULTS)
-        self.job.news["pipeline"] = f"one micro-batch was computed by the whole model, too: {news}", ""
+        self.job.news["pipeline"] = news, ""
 
 
 class _Arriving(Mapping[str, torch.Tensor]):

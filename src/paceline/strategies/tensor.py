@@ -31,6 +31,7 @@ from paceline.strategies.heads import attention
 from paceline.strategies.job import Job, Judge
 from paceline.strategies.moves import Division, Moves, summed
 from paceline.strategies.parts import Parts, Wholes, logical, mark, others_sleeping, part_of
+from paceline.strategies.passage import one_call
 from paceline.strategies.placing import (
     COLUMN,
     GATHERED,
@@ -243,7 +244,7 @@ class TensorCut:
         self._replace(module, partial(self._heads, layer))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        vars(module)["forward"] = forward
+        vars(module)["forward"] = forward if self.job.stages is None else one_call(module, forward)
         module.register_forward_pre_hook(_nothing)  # or TransformerEncoderLayer takes the weights past a forward
         refuse_state(module, f"{self._name}, which is cut by tensor=")
 
@@ -304,7 +305,7 @@ class TensorCut:
     def _column(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         module, part = cast(Any, layer.module), cast(Division, layer.part)
         if self._uncut:
-            return cast(torch.Tensor, type(module).forward(module, x))
+            return cast(torch.Tensor, self._with_wholes(type(module).forward, module, x))
         with self._parts.sleeping():
             x = self.moves.share(self._parts.whole(x))
             if is_conv1d(module):
@@ -317,7 +318,7 @@ class TensorCut:
     def _row(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         module, part = cast(Any, layer.module), cast(Division, layer.part)
         if self._uncut:
-            return cast(torch.Tensor, type(module).forward(module, x))
+            return cast(torch.Tensor, self._with_wholes(type(module).forward, module, x))
         with self._parts.sleeping():
             x = self._taken_in(x, part)
             found = torch.matmul(x, module.weight) if is_conv1d(module) else F.linear(x, module.weight)
@@ -334,7 +335,7 @@ class TensorCut:
     def _vocabulary(self, layer: _Layer, ids: torch.Tensor) -> torch.Tensor:
         module, part = cast(nn.Embedding, layer.module), cast(Division, layer.part)
         if self._uncut:
-            return nn.Embedding.forward(module, ids)
+            return cast(torch.Tensor, self._with_wholes(nn.Embedding.forward, module, ids))
         with self._parts.sleeping():
             (rows,) = part.rows(self.moves.index(part))
             here = ids - rows.start
@@ -350,9 +351,14 @@ class TensorCut:
     def _heads(self, layer: _Layer, *given: Any, **named: Any) -> Any:
         module = cast(nn.MultiheadAttention, layer.module)
         if self._uncut:
-            return nn.MultiheadAttention.forward(module, *given, **named)
+            return self._with_wholes(nn.MultiheadAttention.forward, module, *given, **named)
         with self._parts.sleeping():
             return attention(module, self._parts, *given, **named)
+
+    def _with_wholes(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """A forward on whole weights, also where a checkpoint computes it again in the backward."""
+        with nullcontext() if self._wholes.on else self._wholes:
+            return forward(*given, **named)
 
     # -- forwards of what holds them ----------------------------------------------------------------------------------
 
@@ -377,9 +383,8 @@ class TensorCut:
 
     def _inside(self, name: str, module: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         regions = self._regions.get((self.job.model.training, self.job.assembled))
-        if self._uncut:  # also when it is computed again in the backward
-            with nullcontext() if self._wholes.on else self._wholes:
-                return forward(*given, **named)
+        if self._uncut:
+            return self._with_wholes(forward, *given, **named)
         if regions is None and self._turning:
             return self._watch(name, forward, given, named)
         follows = (regions is None or name in regions) and not self._parts.on
@@ -459,6 +464,10 @@ class TensorCut:
         """By the script itself: all of the unit compute it together, each with the same input."""
         if self._ours:
             return
+        if self.job.passing:  # a survey of stages, which counts the calls of the user's code
+            with torch._C.DisableTorchFunction():
+                self._enter()
+            return
         self.unit.enter(f"a call of {self._name}, whose layers are cut", kind="tensor")
         refuse_other_input(self.unit, (given, named), self._name, "tensor= cuts its layers")
 
@@ -485,7 +494,8 @@ class TensorCut:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            cure = f'say "{WHOLE}" in tensor= of the layers whose outputs a torch.autograd.Function takes'
+            cure = f'say "{WHOLE}" in tensor= of the layers whose outputs a torch.autograd.Function takes, or that a '
+            cure += "function given to checkpoint() calls (plan recompute=blocks computes blocks again without one)"
             raise UsageError(f"{self._name} cannot be computed when it is cut by tensor= ({error})", cure) from error
         most, others = outputs_apart(output, whole)
         if others:

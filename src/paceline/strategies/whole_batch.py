@@ -22,6 +22,7 @@ from paceline.comm.torch_private import pytree
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 from paceline.step import stream_seed
 from paceline.strategies.chunks import Chunk, MicroBatch, tensors_of
+from paceline.strategies.compared import is_reentrant
 from paceline.strategies.hooks import nodes_of
 from paceline.strategies.job import Options, Sums
 from paceline.strategies.runner import Loss, Ready, Runner
@@ -181,6 +182,10 @@ class OverBatch:
         part = Loss.of(result, Chunk([MicroBatch(0, rows, None, "the global batch")], None), True)
         if part.mean is None and not self.runner.counts.done:
             self.runner.counts.check(job.over, output, None, part.count, rows, self.runner.models)
+        if any(map(is_reentrant, nodes_of(part.total))):  # whose gradients go to places that the graph does not show
+            raise LossError(
+                "the loss over the batch calls checkpoint(..., use_reentrant=True)", "say use_reentrant=False"
+            )
         own = [x for x in _leaves(part.total) if not any(x is leaf for leaf in leaves)]
         found = iter(torch.autograd.grad(part.total.mul(1.0 / options.expected), [*leaves, *own], allow_unused=True))
         grads = [next(found) if x.requires_grad else None for x in columns]
