@@ -20,6 +20,7 @@ from paceline.strategies.state import local
 
 if TYPE_CHECKING:
     from paceline.best import Best
+    from paceline.strategies.moves import Moves
 
 LISTED = 16  # workers whose shares are told one by one
 
@@ -54,6 +55,8 @@ class Member(Protocol):
     def complete(self) -> bool: ...
     @property
     def untouched(self) -> list[Phase]: ...
+    @property
+    def parts(self) -> list[Moves | None]: ...  # as in Job
 
 
 @dataclass(eq=False)
