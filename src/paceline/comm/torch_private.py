@@ -22,15 +22,14 @@ from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _pop_mode_temporarily as without_innermost_mode
 from torch.overrides import _push_mode as push_function_mode
 from torch.utils import _pytree as pytree
-from torch.utils._device import DeviceContext
 
 __all__ = [
     "BatchNormBase",
-    "DeviceContext",
     "NAMES",
     "PrivateName",
     "TESTED",
     "autograd_nodes_made",
+    "default_device_mode",
     "function_modes_taken",
     "innermost_function_mode",
     "keep_out_of_compile",
@@ -102,7 +101,7 @@ NAMES = [
     PrivateName("torch.overrides._len_torch_function_stack", "a mode around the body of a loop, under the script's"),
     PrivateName("torch.overrides._pop_mode", "the same"),
     PrivateName("torch.overrides._push_mode", "the same"),
-    PrivateName("torch.utils._device.DeviceContext", "the mode of torch's default device, which stays the outermost"),
+    PrivateName("torch._GLOBAL_DEVICE_CONTEXT", "the mode of torch's default device, which has to be the outermost"),
     PrivateName("torch._subclasses.fake_tensor.FakeTensor", "build a model without memory for its large tensors"),
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "the same"),
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode().fake_tensor_converter.tensor_memo", "forget them"),
@@ -163,6 +162,11 @@ NAMES = [
 def innermost_function_mode() -> Any:
     """The TorchFunctionMode that sees a call first. There must be one."""
     return torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1)
+
+
+def default_device_mode() -> Any:
+    """The mode that ``torch.set_default_device`` has entered in this thread, if any."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def function_modes_taken() -> list[Any]:

@@ -13,14 +13,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import count
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from paceline.comm.torch_private import DeviceContext, function_modes_taken, push_function_mode, pytree
+from paceline.comm.torch_private import default_device_mode, function_modes_taken, push_function_mode, pytree
 from paceline.errors import UsageError
 from paceline.strategies.moves import Division, Moves
 from paceline.strategies.parts import AS_IT_IS, Parts, Tensor, changes, logical, mark, part_of, tensors_in
@@ -36,7 +36,7 @@ _turns = count()
 _READS = ("__iter__", "__int__", "__index__")  # their names are those of changes in place
 
 
-class _Here(threading.local):
+class _Thread(threading.local):
     """What a thread has, as it has modes: the bodies of loops that it is in, and how often it is in our own code."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class HasParts(Protocol):
     def parts(self) -> list[Moves | None]: ...
 
 
-_here = _Here()
+_here = _Thread()
 
 
 @contextmanager
@@ -153,7 +153,7 @@ class Body(Parts):
         here = _here
         here.bodies = [body for body in here.bodies if not body._over]
         others = function_modes_taken()
-        under = [others.pop()] if others and isinstance(others[-1], DeviceContext) else []
+        under = [others.pop()] if others and others[-1] is default_device_mode() else []
         # Under modes of the script's: these may end before the turn does, and take the innermost one off. Torch's own
         # one of the default device has to be the outermost.
         for mode in (*under, self, *reversed(others)):
@@ -214,7 +214,9 @@ class Body(Parts):
             self._adopt(name, tensors)
         if name in ("__repr__", "__format__"):
             return function(self._gathered(x).requires_grad_(x.requires_grad), *given[1:], **named)
-        made = super().follow(function, given, named)
+        made = self._uneven(function, name, given, named, tensors)
+        if made is NotImplemented:
+            made = super().follow(function, given, named)
         if name in ("numpy", "__array__"):
             made.setflags(write=False)  # it is a copy
         for one in tensors_in([made]):
@@ -250,6 +252,27 @@ class Body(Parts):
                 what = f"{what} shape {whole} is this worker's part of it"
                 raise UsageError(what, "make it of the weight in the body of the loop")
             mark(t, part)
+
+    def _uneven(self, function: Any, name: str, given: Any, named: Any, tensors: list[Tensor]) -> Any:
+        """A function of each element by itself on pieces that are not equally long, which rules leave alone."""
+        parts = [part for part in map(part_of, tensors) if part is not None]
+        if name.strip("_") not in ELEMENTWISE or name == "__bool__" or all(part.even for part in parts):
+            return NotImplemented
+        shapes = {(part, Tensor.dim(t)) for t in tensors if (part := part_of(t)) is not None}
+        if len(shapes) > 1 or (_writes(name) and part_of(given[0]) is None):
+            return NotImplemented
+        ((part, dims),) = shapes
+
+        def ours(t: Tensor) -> Tensor:
+            dim = part.dim - dims + t.dim()
+            if part_of(t) is not None or dim < 0 or Tensor.size(t, dim) == 1:
+                return t
+            return self.moves.take(t, replace(part, dim=dim))
+
+        if any(t.dim() > dims for t in tensors):
+            return NotImplemented
+        given, named = pytree.tree_map_only(Tensor, ours, (given, named))
+        return pytree.tree_map_only(Tensor, lambda t: mark(t, part), function(*given, **named))
 
     # -- wholes, and writing into them ------------------------------------------------------------------------------
 
