@@ -260,7 +260,12 @@ def changes():
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params()) * 1.01, params())
     torch._foreach_mul_(params(), 0.99); torch._foreach_lerp_(params(), [p.flip(0) for p in params()], 0.01)
     words().cumsum_(0).div_(20); nn.init.orthogonal_(one.model.layers[3].up.weight)
+    one.model.layers[3].down.reset_parameters()
     up().add_(torch.randn_like(up()), alpha=0.01)
+    nn.init.uniform_(words(), -0.5, 0.5); F.threshold(words().data, -0.4, 0, inplace=True)
+    found += [float(words().sum())]
+    torch.cumsum(down() / 8, 1, out=down().data)
+    found += [float(torch.sum(up(), 1, out=torch.zeros(24).double()).max())]
     one.model.load_state_dict({{n: p * 1.01 for n, p in one.model.named_parameters()}}, strict=False)
     return found + reads()
 trained("reads", one, reads)

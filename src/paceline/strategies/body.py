@@ -20,7 +20,13 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from paceline.comm.torch_private import default_device_mode, function_modes_taken, push_function_mode, pytree
+from paceline.comm.torch_private import (
+    default_device_mode,
+    function_modes_taken,
+    keep_out_of_compile,
+    push_function_mode,
+    pytree,
+)
 from paceline.errors import UsageError
 from paceline.strategies.moves import Division, Moves
 from paceline.strategies.parts import AS_IT_IS, Parts, Tensor, changes, logical, mark, part_of, tensors_in
@@ -33,6 +39,7 @@ _MIRROR = "_paceline_mirror"  # of a view of a gathered whole: which
 _WHOLE = "_paceline_whole"  # of what was made of parts and is none
 _BODY = "the body of the loop"
 _turns = count()
+_FIRST = ("tensor", "input", "self")  # what functions call their first argument
 _READS = ("__iter__", "__int__", "__index__")  # their names are those of changes in place
 
 
@@ -175,6 +182,9 @@ class Body(Parts):
         here, named = _here, named or {}
         if self._over or here.quiet or not here.bodies or here.bodies[-1] is not self:
             return function(*given, **named)
+        key = next((key for key in _FIRST if key in named), "") if not given else ""
+        if key and "condition" not in named:
+            given, named = (named[key],), {other: value for other, value in named.items() if other != key}
         return self.follow(function, given, named)
 
     # -- which way a function goes --------------------------------------------------------------------------------
@@ -210,11 +220,13 @@ class Body(Parts):
             found = self._property(function, function.__self__.__name__, x, part, given[1:])
             if found is not NotImplemented:
                 return found
-        elif name not in AS_IT_IS:
+        elif name not in AS_IT_IS and len(tensors) > 1:
             self._adopt(name, tensors)
         if name in ("__repr__", "__format__"):
             return function(self._gathered(x).requires_grad_(x.requires_grad), *given[1:], **named)
-        made = self._uneven(function, name, given, named, tensors)
+        if named.get("out") is not None:
+            return self._with_wholes(function, name, given, named)
+        made = self._each(function, name, given, named, tensors)
         if made is NotImplemented:
             made = super().follow(function, given, named)
         if name in ("numpy", "__array__"):
@@ -253,26 +265,25 @@ class Body(Parts):
                 raise UsageError(what, "make it of the weight in the body of the loop")
             mark(t, part)
 
-    def _uneven(self, function: Any, name: str, given: Any, named: Any, tensors: list[Tensor]) -> Any:
-        """A function of each element by itself on pieces that are not equally long, which rules leave alone."""
-        parts = [part for part in map(part_of, tensors) if part is not None]
-        if name.strip("_") not in ELEMENTWISE or name == "__bool__" or all(part.even for part in parts):
+    def _each(self, function: Any, name: str, given: Any, named: Any, tensors: list[Tensor]) -> Any:
+        """A function of each element by itself, on pieces of one kind and what meets them."""
+        if name.strip("_") not in ELEMENTWISE or name == "__bool__" or (_writes(name) and part_of(given[0]) is None):
             return NotImplemented
-        shapes = {(part, Tensor.dim(t)) for t in tensors if (part := part_of(t)) is not None}
-        if len(shapes) > 1 or (_writes(name) and part_of(given[0]) is None):
+        kinds = {(part, Tensor.dim(t)) for t in tensors if (part := part_of(t)) is not None}
+        if len(kinds) > 1 or any(Tensor.dim(t) > dims for t in tensors for _, dims in kinds):
             return NotImplemented
-        ((part, dims),) = shapes
+        ((part, dims),) = kinds
 
         def ours(t: Tensor) -> Tensor:
-            dim = part.dim - dims + t.dim()
-            if part_of(t) is not None or dim < 0 or Tensor.size(t, dim) == 1:
+            dim = part.dim - dims + Tensor.dim(t)
+            if part_of(t) is not None:
                 return t
-            return self.moves.take(t, replace(part, dim=dim))
+            return self.moves.share(t) if dim < 0 or t.size(dim) == 1 else self.moves.take(t, replace(part, dim=dim))
 
-        if any(t.dim() > dims for t in tensors):
-            return NotImplemented
-        given, named = pytree.tree_map_only(Tensor, ours, (given, named))
-        return pytree.tree_map_only(Tensor, lambda t: mark(t, part), function(*given, **named))
+        if any(part_of(t) is None for t in tensors):
+            given, named = pytree.tree_map_only(Tensor, ours, (given, named))
+        made = function(*given, **named)
+        return mark(made, part) if isinstance(made, Tensor) else made
 
     # -- wholes, and writing into them ------------------------------------------------------------------------------
 
@@ -284,30 +295,30 @@ class Body(Parts):
             return self.moves.join(x.detach(), part)
 
     def _with_wholes(self, function: Any, name: str, given: Any, named: Any) -> Any:
-        if any(map(part_of, tensors_in([named.get("out")]))):
-            return super()._with_wholes(function, name, given, named)
-        pairs: list[tuple[Tensor, Division, Tensor]] = []
+        pairs: list[tuple[Tensor, Division, Tensor, int]] = []
         first = given[0] if given and _writes(name) and part_of(given[0]) is not None else None
-        if first is not None and first.requires_grad and first.is_leaf and torch.is_grad_enabled():
-            first.add_(0)  # raises what torch says of it
 
         def whole(x: Tensor) -> Tensor:
             part = part_of(x)
             if part is None:
                 return x
             made = self._gathered(x) if x is first else self.moves.join(x, part)
-            pairs.append((x.detach(), part, made))
+            pairs.append((x, part, made, made._version))
             return made
 
         ours, more = pytree.tree_map_only(Tensor, whole, (given, named))
         made = function(*ours, **more)
-        if first is not None:
-            with torch.no_grad():
-                first.copy_(self.moves.narrow(ours[0], part_of(first)))  # type: ignore[arg-type]
-            if made is ours[0]:
-                return first
-        for x, part, all_ in pairs:
-            self._see_views(made, _Mirror(x, part, all_, self._stamp(x)))
+        for x, part, full, version in pairs:
+            if full._version != version:  # by a change in place, an `out` or an `inplace`
+                if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+                    x.add_(0)  # raises what torch says of it
+                with torch.no_grad():
+                    x.copy_(self.moves.narrow(full.detach(), part))
+                self._written[x.untyped_storage().data_ptr()] += 1
+                if made is full:
+                    return x
+        for x, part, full, _ in pairs:
+            self._see_views(made, _Mirror(x.detach(), part, full, self._stamp(x)))
         return made
 
     def _refresh(self, view: Tensor) -> None:
@@ -389,3 +400,6 @@ class Body(Parts):
 def _writes(name: str) -> bool:
     """Whether a function with this name writes into its first argument."""
     return changes(name) and name not in _READS
+
+
+keep_out_of_compile(Body)

@@ -44,7 +44,7 @@ _OF_ONE = ("__bool__", "__int__", "__float__", "__index__", "__contains__")  # n
 
 def part_of(tensor: Any) -> Division | None:
     """Which part a tensor is, if it is one."""
-    return tensor.__dict__.get(_attribute) if isinstance(tensor, Tensor) else None
+    return (tensor.__dict__.get(_attribute) or None) if isinstance(tensor, Tensor) else None
 
 
 def mark(tensor: Tensor, part: Division | None) -> Tensor:
