@@ -64,7 +64,7 @@ from paceline.run import Run
 from paceline.served import stepper_of
 from paceline.step import Grid, stream_seed
 from paceline.stepping import StepReport
-from paceline.strategies.body import by_pieces, each_by_pieces, with_bodies
+from paceline.strategies.body import by_pieces, each_by_pieces, mark_copies, with_bodies
 from paceline.strategies.chunks import MicroBatch, rows_of
 from paceline.strategies.coupling import Scope
 from paceline.strategies.job import Job, default_forward
@@ -753,6 +753,11 @@ class Trainer(Telling):
     def look_around(self) -> None:
         """Other trainers' models have come or gone."""
         self._replica.runner.look_around()
+
+    def mark_copies(self) -> None:
+        """What the script keeps of weights, for the body of a loop."""
+        if self.parts:
+            mark_copies({key: value for key, (_, value) in self.state.saved().items()}, self._job)
 
     def hear(self, said: list[Any]) -> None:
         """A part of a step after it."""

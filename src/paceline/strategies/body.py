@@ -28,9 +28,11 @@ from paceline.comm.torch_private import (
     pytree,
 )
 from paceline.errors import UsageError
+from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves
-from paceline.strategies.parts import AS_IT_IS, Parts, Tensor, changes, logical, mark, part_of, tensors_in
+from paceline.strategies.parts import AS_IT_IS, PART, Parts, Tensor, changes, logical, mark, part_of, tensors_in
 from paceline.strategies.rules import ELEMENTWISE, RULES
+from paceline.strategies.state import change_copies
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,10 +64,24 @@ class _Mirror:
 
 
 class HasParts(Protocol):
-    """A trainer, as far as this matters here: see `Job.parts`."""
+    """A trainer, as far as this matters here: see `Job.parts` and `mark_copies`."""
 
     @property
     def parts(self) -> list[Moves | None]: ...
+    def mark_copies(self) -> None: ...
+
+
+def mark_copies(tree: Any, job: Job) -> None:
+    """Marks what a script keeps as what it was made of: copies of parameters that are cut, made before the loop."""
+    params = dict(job.model.named_parameters(remove_duplicate=False))
+
+    def change(copy: Tensor, name: str, path: Any) -> Tensor:
+        like = params.get(name)
+        if like is not None and copy.shape == like.shape and tuple(copy.shape) != job.cuts[name].shape:
+            copy.__dict__.update({key: value for key, value in vars(like).items() if key in (PART, ABSENT)})
+        return copy
+
+    change_copies(tree, job, change)
 
 
 _here = _Thread()
@@ -111,9 +127,12 @@ _END: Any = object()
 
 def with_bodies(loop: Iterator[T], trainers: Callable[[], Iterable[HasParts]]) -> Iterator[T]:
     """A loop of ours whose body sees whole weights of the trainers that there are in it."""
-    inner = each_by_pieces(loop)
+    inner, marked = each_by_pieces(loop), False
     try:
         for one in inner:
+            for trainer in trainers() if not marked else ():
+                trainer.mark_copies()
+            marked = True
             body = Body(moves for trainer in trainers() for moves in trainer.parts)
             body.begin()
             try:
