@@ -103,12 +103,17 @@ def by_pieces(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def called(*given: P.args, **named: P.kwargs) -> T:
-        if not _here.bodies:
-            return function(*given, **named)
-        with unfollowed():
-            return function(*given, **named)
+        return call_by_pieces(function, *given, **named)
 
     return called
+
+
+def call_by_pieces(function: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """Calls it as such a function. In a `partial`, a copy of that is one of what the function belongs to, too."""
+    if not _here.bodies:
+        return function(*given, **named)
+    with unfollowed():
+        return function(*given, **named)
 
 
 def each_by_pieces(made: Iterator[T]) -> Iterator[T]:

@@ -23,7 +23,7 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.pieces import Cut, Piece
-from paceline.strategies.body import ABSENT, by_pieces
+from paceline.strategies.body import ABSENT, call_by_pieces
 from paceline.strategies.chunks import refuse_other_input
 from paceline.strategies.job import ELSEWHERE, Job, Judge
 from paceline.strategies.parts import tensors_in
@@ -163,8 +163,8 @@ class Pipeline:
         job.named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         modules = dict(model.named_modules())
         for number, name in enumerate(self.stages.blocks):
-            modules[name].forward = by_pieces(partial(self._block, number, name, modules[name].forward))
-        model.forward = by_pieces(partial(self._called, model.forward))
+            modules[name].forward = partial(call_by_pieces, partial(self._block, number, name, modules[name].forward))
+        model.forward = partial(call_by_pieces, partial(self._called, model.forward))
         refuse_state(model, f"{self._model}, which is cut in stages")
         self._cut_forward, job.forward = job.forward, self.forward
         self.shared = self._several()

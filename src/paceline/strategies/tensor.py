@@ -25,7 +25,7 @@ from paceline.comm.group import Group
 from paceline.comm.torch_private import pytree
 from paceline.errors import UsageError
 from paceline.pieces import Cut
-from paceline.strategies.body import by_pieces
+from paceline.strategies.body import call_by_pieces
 from paceline.strategies.chunks import refuse_other_input, tensors_of
 from paceline.strategies.compared import allowed, apart, farthest, gradients_of, outputs_apart, room
 from paceline.strategies.heads import attention
@@ -227,7 +227,7 @@ class TensorCut:
         self._replace(module, partial(self._heads, layer))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        vars(module)["forward"] = by_pieces(forward)
+        vars(module)["forward"] = partial(call_by_pieces, forward)
         module.register_forward_pre_hook(_nothing)  # or TransformerEncoderLayer takes the weights past a forward
         refuse_state(module, f"{self._name}, which is cut by tensor=")
 
@@ -340,7 +340,7 @@ class TensorCut:
         for name in around - {layer.name for layer in self.layers}:
             module = named[name]
             forward = partial(self._inside if name else self._turn, name, module, module.forward)
-            vars(module)["forward"] = by_pieces(forward)
+            vars(module)["forward"] = partial(call_by_pieces, forward)
 
     def _where(self) -> str:
         return (self._frames[-1].name if self._frames else "") or self._name
