@@ -73,9 +73,9 @@ def test_a_checkpoint_that_meets_parts_is_refused(tmp_path: Path) -> None:
     said = run(tmp_path, "aside.py", 4, "micro=2 pipeline=2 tensor=2", "recomputed", code=None)
     what = (
         "UsageError: Recomputed cannot be computed when it is cut by tensor= (The size of tensor a (8) must match the "
-        "size of tensor b (4) at non-singleton dimension 2); leave the layers whose outputs a torch.autograd.Function "
-        "takes, or that a function given to checkpoint() calls, out of tensor= (plan recompute=blocks computes blocks "
-        "again without one)\n"
+        'size of tensor b (4) at non-singleton dimension 2); say "whole" in tensor= of the layers whose outputs a '
+        "torch.autograd.Function takes, or that a function given to checkpoint() calls (plan recompute=blocks computes "
+        "blocks again without one)\n"
     )
     assert what in said
     assert not list(journal(tmp_path / "out", "step"))

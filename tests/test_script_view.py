@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,6 @@ def streams_of_one(folder: Path) -> Any:
                 (2, "shard=2 zero=1"),
                 (2, "shard=2 zero=3"),
                 (3, "pipeline=3"),
-                (2, "context=2"),
                 (2, "server=1"),
                 (4, "pipeline=2 tensor=2"),
             ]
@@ -216,30 +216,154 @@ def test_a_hook_on_a_layer_that_is_cut_gets_what_the_layer_gives(tmp_path: Path)
     assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
 
 
-CHANGED = f"""{NETS}
-def body():
+# ---- weights in the body of a loop
+
+WEIGHTS = f"""{NETS}
+import zlib
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.first, self.layers = nn.Embedding(20, 8), nn.Linear(10, 8), net(8, 2)
+    def forward(self, x): return self.layers(self.first(x) + self.words((x[:, 0].abs() * 7).long() % 20))
+def made(seed=1):
+    table = {{"words": "vocabulary", "layers.*.up": "column", "layers.*.down": "row"}} if team.size > 1 else None
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+    return paceline.Trainer(lambda: Words().double(), cross_entropy, sgd, seed=seed, global_batch=8, tensor=table)
+one, none = made(), torch._C._len_torch_function_stack
+params = lambda: [*one.model.parameters()]
+words = lambda: one.model.words.weight
+up, down = lambda: one.model.layers[1].up.weight, lambda: one.model.layers[2].down.weight
+"""
+CHANGES = f"""{WEIGHTS}
+def reads():
+    found = [sum(p.square().sum() for p in params()), sum(p.norm() for p in params()), up().mean(), words()[3:5].sum()]
+    found += [nn.utils.parameters_to_vector(params()).abs().max(), torch.stack([p.sum() for p in params()]).std()]
+    found += [up().numel() + sum(down().shape) + len(words()), up().norm(dim=0).max(), down().norm(dim=1).min()]
+    found += [(up() @ up().T - torch.eye(24)).square().sum(), torch.linalg.svdvals(down())[0], up().data.std()]
+    found += [nn.utils.get_total_norm(params()), *torch._foreach_norm(params()), up()[5, 3], up().flatten()[7]]
+    found += [zlib.crc32(repr((up().shape, words())).encode()), sum(len(row) * row.sum() for row in words())]
+    found += [down().detach().numpy().sum(), F.linear(x[:2, :8], up()).sum(), down().clone().sum()]
+    found += [up().tolist()[20][1]]
+    return [float(value) for value in found]
+@torch.no_grad()
+def changes():
+    for p in params():
+        p.clamp_(-0.5, 0.5)
+        if p.dim() == 2: p /= p.norm(dim=1, keepdim=True).clamp(min=0.9)
+        p.data.mul_(0.99)
+    up()[0].zero_(); up()[3:5] *= 2; down()[:, 2] = 0.25; words()[7, 1:3] = 1; down().diagonal().add_(0.01)
+    for row in words(): row.div_(max(1.0, float(row.norm())))
+    up().sub_(up().mean()); words().add_(torch.ones(8).double() * 0.01)
+    down().copy_(torch.where(down() > 0, down(), -down()))
+    half = up().view(-1)[:40]; up().mul_(0.5); half += 0.125
+    early = words()[::3]; words().mul_(2); found = [float(early.sum())]
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params()) * 1.01, params())
+    torch._foreach_mul_(params(), 0.99); torch._foreach_lerp_(params(), [p.flip(0) for p in params()], 0.01)
+    words().cumsum_(0).div_(20); nn.init.orthogonal_(one.model.layers[3].up.weight)
+    one.model.layers[3].down.reset_parameters()
+    up().add_(torch.randn_like(up()), alpha=0.01)
+    nn.init.uniform_(words(), -0.5, 0.5); F.threshold(words().data, -0.4, 0, inplace=True)
+    found += [float(words().sum())]
+    torch.cumsum(down() / 8, 1, out=down().data)
+    found += [float(torch.sum(up(), 1, out=torch.zeros(24).double()).max())]
+    one.model.load_state_dict({{n: p * 1.01 for n, p in one.model.named_parameters()}}, strict=False)
+    return found + reads()
+trained("reads", one, reads)
+torch.manual_seed(3)
+trained("changes", one, changes)
+write()
+"""
+METHODS = f"""{WEIGHTS}
+ema, later, other = {{n: p.detach().clone() for n, p in one.model.named_parameters()}}, {{}}, made(5)
+accuracy = lambda output, batch: {{"loss": (F.cross_entropy(output, batch[1], reduction="sum"), len(output))}}
+def averages():
+    for n, p in one.model.named_parameters(): ema[n].lerp_(p.detach(), 0.1)
+    made = later.setdefault("ema", {{n: p.detach().clone() for n, p in one.model.named_parameters()}})
+    for n, p in one.model.named_parameters(): made[n].mul_(0.9).add_(p.detach(), alpha=0.1)
+    return [float(sum((e - p).norm() for e, p in zip(old.values(), params())).detach()) for old in (ema, made)]
+def methods():
+    found = [float(up().norm())]
     with torch.no_grad():
-        for layer in one.model[1:4]: layer.up.weight.data.mul_(0.5)
-    return []
-one = trainer(10, 2, cross_entropy)
-trained("changed", one, body)
+        found += [float(one.model(x[:4]).sum() + one.model.layers[1](x[:3, :8]).sum() + one.model.first(x[:3]).sum())]
+    one.export("out.safetensors"), one.save()
+    found += [one.evaluate(data, accuracy)["loss"], float(up().norm())]
+    for report in other.steps(data, count=3): found += [float(other.model.words.weight.norm()), report.loss]
+    with torch.no_grad():
+        for a, b in zip(other.model.parameters(), params()): a.lerp_(b, 0.5)
+    found += [other.step([t.tensor_split(team.size)[team.rank] for t in data[:6]]).loss, float(down().norm())]
+    return [*found, float(other.model.words.weight.norm())]
+def ends():
+    try:
+        for report in one.steps(data, count=3):
+            assert none() == 1 or team.size == 1
+            raise KeyError
+    except KeyError: assert none() == 0
+    for report in one.steps(data, count=3): break
+    assert none() == 0
+    with torch.device("cpu"):
+        for report, _ in zip(one.steps(data, count=2), other.steps(data, count=2)): trace = float(up().norm())
+    assert none() == 0
+    loop = one.steps(data, count=4)
+    with torch.device("cpu"): next(loop)
+    with torch.overrides.BaseTorchFunctionMode(): next(loop)
+    torch.set_default_device("cpu"), next(loop), torch.set_default_device(None)
+    found = float(words().norm())
+    thread = threading.Thread(target=loop.close)
+    thread.start(), thread.join()
+    for report in one.steps(data, count=2): pass
+    assert none() == 0
+    return [trace, found, report.loss]
+import threading, torch.overrides
+trained("averages", one, averages)
+trained("methods", one, methods)
+said["ends"] = ends()
 write()
 """
 
 
-def test_weights_that_the_loop_changes_are_noticed_where_they_are_parts(tmp_path: Path) -> None:
-    """Each element by itself is right, so it is no refusal."""
-    told = []
-    for workers, plan in ((1, "micro=4"), (2, "micro=4 tensor=2")):
-        (tmp_path / str(workers)).mkdir()
-        done = train_basics(tmp_path / str(workers), CHANGED, workers, "--max-restarts", "0", "--plan", plan)
-        told.append([line for line in done.stderr.splitlines() if line.startswith("the loop changes")])
-    alone, found = (json.loads((tmp_path / n / "said.json").read_text()) for n in "12")
+@pytest.mark.parametrize(("workers", "plan"), CUT)
+@pytest.mark.parametrize("body", [CHANGES, METHODS], ids=["changes", "methods"])
+def test_the_body_of_a_loop_reads_and_changes_whole_weights(
+    body: str, workers: int, plan: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    alone = of_one(body, tmp_path_factory.getbasetemp() / ("changes" if body is CHANGES else "methods"))
+    found = said(tmp_path / "several", body, workers, plan)
     assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
-    assert told == [
-        [],
-        [
-            "the loop changes 1.up.weight, of which tensor= leaves each worker a part: its norms and sums are of that "
-            'part; change each element by itself, or say "whole" of that layer in tensor='
-        ],
-    ]
+
+
+STAGES = f"""{NETS}
+one = trainer(10, 2, cross_entropy)
+ema = [p.detach().clone() for p in one.model.parameters()]
+def right():
+    with torch.no_grad():
+        for p, average in zip(one.model.parameters(), ema): average.lerp_(p.clamp_(-0.3, 0.3), 0.5)
+    return [sum(p.numel() for p in one.model.parameters()), one.model[0].weight.shape[0]]
+"""
+SUMS = [
+    ("sum(p.square().sum() for p in one.model.parameters())", "sum"),
+    ("nn.utils.parameters_to_vector(one.model.parameters())", "view"),
+    ("[p.data.norm() for p in one.model.parameters()]", "norm"),
+    ("torch.nn.utils.get_total_norm([*one.model.parameters()])", "linalg_vector_norm"),
+    ("one.model[0].weight[0], one.model[4].weight[0]", "getitem"),
+]
+
+
+def test_changes_of_each_element_by_itself_are_right_in_stages(tmp_path: Path) -> None:
+    body = STAGES + 'trained("right", one, right)\nwrite()\n'
+    alone = said(tmp_path / "one", body, 1, "micro=4")
+    found = said(tmp_path / "two", body, 2, "micro=4 pipeline=2")
+    assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
+
+
+@pytest.mark.parametrize(
+    ("reads", "name"), [SUMS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in SUMS[1:])]
+)
+def test_what_needs_a_weight_of_another_stage_is_refused_in_the_body(reads: str, name: str, tmp_path: Path) -> None:
+    body = f"{STAGES}for report in one.steps(data, count=3): {reads}\n"
+    done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "micro=4 pipeline=2", code=2)
+    assert re.search(
+        rf"UsageError: the body of the loop uses \S+ \({name}\), and pipeline= leaves it to another worker; "
+        r"change each element by itself \(clamp_, an average\), write weights with export\(\) and compute with those, "
+        r"or leave pipeline= out\n",
+        done.stderr,
+    )

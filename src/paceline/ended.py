@@ -33,6 +33,7 @@ from paceline.descriptions import Description
 from paceline.errors import UsageError
 from paceline.loops import Member, Phase, State
 from paceline.saving import Subject
+from paceline.strategies.moves import Moves
 from paceline.team.operations import settling
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Ended:
     untouched: list[Phase]  # loops that were made and not gone through
     viewed: nn.Module | None = None
     state: State = field(default_factory=State)
+    parts: list[Moves | None] = field(default_factory=list)
 
     @classmethod
     def of(cls, member: Member, line: dict[str, Any], viewed: nn.Module | None = None) -> Ended:
@@ -89,6 +91,7 @@ class Ended:
     def prepare(self, saved: dict[str, Any]) -> None: ...
     def complete_step(self) -> None: ...
     def hear(self, said: list[Any]) -> None: ...
+    def mark_copies(self) -> None: ...
 
 
 def line_of(whole: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from paceline.strategies.state import local
 
 if TYPE_CHECKING:
     from paceline.best import Best
+    from paceline.strategies.moves import Moves
 
 LISTED = 16  # workers whose shares are told one by one
 
@@ -44,6 +45,7 @@ class Member(Protocol):
     def look_around(self) -> None: ...
     def dismantle(self) -> list[Any]: ...
     def hear(self, said: list[Any]) -> None: ...
+    def mark_copies(self) -> None: ...
     @property
     def viewed(self) -> nn.Module | None: ...
     @property
@@ -54,6 +56,8 @@ class Member(Protocol):
     def complete(self) -> bool: ...
     @property
     def untouched(self) -> list[Phase]: ...
+    @property
+    def parts(self) -> list[Moves | None]: ...  # as in Job
 
 
 @dataclass(eq=False)

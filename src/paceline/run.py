@@ -431,16 +431,6 @@ class Run:
         self.team.world.tell("leaves")
 
     @contextmanager
-    def noticing(self, look: Callable[[], str] | None, step: int) -> Iterator[None]:
-        """Says once what the loop's body has changed, by what `look` finds before and after it; looks now and then."""
-        looks = look is not None and not step & (step - 1)
-        if look is not None and looks:
-            look()
-        yield
-        if look is not None and looks and (what := look()):
-            self.say(what, once=True)
-
-    @contextmanager
     def loop(self, phase: Phase) -> Iterator[None]:
         """The time of a loop. Without an agent, Ctrl-C stops it cleanly. One that is left by `break` and followed by
         more training is over: nobody who resumes goes back to it.

@@ -64,10 +64,12 @@ from paceline.run import Run
 from paceline.served import stepper_of
 from paceline.step import Grid, stream_seed
 from paceline.stepping import StepReport
+from paceline.strategies.body import by_pieces, each_by_pieces, mark_copies, with_bodies
 from paceline.strategies.chunks import MicroBatch, rows_of
 from paceline.strategies.coupling import Scope
 from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
+from paceline.strategies.moves import Moves
 from paceline.strategies.nest import cost, facts_of, nest
 from paceline.strategies.state import copies_in_pieces, copies_like, hidden_in, model_state, own_copies
 from paceline.strategies.streams import Streams
@@ -102,6 +104,7 @@ class Trainer(Telling):
     _closed = False
     _stands_in = False  # for one that has ended, until all workers release it
 
+    @by_pieces
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -183,6 +186,7 @@ class Trainer(Telling):
 
     # -- its end ------------------------------------------------------------------------------------------------
 
+    @by_pieces
     def close(self) -> None:
         """Ends this trainer and gives the memory of its model, optimizer and gradients back. Checkpoints hold its state
         no longer; its last weights are kept once, beside them. A second call does nothing. A model that is whole on
@@ -232,6 +236,10 @@ class Trainer(Telling):
         self._line = {name: value for name, value in saved.items() if name not in ("model", "state")}
         self._run.forget(self._number)
         self._run.view_models()
+
+    @property
+    def parts(self) -> list[Moves | None]:
+        return self._job.parts if self._line is None else []
 
     @property
     def unmoved(self) -> str:
@@ -379,7 +387,9 @@ class Trainer(Telling):
         phase = self._enter_phase(source, 1 if epochs is None and count is None else epochs, count)
         phase.site = call_site()
         self.untouched.append(phase)
-        return self._loop(phase, source, self._grid)
+        loop = self._loop(phase, source, self._grid)
+        run = self._run
+        return with_bodies(loop, lambda: run.members) if any(one.parts for one in run.members) else loop
 
     def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> Phase:
         """The next phase, or the one that the checkpoint holds of this number. Prints its grid."""
@@ -443,8 +453,7 @@ class Trainer(Telling):
                 feed.measured(report.seconds)
                 if feed.news:
                     self._tell_of_loading(feed)
-                with run.noticing(self._job.changed_parts, self.steps_done):
-                    yield report
+                yield report
                 if self._closed:
                     what = "trainer.close() was called in the body of this trainer's own loop, which goes on"
                     raise UsageError(what, "leave the loop with `break`, or call close() after it")
@@ -469,6 +478,7 @@ class Trainer(Telling):
             if what.startswith(("rows are loaded in the step:", "rows are loaded in the step from", "an iterable")):
                 self._run.say(f"{what}; {why}", once=True)
 
+    @by_pieces
     def step(self, batch: Any) -> StepReport:
         """One optimizer step on the rows that this worker brings itself: the mean over all workers' rows.
 
@@ -561,6 +571,7 @@ class Trainer(Telling):
 
     # -- beside training ----------------------------------------------------------------------------------------
 
+    @by_pieces
     def evaluate(
         self,
         dataset: Any,
@@ -612,7 +623,7 @@ class Trainer(Telling):
         self._need_open()
         sweep = self._sweep(dataset, collate, model)
         if path is None:
-            return predicted(self._run, sweep)
+            return each_by_pieces(predicted(self._run, sweep))
         list(predicted(self._run, sweep, Path(path)))  # which gives nothing
         return Path(path)
 
@@ -635,6 +646,7 @@ class Trainer(Telling):
         if self._run.saving.storage is None:
             self._run.say(f"the best {name} is not kept: there is no run folder", once=True)
 
+    @by_pieces
     def save(self) -> None:
         """Asks for a checkpoint; taken when the loop asks for its next step, so that it holds what the body did, and
         written while training goes on. Outside of loops it is taken at once; where no step() is used, it is there on
@@ -650,6 +662,7 @@ class Trainer(Telling):
             run.save(wait=not run.stepping, must=not run.stepping)
             run.saving.copied()  # what the script changes next must not show
 
+    @by_pieces
     def export(self, path: str | Path) -> None:
         """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""
         self._need_open()
@@ -665,6 +678,7 @@ class Trainer(Telling):
         self._group.enter(f"export(){self._of}", kind="export()")
         write_together(model_state(self._job), path, self._run.main, self._job.replica, self._group)
 
+    @by_pieces
     def stop(self) -> None:
         """Ends the training when the loop asks for its next step; the run then counts as finished. Collective."""
         self._need_open()
@@ -678,6 +692,7 @@ class Trainer(Telling):
 
     # -- state --------------------------------------------------------------------------------------------------
 
+    @by_pieces
     def snapshot(self, done: int | None = None) -> dict[str, Any]:
         """What the rest of the training depends on; for a checkpoint, after `done` transactions, with its own state."""
         if self._line is not None and self._line["closed"] is not None:
@@ -738,6 +753,11 @@ class Trainer(Telling):
     def look_around(self) -> None:
         """Other trainers' models have come or gone."""
         self._replica.runner.look_around()
+
+    def mark_copies(self) -> None:
+        """What the script keeps of weights, for the body of a loop."""
+        if self.parts:
+            mark_copies({key: value for key, (_, value) in self.state.saved().items()}, self._job)
 
     def hear(self, said: list[Any]) -> None:
         """A part of a step after it."""

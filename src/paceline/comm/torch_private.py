@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch.autograd import _get_sequence_nr as autograd_nodes_made
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.overrides import _len_torch_function_stack as function_modes
+from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _pop_mode_temporarily as without_innermost_mode
+from torch.overrides import _push_mode as push_function_mode
 from torch.utils import _pytree as pytree
 
 __all__ = [
@@ -26,8 +29,11 @@ __all__ = [
     "PrivateName",
     "TESTED",
     "autograd_nodes_made",
+    "default_device_mode",
+    "function_modes_taken",
     "innermost_function_mode",
     "keep_out_of_compile",
+    "push_function_mode",
     "pytree",
     "untested",
     "without_innermost_mode",
@@ -92,6 +98,10 @@ NAMES = [
     PrivateName("torch._C._len_torch_function_stack", "pipeline=: whether our mode is the innermost one"),
     PrivateName("torch._C._get_function_stack_at", "the same"),
     PrivateName("torch.overrides._pop_mode_temporarily", "pipeline=: run a block without our mode"),
+    PrivateName("torch.overrides._len_torch_function_stack", "a mode around the body of a loop, under the script's"),
+    PrivateName("torch.overrides._pop_mode", "the same"),
+    PrivateName("torch.overrides._push_mode", "the same"),
+    PrivateName("torch._GLOBAL_DEVICE_CONTEXT", "the mode of torch's default device, which has to be the outermost"),
     PrivateName("torch._subclasses.fake_tensor.FakeTensor", "build a model without memory for its large tensors"),
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "the same"),
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode().fake_tensor_converter.tensor_memo", "forget them"),
@@ -153,6 +163,16 @@ def innermost_function_mode() -> Any:
     """The TorchFunctionMode that sees a call first, or None."""
     count = torch._C._len_torch_function_stack()
     return torch._C._get_function_stack_at(count - 1) if count else None
+
+
+def default_device_mode() -> Any:
+    """The mode that ``torch.set_default_device`` has entered in this thread, if any."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
+def function_modes_taken() -> list[Any]:
+    """Takes off all modes of the kind TorchFunctionMode, the innermost first, to be put back one by one."""
+    return [pop_function_mode() for _ in range(function_modes())]
 
 
 def keep_out_of_compile(kind: type) -> None:

@@ -18,6 +18,7 @@ from paceline.step import Part
 if TYPE_CHECKING:
     from paceline.comm.group import Group
     from paceline.strategies.blueprint import Blueprint
+    from paceline.strategies.moves import Moves
     from paceline.strategies.stages import Stages
 
 
@@ -93,8 +94,8 @@ class Job:
     add_up: Callable[[dict[str, torch.Tensor], Mapping[str, nn.Parameter]], None] = lambda gradients, named: None
     # Where weights do not change meanwhile: what is gathered may be kept until the end.
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
-    # For people: from one call to the next, that the script changed weights of which this worker has a part.
-    changed_parts: Callable[[], str] | None = None
+    # Where layers are cut inside how parts of them travel, and None in it where the model is in stages.
+    parts: list[Moves | None] = field(default_factory=list)
     decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a forward, as in `Sums`
 

@@ -46,6 +46,10 @@ class Division:
     def even(self) -> bool:
         return all(section % self.count == 0 for section in self.sections)
 
+    def __reduce__(self) -> Any:
+        """A parameter that a script pickles, whose values are whole then, is no part."""
+        return OrderedDict, ()  # which torch.load takes from a file, and `part_of` for none
+
     def rows(self, index: int) -> list[range]:
         """Those of a piece, in each section, as counted in it."""
         return [Shards(self.count).rows(section, index) for section in self.sections]

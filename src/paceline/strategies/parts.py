@@ -33,7 +33,7 @@ _MOST = 16  # sections of a fused weight that are looked for
 _active: list[_Mode] = []  # modes that are entered, the innermost last
 
 # Asked of a part as of any tensor, or done to it as it is.
-_AS_IT_IS = {
+AS_IT_IS = {
     *("dim", "ndimension", "stride", "is_contiguous", "is_floating_point", "is_complex", "get_device", "element_size"),
     *("data_ptr", "register_hook", "retain_grad", "requires_grad_", "storage_offset", "untyped_storage", "backward"),
     *("__repr__", "__hash__", "__set__", "__delete__", "is_inference", "is_neg", "is_conj"),
@@ -44,7 +44,7 @@ _OF_ONE = ("__bool__", "__int__", "__float__", "__index__", "__contains__")  # n
 
 def part_of(tensor: Any) -> Division | None:
     """Which part a tensor is, if it is one."""
-    return tensor.__dict__.get(_attribute) if isinstance(tensor, Tensor) else None
+    return (tensor.__dict__.get(_attribute) or None) if isinstance(tensor, Tensor) else None
 
 
 def mark(tensor: Tensor, part: Division | None) -> Tensor:
@@ -174,7 +174,7 @@ class Parts(_Mode):
             name = function.__self__.__name__
             if name not in self._rules:
                 return mark(function(*given), part_of(given[0])) if name == "data" else function(*given)
-        elif name in _AS_IT_IS:
+        elif name in AS_IT_IS:
             return function(*given, **named)
         self._cuts: list[int] | None = None
         self._count: int | None = None
@@ -334,7 +334,7 @@ class Wholes(_Mode):
     """Whatever meets a part gets the whole: with weights that are parts, code computes what it does with whole ones."""
 
     def follow(self, function: Any, given: Any, named: Any) -> Any:
-        asks = function.__name__ in _AS_IT_IS or (
+        asks = function.__name__ in AS_IT_IS or (
             function.__name__ == "__get__" and function.__self__.__name__ != "shape"
         )
         if not asks and any(map(part_of, tensors_in((*given, *named.values())))):

@@ -23,6 +23,7 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.pieces import Cut, Piece
+from paceline.strategies.body import ABSENT, call_by_pieces
 from paceline.strategies.chunks import refuse_other_input, tensors_of
 from paceline.strategies.job import ELSEWHERE, Job, Judge
 from paceline.strategies.moves import Division
@@ -162,11 +163,15 @@ class Pipeline:
         for param, cut in theirs.values():  # after all names of all are known; whoever else holds one has it empty, too
             param.data = torch.empty((0, *cut.shape[1:]), dtype=param.dtype, device=param.device)
             mark(param, None)  # nothing can be gathered of it
+        names = {id(param): name for name, param in reversed([*model.named_parameters(remove_duplicate=False)])}
+        for param, cut in theirs.values():
+            vars(param)[ABSENT] = names[id(param)], cut.shape
+        job.parts.append(None)
         job.named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         modules = dict(model.named_modules())
         for number, name in enumerate(self.stages.blocks):
-            modules[name].forward = partial(self._block, number, name, modules[name].forward)
-        model.forward = partial(self._called, model.forward)
+            modules[name].forward = partial(call_by_pieces, partial(self._block, number, name, modules[name].forward))
+        model.forward = partial(call_by_pieces, partial(self._called, model.forward))
         refuse_state(model, f"{self._model}, which is cut in stages")
         self._cut_forward, job.forward = job.forward, self.forward
         self.shared = self._several()

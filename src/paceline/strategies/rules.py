@@ -35,7 +35,15 @@ def rule_of(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
 _rule = partial(rule_of, RULES)
 
 
-@_rule(
+ELEMENTWISE = set[str]()  # functions of each element by itself
+
+
+def _each(*names: str) -> Callable[[Rule], Rule]:
+    ELEMENTWISE.update(" ".join(names).split())
+    return _rule(*names)
+
+
+@_each(
     "add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow radd rsub rmul rdiv rpow",
     "rtruediv truediv iadd isub imul itruediv idiv neg negative abs absolute exp expm1 log log1p log2 sqrt rsqrt sin",
     "cos tan tanh sigmoid erf erfc square reciprocal sign relu relu6 gelu silu elu celu selu leaky_relu hardtanh",

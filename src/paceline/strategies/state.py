@@ -216,7 +216,7 @@ def copies_in_pieces(tree: Any, job: Job) -> tuple[Any, list[list[Any]]]:
             whole.append([*path])
         return tensor
 
-    return _copies(tree, job, mark), whole
+    return change_copies(tree, job, mark), whole
 
 
 def own_copies(tree: Any, job: Job, whole: Sequence[Sequence[Any]] = ()) -> Any:
@@ -237,7 +237,7 @@ def own_copies(tree: Any, job: Job, whole: Sequence[Sequence[Any]] = ()) -> Any:
         more = {"run_check": False, "shape": like.shape, "stride": like.stride()}
         return type(about).from_local(own.to(like.device), about.device_mesh, about.placements, **more)
 
-    return _copies(tree, job, narrow)
+    return change_copies(tree, job, narrow)
 
 
 def copies_like(saved: Any, given: Callable[[], Any], job: Job) -> Any:
@@ -245,11 +245,14 @@ def copies_like(saved: Any, given: Callable[[], Any], job: Job) -> Any:
     return own_copies(saved, job, copies_in_pieces(given(), job)[1]) if job.cuts else saved
 
 
-def _copies(tree: Any, job: Job, change: Callable[[torch.Tensor, str, _Path], Any], path: _Path = ()) -> Any:
+def change_copies(tree: Any, job: Job, change: Callable[[torch.Tensor, str, _Path], Any], path: _Path = ()) -> Any:
+    """What a script keeps, with copies of parameters that are cut changed: `change` gets such a tensor, the parameter's
+    name, and the path.
+    """
     if not job.cuts:
         return tree
     if isinstance(tree, Mapping):
-        found = {key: _copies(value, job, change, (*path, key)) for key, value in tree.items()}
+        found = {key: change_copies(value, job, change, (*path, key)) for key, value in tree.items()}
         for key, value in found.items():
             if isinstance(value, torch.Tensor):
                 name = next((name for name in job.cuts if f".{key}".endswith(f".{name}")), None)
@@ -257,7 +260,7 @@ def _copies(tree: Any, job: Job, change: Callable[[torch.Tensor, str, _Path], An
         return found
     if type(tree) not in (list, tuple):
         return tree
-    inside = [_copies(value, job, change, (*path, at)) for at, value in enumerate(tree)]
+    inside = [change_copies(value, job, change, (*path, at)) for at, value in enumerate(tree)]
     if len(inside) == len(job.named) and all(isinstance(value, torch.Tensor) for value in inside):
         for at, name in enumerate(job.named):
             inside[at] = change(inside[at], name, (*path, at)) if name in job.cuts else inside[at]

@@ -25,6 +25,7 @@ from paceline.comm.group import Group
 from paceline.comm.torch_private import pytree
 from paceline.errors import UsageError
 from paceline.pieces import Cut
+from paceline.strategies.body import call_by_pieces
 from paceline.strategies.chunks import refuse_other_input, tensors_of
 from paceline.strategies.compared import allowed, apart, farthest, gradients_of, outputs_apart, room
 from paceline.strategies.heads import attention
@@ -47,7 +48,7 @@ from paceline.strategies.placing import (
     is_linear,
 )
 from paceline.strategies.rules import RULES
-from paceline.strategies.side_effects import sum_and_norm, without_a_trace
+from paceline.strategies.side_effects import without_a_trace
 from paceline.strategies.state import refuse_state
 from paceline.strategies.streams import Streams
 
@@ -133,9 +134,7 @@ class TensorCut:
         job.forward = self._forward
         job.model.register_forward_pre_hook(self._called, with_kwargs=True)
         self._surround(named)
-        self._weights = {name: param for name, param in job.model.named_parameters() if part_of(param) is not None}
-        self._digests: list[torch.Tensor] = []
-        job.changed_parts = self._changed_parts
+        job.parts.append(self.moves)
 
     def __deepcopy__(self, memo: Any) -> TensorCut:
         what = f"{self._name} is cut by tensor=, and a copy would be of this worker's parts"
@@ -244,7 +243,8 @@ class TensorCut:
         self._replace(module, partial(self._heads, layer))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        vars(module)["forward"] = forward if self.job.stages is None else one_call(module, forward)
+        call = partial(call_by_pieces, forward)
+        vars(module)["forward"] = call if self.job.stages is None else one_call(module, call)
         module.register_forward_pre_hook(_nothing)  # or TransformerEncoderLayer takes the weights past a forward
         refuse_state(module, f"{self._name}, which is cut by tensor=")
 
@@ -370,7 +370,8 @@ class TensorCut:
             around |= {".".join(steps[:number]) for number in range(1, len(steps))}
         for name in around - {layer.name for layer in self.layers}:
             module = named[name]
-            vars(module)["forward"] = partial(self._inside if name else self._turn, name, module, module.forward)
+            forward = partial(self._inside if name else self._turn, name, module, module.forward)
+            vars(module)["forward"] = partial(call_by_pieces, forward)
 
     def _where(self) -> str:
         return (self._frames[-1].name if self._frames else "") or self._name
@@ -470,17 +471,6 @@ class TensorCut:
             return
         self.unit.enter(f"a call of {self._name}, whose layers are cut", kind="tensor")
         refuse_other_input(self.unit, (given, named), self._name, "tensor= cuts its layers")
-
-    def _changed_parts(self) -> str:
-        before, self._digests = self._digests, [sum_and_norm(param) for param in self._weights.values()]
-        pairs = zip(self._weights, before, self._digests, strict=False)
-        name = next((name for name, old, new in pairs if not torch.equal(old, new)), None)
-        if name is None:
-            return ""
-        what = (
-            f"the loop changes {name}, of which tensor= leaves each worker a part: its norms and sums are of that part"
-        )
-        return f'{what}; change each element by itself, or say "{WHOLE}" of that layer in tensor='
 
     # -- the cut model beside the whole one ---------------------------------------------------------------------------
 
