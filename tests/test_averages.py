@@ -51,7 +51,7 @@ CELLS += [((3, "shard=3"), (3, "data=3")), ((2, "tensor=2"), (2, "shard=2"))]
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [pytest.param(*cell, marks=[pytest.mark.slow] if at > 1 else []) for at, cell in enumerate(CELLS)],
+    [pytest.param(*cell, marks=[pytest.mark.slow] if at else []) for at, cell in enumerate(CELLS)],
 )
 def test_a_checkpoint_of_one_plan_is_resumed_by_another(
     first: tuple[int, str], then: tuple[int, str], tmp_path: Path

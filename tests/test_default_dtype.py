@@ -16,10 +16,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("default", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "plan", [pytest.param(plan, marks=[] if plan == "islands" else pytest.mark.slow) for plan in PLANS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("default", ["float64", "bfloat16"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_weights_do_not_depend_on_it(plan: str, default: str, tmp_path: Path) -> None:
     at = PLANS[plan].index("defaults.py")
     options, plans = PLANS[plan][:at], PLANS[plan][at + 1 :]

@@ -122,7 +122,7 @@ def test_a_worker_that_comes_back_passes_over_trainers_that_have_ended(workers, 
     check(tmp_path, plain=False)
 
 
-@pytest.mark.parametrize("how", ["close", "drop"])
+@pytest.mark.parametrize("how", ["close", pytest.param("drop", marks=pytest.mark.slow)])
 def test_memory_that_workers_share_is_given_back(how, tmp_path):
     run_script(tmp_path, how, 2)
     found = json.loads((tmp_path / "out.json").read_text())

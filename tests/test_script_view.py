@@ -322,7 +322,9 @@ write()
 
 
 @pytest.mark.parametrize(("workers", "plan"), CUT)
-@pytest.mark.parametrize("body", [CHANGES, METHODS], ids=["changes", "methods"])
+@pytest.mark.parametrize(
+    "body", [pytest.param(CHANGES, id="changes"), pytest.param(METHODS, id="methods", marks=pytest.mark.slow)]
+)
 def test_the_body_of_a_loop_reads_and_changes_whole_weights(
     body: str, workers: int, plan: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
