@@ -249,6 +249,7 @@ save_file(t.model.state_dict(), f"{{rank}}.safetensors")
 """
 
 
+@pytest.mark.slow
 def test_other_processors_round_otherwise_and_get_the_state_of_one(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(KINDS.format(step=-1))
     train_basics(tmp_path, None, 2, "--save-every", "10")

@@ -270,6 +270,7 @@ def test_unequal_workers_get_unequal_parts_and_the_same_weights(tmp_path: Path) 
     assert re.fullmatch(r"worker 0: \d\d%, worker 1: \d\d%, worker 2: \d+%; measured, changed \d times?", shares)
 
 
+@pytest.mark.slow
 def test_units_of_several_workers_are_as_fast_as_their_slowest(tmp_path: Path) -> None:
     """The last stage of the second pipeline is slow; the first stage only waits for it."""
     blocks = "lambda: nn.Sequential(*[nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(4)]).double()"

@@ -129,6 +129,7 @@ def test_strangers_do_not_keep_the_agent_from_its_coordinator(running: Running) 
     assert "\nworker 1 was killed by SIGKILL: 4 workers go on\n" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("running", [(2, 100)], indirect=True)
 def test_a_coordinator_that_others_end_again_and_again_is_started_again(running: Running) -> None:
     """Seven times within ten seconds, and each one has worked before."""

@@ -177,6 +177,7 @@ def test_the_first_host_must_answer(launched: Launched) -> None:
     )
 
 
+@pytest.mark.slow
 def test_where_all_hosts_are_to_begin_they_are_waited_for(launched: Launched) -> None:
     """As a function's are. The first host makes its first step, and no other one without them."""
     steps = """

@@ -88,6 +88,7 @@ class Two(Engine):
         return ["env", f"PYTHONPATH={SCRIPTS}:{os.pathsep.join(filter(None, sys.path))}", "sh"]
 
 
+@pytest.mark.slow
 def test_a_function_begins_with_all_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An engine's, of which this one has the hosts here. Nobody makes more than a step without the others."""
     monkeypatch.setattr("paceline.launch.function._ray", lambda asked: Two([Host("a"), Host("b")]))
@@ -104,6 +105,7 @@ def test_a_function_begins_with_all_hosts(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not journal(tmp_path / "run", "refused")
 
 
+@pytest.mark.slow
 def test_a_value_of_any_size_comes_to_a_thread_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose standard output takes text alone; a thread hears of no signals."""
     out, found = io.StringIO(), list[bytes]()

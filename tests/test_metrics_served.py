@@ -135,6 +135,7 @@ def test_figures_of_a_run_are_scraped_to_the_last(tmp_path: Path) -> None:
 FIXED = LONG.replace("10_000", "60").replace("0.02", "0.03")
 
 
+@pytest.mark.slow
 def test_who_kills_what_serves_costs_the_run_nothing(tmp_path: Path) -> None:
     whole, killed, port = tmp_path / "whole", tmp_path / "killed", free_port()
     whole.mkdir()

@@ -171,6 +171,7 @@ def test_a_loss_or_a_forward_may_use_weights_that_are_cut(
     assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "plan"), CUT)
 def test_a_loss_or_a_forward_may_call_another_model_that_is_cut(
     workers: int, plan: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

@@ -95,6 +95,7 @@ for codec in sys.argv[1:]:
 WORDS = [f"codec={one}" for one in ("bf16", "fp16", "int8", *LOSSY)]
 
 
+@pytest.mark.slow
 def test_weights_have_the_same_bytes_on_every_worker(hosts: Callable[[int], Network], tmp_path: Path) -> None:
     (tmp_path / "all.py").write_text(ALL)
     ran = hosts(3).run((2, 2, 2), "all.py", "micro=3", *WORDS, everywhere={"PACELINE_RUN_DIR": str(tmp_path / "run")})
@@ -376,7 +377,7 @@ def test_what_a_lost_host_had_not_sent_is_named(
     assert off(here, straight) == pytest.approx(float(named[1]) / 20, rel=1e-3)  # a mean over 20 rows
 
 
-@pytest.mark.parametrize("codec", ["auto", "auto:lossy"])
+@pytest.mark.parametrize("codec", ["auto", pytest.param("auto:lossy", marks=pytest.mark.slow)])
 def test_the_cheapest_is_chosen_for_each_bucket(hosts: Callable[[int], Network], tmp_path: Path, codec: str) -> None:
     """At 10 Mbit/s 4 MB need more than three seconds; the same on all, in log, report and checkpoint."""
     (tmp_path / "traffic.py").write_text(TRAFFIC)
@@ -404,6 +405,7 @@ def test_the_cheapest_is_chosen_for_each_bucket(hosts: Callable[[int], Network],
     assert found.manifest["tree"]["trainers"][0]["chosen"]["words"] == {"bias": word}
 
 
+@pytest.mark.slow
 def test_a_choice_goes_on_when_hosts_come_and_leave(
     cluster: Callable[[int], Cluster], wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

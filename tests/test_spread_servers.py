@@ -91,6 +91,7 @@ def test_without_a_copy_all_go_back_to_the_checkpoint(cluster: Clusters, tmp_pat
     right(tmp_path, first=len(by_hand()[1]) + 1 - len(json.loads((tmp_path / "told.json").read_text())["figures"]))
 
 
+@pytest.mark.slow
 def test_each_row_counts_once_whatever_host_is_lost(cluster: Clusters, tmp_path: Path) -> None:
     """Out of step: a host with a server and a worker is lost, and comes back."""
     here = cluster(2)

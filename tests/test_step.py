@@ -251,7 +251,7 @@ def explore(model: Model, faults: int) -> int:
     ("replicas", "width", "target", "faults"),
     [
         (3, 1, 1, 1),
-        (2, 2, 1, 1),
+        pytest.param(2, 2, 1, 1, marks=pytest.mark.slow),
         (2, 1, 1, 2),
         pytest.param(2, 1, 2, 2, marks=pytest.mark.slow),
         pytest.param(3, 1, 2, 1, marks=pytest.mark.slow),

@@ -130,6 +130,7 @@ def test_momentum_that_is_delayed_is_for_whole_gradients(tmp_path: Path) -> None
     ) in text
 
 
+@pytest.mark.slow
 def test_an_update_moves_a_twentieth_of_the_tables_at_most(tmp_path: Path) -> None:
     """Counted at the workers: what they push, and what they take, also at the end of a window."""
     steps, rows, width = 20, 50_000 + 200_000, 32

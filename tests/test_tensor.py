@@ -310,12 +310,13 @@ def test_the_last_unit_goes_on_from_its_checkpoint(calm: Calm, tmp_path: Path) -
     calm.meets(ended, STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words", "steps", "apart"),
     [
-        pytest.param("float64", "", 500, 1e-12, marks=pytest.mark.slow),
-        pytest.param("float32", "", 500, 1e-5, marks=pytest.mark.slow),
-        pytest.param("float32", "precision=bf16", 500, 0.05, marks=pytest.mark.slow),
+        ("float64", "", 500, 1e-12),
+        ("float32", "", 500, 1e-5),
+        ("float32", "precision=bf16", 500, 0.05),
         ("float32", "precision=bf16", STEPS, 0.02),
     ],
 )

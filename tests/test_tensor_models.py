@@ -30,8 +30,8 @@ from paceline.strategies.rules import RULES
 TEAMS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "shard=2 zero=1 tensor=2": 4}
 
 
-# Of each kind one: fused weights, few heads, two streams, einsum, copies of heads, experts, two cuts of one block.
-QUICK = ("gpt2", "llama", "t5", "einsum", "few", "experts", "both")
+# One model for each of these: fused weights, grouped heads, experts, two cuts of one block.
+QUICK = ("gpt2", "llama", "experts", "both")
 
 
 def trained(folder: Path, workers: int, plan: str, names: Sequence[str]) -> None:

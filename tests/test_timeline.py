@@ -157,6 +157,7 @@ def test_what_another_hosts_clock_says_is_known_to_an_error() -> None:
         assert error < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_two_hosts(cluster: Callable[[int], Cluster]) -> None:
     """Both are on this machine's clock, so that the true offset is none."""

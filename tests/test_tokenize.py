@@ -228,6 +228,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=30)[1]
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(trained, tmp_path):
     """All of it is killed twice, then one of its processes, then it hears Ctrl-C, then SIGTERM; then it goes on."""
     corpus(tmp_path / "texts", 60, 60_000)  # long enough for every signal to come in time

@@ -260,6 +260,7 @@ def test_cold_starts_on_request(tmp_path):
     assert paceline(*run, "train.py", cwd=tmp_path).stdout == "True ['train.py']\n"
 
 
+@pytest.mark.slow
 def test_runs_of_one_command_share_a_warm_process(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
