@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from warm import Process, environment
 
 SOURCE = Path(__file__).parents[1] / "src"
+T = TypeVar("T")
 
 # What stands for the command line: the options as JSON, and seconds of the agent's that a test says otherwise.
 MAIN = """
@@ -132,11 +133,13 @@ class Launcher:
             process.communicate()
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], T | None], seconds: float = 60.0) -> T:
+    """Waits until `condition` returns something true, and returns that."""
     end = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
+    return found
 
 
 def alive(pid: int) -> bool:

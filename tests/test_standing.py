@@ -165,17 +165,9 @@ def test_stacks_and_profiles_of_a_run_that_goes_on_from_all_its_agents(tmp_path:
         assert said[-1] == f"all stacks and last collectives: {tmp_path / 'out' / 'stacks'} on {where['host']}"
         return said[1:-1]
 
-    line = 'train.py:8 in loss: while not os.path.exists("go"): pass'
+    one = re.escape('worker 4     in user code at train.py:8 in loss: while not os.path.exists("go"): pass')
     others = r"workers 0-3  waiting in step (\d+) for [\d.]+ s at .*; worker 4 has not begun it"
-    waited_in: list[str] = []
-
-    def stood() -> bool:
-        """Whether the others have come to where they wait."""
-        one, *rest = stand()
-        waited_in[:] = [found[1] for found in (re.fullmatch(others, text) for text in rest) if found]
-        return one == f"worker 4     in user code at {line}" and len(waited_in) == len(rest) == 1
-
-    until(stood)
+    found = until(lambda: re.fullmatch(rf"{one}\n{others}", "\n".join(stand())))  # the others have come there
     left = {worker: flight_of(tmp_path / "out", f"worker-{worker}") for worker in range(5)}
     last = left[0][-1]["number"]
     for worker, (about, *flight) in left.items():
@@ -184,7 +176,7 @@ def test_stacks_and_profiles_of_a_run_that_goes_on_from_all_its_agents(tmp_path:
         own = [(record["number"], record["name"], record["bytes"]) for record in flight if record["group"] == "team"]
         assert own[-30:-3] != []
         open_ = [record["name"] for record in flight if record["ended"] is None]
-        assert {*open_} == ({f"step {waited_in[0]}"} if worker < 4 else set())
+        assert {*open_} == ({f"step {found[1]}"} if worker < 4 else set())
         stacks = (tmp_path / "out" / "stacks" / f"worker-{worker}.txt").read_text()
         assert ("line 8 in loss" in stacks) is (worker == 4)
         assert len(flight) <= KEPT

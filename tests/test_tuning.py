@@ -78,8 +78,7 @@ for mine, expected in zip(t.model.parameters(), plain.parameters(), strict=True)
     [
         (1 << 11, 24, "32 MB of memory (File too large): gradients are copied to be summed"),
         pytest.param(
-            *(1 << 6, 4, "4 MB of memory (File too large): what they exchange goes over gloo"),
-            marks=pytest.mark.slow,
+            1 << 6, 4, "4 MB of memory (File too large): what they exchange goes over gloo", marks=pytest.mark.slow
         ),
     ],
     ids=["arena", "all"],
