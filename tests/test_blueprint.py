@@ -150,6 +150,7 @@ def test_a_model_begins_with_the_bits_of_one_worker(look: str, tmp_path: Path) -
 OF_ITS_OWN = """
 from pathlib import Path
 import paceline.strategies.blueprint as blueprint
+from paceline.strategies.body import unfollowed
 made, plain = [], blueprint.Blueprint.value
 def value(self, tensor):
     made.append(tensor.numel() if tensor.requires_grad else 0)
@@ -162,7 +163,7 @@ def cut(**words):
     return paceline.Trainer(model, cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), global_batch=24, **words)
 t = cut()
 team = paceline.join()
-kept = sum(param.numel() for param in t.model.parameters())
+with unfollowed(): kept = sum(param.numel() for param in t.model.parameters())  # a script sees the whole model's
 Path(f"made-{team.rank}").write_text(f"{sum(made)} {kept}")
 t.export("out.safetensors")
 """

@@ -20,6 +20,7 @@ from paceline.hints import Hinting
 from paceline.metrics import Objects
 from paceline.pulse import PULSE
 from paceline.step import Grid, stream_seed
+from paceline.strategies.body import in_metric
 from paceline.strategies.buffers import unchanging
 from paceline.strategies.chunks import Chunk, MicroBatch, to_device
 from paceline.strategies.counts import is_pair
@@ -103,7 +104,8 @@ class Sweep:
             with Chunk([micro_batch], batch).noted, self.job.arithmetic(), _without_gradients():
                 output = self.job.whole(self.job.forward(self.model, batch))
                 if speaks and not micro_batch.blank:
-                    use(number, micro_batch.rows, output, batch)
+                    with in_metric():
+                        use(number, micro_batch.rows, output, batch)
             PULSE.beat()
 
     def at_once(self, number: int, base: int, micro_batches: Sequence[MicroBatch], use: Callable[..., None]) -> None:
@@ -117,7 +119,8 @@ class Sweep:
             units.enter("the outputs of a global batch in evaluate()", check=False, kind="outputs")
             columns, _ = gathered(units, mine, self.job.device)
             if any(index == 0 for index, _, _ in mine):
-                use(number, len(columns[0]), filled(mine[0][2], columns), None)
+                with in_metric():
+                    use(number, len(columns[0]), filled(mine[0][2], columns), None)
 
 
 def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:

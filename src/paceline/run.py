@@ -54,6 +54,7 @@ from paceline.script import (
 )
 from paceline.serving import ParameterServer
 from paceline.step import Agreed
+from paceline.strategies.body import by_pieces
 from paceline.strategies.job import Job
 from paceline.strategies.own import Owns
 from paceline.strategies.servers import Servers
@@ -679,6 +680,7 @@ class Run:
             what = f"steps() at {left[0]} returned a loop that the script never went through, so nothing was trained"
             raise UsageError(what, "write `for report in trainer.steps(...):`")
 
+    @by_pieces
     def close(self, failed: bool) -> None:
         """At the end of the script: what is owed is written; the report is made. UsageError: nothing was trained."""
         if self.members and self.team.group.ledger:

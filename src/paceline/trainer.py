@@ -64,7 +64,7 @@ from paceline.run import Run
 from paceline.served import stepper_of
 from paceline.step import Grid, stream_seed
 from paceline.stepping import StepReport
-from paceline.strategies.body import by_pieces, each_by_pieces, mark_copies, with_bodies
+from paceline.strategies.body import by_pieces, each_by_pieces, mark_copies, see_whole_weights, with_bodies
 from paceline.strategies.chunks import MicroBatch, rows_of
 from paceline.strategies.coupling import Scope
 from paceline.strategies.job import Job, default_forward
@@ -183,6 +183,7 @@ class Trainer(Telling):
             run.refuse_differences(run.tree)
             self.restore(newcomer=True)
         run.tell_needs()
+        see_whole_weights(run.members)
 
     # -- its end ------------------------------------------------------------------------------------------------
 
@@ -211,11 +212,13 @@ class Trainer(Telling):
         vars(self).update(stays, _closed=True)
         if together:
             release(run)
+        see_whole_weights(run.members)
 
     def __del__(self) -> None:
         if "best" in vars(self) and not self._stands_in:  # else it was closed, or not made
             self._end()
 
+    @by_pieces
     def _end(self) -> None:
         """Gives all parts to an object of the run's own, which stands in for this one until all workers release it."""
         run, number = self._run, self._number
@@ -358,6 +361,7 @@ class Trainer(Telling):
 
     # -- training -----------------------------------------------------------------------------------------------
 
+    @by_pieces
     def steps(
         self,
         dataset: Any,
@@ -389,7 +393,7 @@ class Trainer(Telling):
         self.untouched.append(phase)
         loop = self._loop(phase, source, self._grid)
         run = self._run
-        return with_bodies(loop, lambda: run.members) if any(one.parts for one in run.members) else loop
+        return with_bodies(loop, lambda: run.members)
 
     def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> Phase:
         """The next phase, or the one that the checkpoint holds of this number. Prints its grid."""
@@ -603,6 +607,7 @@ class Trainer(Telling):
 
         return self._report(settling(compute, self._offer), "evaluating")
 
+    @by_pieces
     def predict(
         self,
         dataset: Any,

@@ -1,9 +1,12 @@
-"""The body of a script's loop sees whole weights, of which `tensor=` leaves each worker a part.
+"""The script sees whole weights, of which `tensor=` leaves each worker a part.
 
-Between two steps a mode of torch's is on. What reads a part gets the value of the whole, gathered where it has to be;
-what writes into a part, or into a view of what was gathered, writes into the pieces; a change of each element by itself
-stays on the piece, and costs nothing more. Of a weight that is on another stage of a pipeline nothing is here: such
-changes do nothing, and whatever needs a value raises UsageError.
+In the script's own code, from the first Trainer on, a mode of torch's is on: in the body of a loop that of this turn,
+elsewhere one for all. Code of ours takes it off (`by_pieces`), and puts it back for metrics (`in_metric`).
+
+What reads a part gets the value of the whole, gathered where it has to be; what writes into a part, or into a view of
+what was gathered, writes into the pieces; a change of each element by itself stays on the piece, and costs nothing
+more. Of a weight that is on another stage of a pipeline nothing is here: such changes do nothing, and whatever needs a
+value raises UsageError.
 """
 
 from __future__ import annotations
@@ -39,18 +42,21 @@ T = TypeVar("T")
 ABSENT = "_paceline_absent"  # of a parameter that another stage has: its name and whole shape
 _MIRROR = "_paceline_mirror"  # of a view of a gathered whole: which
 _WHOLE = "_paceline_whole"  # of what was made of parts and is none
-_BODY = "the body of the loop"
 _turns = count()
 _FIRST = ("tensor", "input", "self")  # what functions call their first argument
 _READS = ("__iter__", "__int__", "__index__")  # their names are those of changes in place
 
 
 class _Thread(threading.local):
-    """What a thread has, as it has modes: the bodies of loops that it is in, and how often it is in our own code."""
+    """What a thread has, as it has modes: the script's body and those of loops that it is in, of which the last one is
+    on; how deep it is in code of ours, and how often it was.
+    """
 
     def __init__(self) -> None:
         self.bodies: list[Body] = []
-        self.quiet = self.calls = 0  # and how often it was
+        self.script: Body | None = None
+        self.metric = False  # of code that not all workers of a unit run
+        self.quiet = self.calls = 0
 
 
 @dataclass(eq=False)
@@ -87,15 +93,54 @@ def mark_copies(tree: Any, job: Job) -> None:
 _here = _Thread()
 
 
+def _arrange() -> None:
+    """Puts the mode of the last body on, or takes it off in code of ours.
+
+    It lies under modes of the script's, which may end first and then take the innermost one off. Torch's own one of the
+    default device has to be the outermost.
+    """
+    here = _here
+    here.bodies = [body for body in here.bodies if not body.is_over]
+    others = [mode for mode in function_modes_taken() if not isinstance(mode, Body)]
+    under = [others.pop()] if others and others[-1] is default_device_mode() else []
+    for mode in (*under, *(here.bodies[-1:] if not here.quiet else ()), *reversed(others)):
+        push_function_mode(mode)
+
+
 @contextmanager
 def unfollowed() -> Iterator[None]:
-    """Code of ours in the body of a loop: it sees pieces."""
+    """Code of ours that the script calls: it sees pieces."""
     here = _here
     here.quiet, here.calls = here.quiet + 1, here.calls + 1
+    if here.quiet == 1:
+        _arrange()
     try:
         yield
     finally:
         here.quiet -= 1
+        if not here.quiet:
+            _arrange()
+
+
+@contextmanager
+def in_metric() -> Iterator[None]:
+    """A metric of the script's, which one worker of a unit computes: it sees wholes, and cannot gather any."""
+    here = _here
+    if not here.bodies:
+        yield
+        return
+    before = here.quiet, here.metric
+    here.quiet, here.metric = 0, True
+    _arrange()
+    try:
+        yield
+    finally:
+        here.quiet, here.metric = before
+        _arrange()
+
+
+def _where() -> str:
+    return "a metric" if _here.metric else "the script"
 
 
 def by_pieces(function: Callable[P, T]) -> Callable[P, T]:
@@ -135,10 +180,14 @@ def with_bodies(loop: Iterator[T], trainers: Callable[[], Iterable[HasParts]]) -
     inner, marked = each_by_pieces(loop), False
     try:
         for one in inner:
+            parts = [moves for trainer in trainers() for moves in trainer.parts]
+            if not parts:
+                yield one
+                continue
             for trainer in trainers() if not marked else ():
                 trainer.mark_copies()
             marked = True
-            body = Body(moves for trainer in trainers() for moves in trainer.parts)
+            body = Body(parts)
             body.begin()
             try:
                 yield one
@@ -148,11 +197,29 @@ def with_bodies(loop: Iterator[T], trainers: Callable[[], Iterable[HasParts]]) -
         cast(Generator[T], inner).close()
 
 
+def see_whole_weights(trainers: Iterable[HasParts]) -> None:
+    """The script, outside of loops as well, sees whole weights of these trainers from here on.
+
+    A unit that comes to its team in the middle of the training goes through the script together, up to where the others
+    are: its workers gather among themselves.
+    """
+    here = _here
+    if here.script is not None:
+        here.script.end()
+    parts = [moves for trainer in trainers for moves in trainer.parts]
+    here.script = Body(parts) if parts else None
+    if here.script is not None:
+        here.script.begin()
+
+
 class _Checked(Moves):
-    """All workers of the unit do it at the same line of the body."""
+    """All workers of the unit do it at the same line of the script."""
 
     def _enter(self) -> None:
-        self.unit.enter(f"a weight that {_BODY} uses, of which each worker has a part", kind="tensor")
+        if _here.metric:
+            what = "a metric needs values of a weight, of which each worker has a part under tensor="
+            raise UsageError(what, "compute it before evaluate(), where the script sees whole weights")
+        self.unit.enter("a weight that the script uses, of which each worker has a part", kind="tensor")
 
     def sum(self, x: Tensor) -> Tensor:
         self._enter()
@@ -168,48 +235,36 @@ class _Checked(Moves):
 
 
 class Body(Parts):
-    """The mode of one turn of a loop."""
+    """The mode of one turn of a loop, or of the script outside of loops."""
 
     moves: Moves
 
     def __init__(self, cuts: Iterable[Moves | None]) -> None:
         found = [moves for moves in cuts if moves is not None]
         # With stages alone there are no parts to move.
-        super().__init__(_Checked(found[0].unit) if found else None, RULES, lambda: _BODY)  # type: ignore[arg-type]
+        super().__init__(_Checked(found[0].unit) if found else None, RULES, _where)  # type: ignore[arg-type]
         self._turn = next(_turns)
-        self._over, self._written = False, Counter[int]()  # by the memory of a piece
+        self.is_over, self._written = False, Counter[int]()  # by the memory of a piece
         self._several = len({moves.unit.size for moves in found}) > 1
 
     def begin(self) -> None:
-        here = _here
-        here.bodies = [body for body in here.bodies if not body._over]
-        others = function_modes_taken()
-        under = [others.pop()] if others and others[-1] is default_device_mode() else []
-        # Under modes of the script's: these may end before the turn does, and take the innermost one off. Torch's own
-        # one of the default device has to be the outermost.
-        for mode in (*under, self, *reversed(others)):
-            if not (isinstance(mode, Body) and mode._over):
-                push_function_mode(mode)
-        here.bodies.append(self)
+        _here.bodies.append(self)
+        _arrange()
 
     def end(self) -> None:
-        """Also by the garbage collector, wherever that runs."""
-        self._over = True
-        here = _here
-        if self in here.bodies:
-            here.bodies.remove(self)
-        for mode in reversed(function_modes_taken()):
-            if mode is not self:
-                push_function_mode(mode)
+        """Also by the garbage collector, wherever that runs: the mode may stay on in the thread of the loop."""
+        self.is_over = True
+        _arrange()
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         here, named = _here, named or {}
-        if self._over or here.quiet or not here.bodies or here.bodies[-1] is not self:
+        body = next((body for body in reversed(here.bodies) if not body.is_over), None)
+        if here.quiet or body is None:
             return function(*given, **named)
         key = next((key for key in _FIRST if key in named), "") if not given else ""
         if key and "condition" not in named:
             given, named = (named[key],), {other: value for other, value in named.items() if other != key}
-        return self.follow(function, given, named)
+        return body.follow(function, given, named)
 
     # -- which way a function goes --------------------------------------------------------------------------------
 
@@ -231,7 +286,7 @@ class Body(Parts):
         for t in mirrors:
             self._refresh(t)
         if self._several and not (name in AS_IT_IS or name == "__get__"):
-            what = f"{_BODY} uses weights under tensor= of different sizes ({name.strip('_')})"
+            what = f"{_where()} uses weights under tensor= of different sizes ({name.strip('_')})"
             raise UsageError(what, "give all trainers of the script the same tensor=, or compute it in the loss")
         return self._with_parts(function, name, given, named, tensors)
 
@@ -284,9 +339,9 @@ class Body(Parts):
             if part_of(t) is not None or Tensor.size(t) != shape or _WHOLE in t.__dict__ or _MIRROR in t.__dict__:
                 continue
             if shape[part.dim] == 1 and not (number == 0 and _writes(name)):  # it may be meant for each row of all
-                what = f"nobody knows whether a tensor of shape {tuple(shape)} that {_BODY} uses with a weight of"
+                what = f"nobody knows whether a tensor of shape {tuple(shape)} that {_where()} uses with a weight of"
                 what = f"{what} shape {whole} is this worker's part of it"
-                raise UsageError(what, "make it of the weight in the body of the loop")
+                raise UsageError(what, "make it of the weight after its Trainer was made")
             mark(t, part)
 
     def _each(self, function: Any, name: str, given: Any, named: Any, tensors: list[Tensor]) -> Any:
@@ -416,7 +471,7 @@ class Body(Parts):
             return made
         if key in AS_IT_IS - {"__repr__"} or (name == "__get__" and key not in ("T", "mT", "H", "mH", "nbytes")):
             return function(*given, **named)
-        what = f"{_BODY} uses {whose} ({key.strip('_')}), and pipeline= leaves it to another worker"
+        what = f"{_where()} uses {whose} ({key.strip('_')}), and pipeline= leaves it to another worker"
         cure = "change each element by itself (clamp_, an average), write weights with export() and compute with those"
         raise UsageError(what, f"{cure}, or leave pipeline= out")
 
