@@ -391,6 +391,57 @@ def test_what_needs_a_weight_of_another_stage_is_refused_in_the_body(reads: str,
     )
 
 
+NUMBERS = f"""{NETS}
+one = trainer(10, 2, cross_entropy)
+one.state["named"] = {{n: p.detach().clone() for n, p in one.model.named_parameters()}}
+one.state["listed"] = [p.detach().clone() for p in one.model.parameters()]
+def numbers():
+    each = [*one.model.parameters(), *one.state["named"].values(), *one.state["listed"]]
+    found = [float(sum(p.square().sum() for p in each)), float(each[0][-1, 0]), sum(p.numel() for p in each)]
+    found += [p.sum().item() for p in each] + [float(p.norm()) for p in each]
+    found += [float(p.mean()) for p in each] + [float(p.max()) for p in each] + [int((p > 0.1).sum()) for p in each]
+    return found + [bool((p > 0.3).any()) for p in each]
+said["before"] = numbers()
+def follows():
+    for p, named, listed in zip(one.model.parameters(), one.state["named"].values(), one.state["listed"]):
+        named.lerp_(p.detach(), 0.1), listed.mul_(0.9).add_(p.detach(), alpha=0.1)
+    return numbers()
+trained("in", one, follows)
+said["after"] = numbers()
+write()
+"""
+
+
+def in_two_runs(folder: Path, workers: int, plan: str) -> Any:
+    folder.mkdir()
+    train_basics(folder, NUMBERS, workers, "--plan", plan, "--steps", "2")
+    train_basics(folder, None, workers, "--plan", plan)
+    return json.loads((folder / "said.json").read_text())
+
+
+@cache
+def numbers_of_one(folder: Path) -> Any:
+    return in_two_runs(folder, 1, "micro=4")
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan"),
+    [
+        (2, "shard=2 zero=3"),
+        (2, "tensor=2"),
+        pytest.param(2, "shard=2 zero=2", marks=pytest.mark.slow),
+        pytest.param(4, "data=2 shard=2 zero=3", marks=pytest.mark.slow),
+        pytest.param(4, "shard=2 zero=1 tensor=2", marks=pytest.mark.slow),
+    ],
+)
+def test_numbers_that_a_resumed_script_reads_are_those_of_one_worker(
+    workers: int, plan: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    alone = numbers_of_one(tmp_path_factory.getbasetemp() / "numbers")
+    found = in_two_runs(tmp_path / "several", workers, f"micro=4 {plan}")
+    assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
+
+
 METRIC = """
 def metric(output, batch): return {"norm": (float(sum(p.detach().square().sum() for p in one.model.parameters())), 1)}
 one.evaluate(data, metric)
@@ -404,6 +455,12 @@ one.evaluate(data, metric)
             "tensor=2",
             "a metric needs values of a weight, of which each worker has a part under tensor=; "
             "compute it before evaluate(), where the script sees whole weights",
+        ),
+        pytest.param(
+            "shard=2 zero=3",
+            "a metric needs values of a weight, of which each worker has a part under zero=2 and zero=3; "
+            "compute it before evaluate(), where the script sees whole weights",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "pipeline=2",

@@ -16,6 +16,7 @@ from paceline.descriptions import Description
 from paceline.errors import DatasetError, UsageError
 from paceline.observe.figures import ranks, trainer_names
 from paceline.step import Grid, deal
+from paceline.strategies.body import by_pieces
 from paceline.strategies.state import local
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class State(dict[str, Any]):
             else:
                 super().__setitem__(key, saved)
 
+    @by_pieces
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._waiting:
             kind, saved = self._waiting.pop(key)

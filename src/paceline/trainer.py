@@ -64,14 +64,21 @@ from paceline.run import Run
 from paceline.served import stepper_of
 from paceline.step import Grid, stream_seed
 from paceline.stepping import StepReport
-from paceline.strategies.body import by_pieces, each_by_pieces, mark_copies, see_whole_weights, with_bodies
+from paceline.strategies.body import (
+    by_pieces,
+    each_by_pieces,
+    mark_copies,
+    restored_copies,
+    see_whole_weights,
+    with_bodies,
+)
 from paceline.strategies.chunks import MicroBatch, rows_of
 from paceline.strategies.coupling import Scope
 from paceline.strategies.job import Job, default_forward
 from paceline.strategies.merging import Merging
 from paceline.strategies.moves import Moves
 from paceline.strategies.nest import cost, facts_of, nest
-from paceline.strategies.state import copies_in_pieces, copies_like, hidden_in, model_state, own_copies
+from paceline.strategies.state import copies_in_pieces, hidden_in, model_state, own_copies
 from paceline.strategies.streams import Streams
 from paceline.strategies.whole_batch import led
 from paceline.team.operations import settling
@@ -175,7 +182,7 @@ class Trainer(Telling):
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
-        self.state, self.best = State(partial(copies_like, job=job)), Best()
+        self.state, self.best = State(partial(restored_copies, job=job)), Best()
         self.plateau = PlateauFollower(schedule, schedulers, run.say)
         self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
         run.enlist(self, self.model)
@@ -801,6 +808,7 @@ class Trainer(Telling):
         self.best.restore(mine.get("best"))
         kept = pytree.tree_map_only(torch.Tensor, torch.clone, mine["state"])
         self.state.restore(kept, own_copies(kept, self._job, mine.get("whole") or ()))
+        self.mark_copies()
         if mine["grid"] and self._grid:
             before, now, done = Grid(*mine["grid"]), self._grid, self.steps_done
             self._grid = resumed_grid(before, now, self.plan.micro, done, self._run.say)

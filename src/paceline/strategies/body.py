@@ -35,7 +35,7 @@ from paceline.strategies.job import Job
 from paceline.strategies.moves import Division, Moves
 from paceline.strategies.parts import AS_IT_IS, PART, Parts, Tensor, changes, logical, mark, part_of, tensors_in
 from paceline.strategies.rules import ELEMENTWISE, RULES
-from paceline.strategies.state import change_copies
+from paceline.strategies.state import change_copies, copies_like
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,6 +90,12 @@ def mark_copies(tree: Any, job: Job) -> None:
     change_copies(tree, job, change)
 
 
+def restored_copies(saved: Any, given: Callable[[], Any], job: Job) -> Any:
+    """A script's value as it was saved, whose copies of weights are what those of the `given` one are."""
+    mark_copies(found := copies_like(saved, given, job), job)
+    return found
+
+
 _here = _Thread()
 
 
@@ -126,9 +132,6 @@ def unfollowed() -> Iterator[None]:
 def in_metric() -> Iterator[None]:
     """A metric of the script's, which one worker of a unit computes: it sees wholes, and cannot gather any."""
     here = _here
-    if not here.bodies:
-        yield
-        return
     before = here.quiet, here.metric
     here.quiet, here.metric = 0, True
     _arrange()
@@ -137,6 +140,13 @@ def in_metric() -> Iterator[None]:
     finally:
         here.quiet, here.metric = before
         _arrange()
+
+
+def refuse_in_metric(why: str) -> None:
+    """Where values of a weight would be gathered. UsageError: in a metric, which not all workers of a unit compute."""
+    if _here.metric:
+        what = f"a metric needs values of a weight, of which {why}"
+        raise UsageError(what, "compute it before evaluate(), where the script sees whole weights")
 
 
 def _where() -> str:
@@ -184,8 +194,10 @@ def with_bodies(loop: Iterator[T], trainers: Callable[[], Iterable[HasParts]]) -
             if not parts:
                 yield one
                 continue
-            for trainer in trainers() if not marked else ():
-                trainer.mark_copies()
+            if not marked:
+                with unfollowed():
+                    for trainer in trainers():
+                        trainer.mark_copies()
             marked = True
             body = Body(parts)
             body.begin()
@@ -216,9 +228,7 @@ class _Checked(Moves):
     """All workers of the unit do it at the same line of the script."""
 
     def _enter(self) -> None:
-        if _here.metric:
-            what = "a metric needs values of a weight, of which each worker has a part under tensor="
-            raise UsageError(what, "compute it before evaluate(), where the script sees whole weights")
+        refuse_in_metric("each worker has a part under tensor=")
         self.unit.enter("a weight that the script uses, of which each worker has a part", kind="tensor")
 
     def sum(self, x: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.pieces import Shards
 from paceline.strategies.blocks import blocks_of, by_block, gathered
 from paceline.strategies.blueprint import Blueprint, Slot, put, strip
+from paceline.strategies.body import refuse_in_metric
 from paceline.strategies.job import Job
 from paceline.strategies.layout import Layout
 from paceline.strategies.state import cut_in_rows, held, local, marked, marks_of
@@ -50,6 +51,28 @@ _TORCHS = {  # what torch says, what it means, and what to do
         "let it make a new tensor (inplace=False), or say zero=1",
     ),
 }
+
+
+_UNIT = "_paceline_unit"  # of a mesh of ours: the workers on it
+
+
+def read_whole_numbers(mesh: DeviceMesh, unit: Group) -> None:
+    """A number that a script reads of a DTensor on this mesh (`float(p.norm())`) is that of the whole. Torch's
+    `item()` gives, without a word, the part of a sum that this worker has. Collective where it is read.
+    """
+    vars(mesh)[_UNIT] = unit
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+
+
+def _number(op_call: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    tensor = args[0]
+    assert isinstance(tensor, DTensor)
+    unit = vars(tensor.device_mesh).get(_UNIT)
+    if unit is None or all(placement.is_replicate() for placement in tensor.placements):
+        return local(tensor).item()
+    refuse_in_metric("each worker has a part under zero=2 and zero=3")
+    unit.enter("a number that the script reads of weights, of which each worker has a part", kind="shard")
+    return tensor.full_tensor().item()
 
 
 class FullyShard(Layout):
@@ -108,6 +131,7 @@ class FullyShard(Layout):
         """Leaves each place its rows of every parameter."""
         job = self.job
         mesh = init_device_mesh(job.device.type, (self.replica.size,))
+        read_whole_numbers(mesh, self.replica)
         named = dict(job.model.named_parameters())
         besides: list[Slot] = []
         if job.blueprint is not None:
