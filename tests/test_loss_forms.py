@@ -355,7 +355,7 @@ t.export('out.safetensors')
     "plan",
     [
         "shard=2 zero=3",
-        *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("", "tensor=2", "pipeline=2", "context=2")),
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("", "tensor=2", "pipeline=2")),
     ],
 )
 def test_weights_are_counts_under_each_plan(plan: str, tmp_path: Any) -> None:

@@ -195,6 +195,8 @@ class Reads(Row):
     def between(self, block, x): return block(x) if x.sum() > 1e9 else block(-x)
 class Stops(Row):
     def forward(self, x): return self.last(self.blocks[1](self.blocks[0](self.first(x))))
+class Ends(Row):
+    def forward(self, x): return self.blocks[1](self.blocks[0](self.first(x)))
 class Turns(Row):
     def forward(self, x): return self.last(self.blocks[0](self.blocks[2](self.first(x))))
 class Late(Row):
@@ -322,7 +324,9 @@ def test_scripts_and_what_is_refused(tmp_path: Path) -> None:
 ENDS = {
     "trained(made(Reads))": "the forward reads a value (bool) that another stage of the pipeline computes; let no "
     "value that a block gave decide what the forward does, or leave pipeline= out",
-    "trained(made(Stops))": "the forward of Stops ended without a call of blocks.2; let it call all blocks, one after "
+    "trained(made(Stops))": "the forward uses last.weight between two blocks or without calling all of them; let it "
+    "call all blocks, one after another, and use it after them, or leave pipeline= out",
+    "trained(made(Ends))": "the forward of Ends ended without a call of blocks.2; let it call all blocks, one after "
     "another, or leave pipeline= out",
     "trained(made(Turns))": "blocks.2 is called before the blocks that stand before it, and pipeline= passes all in "
     'their order; name a list whose blocks are called one after another: pipeline_blocks="path", or leave pipeline= '

@@ -9,6 +9,7 @@ from subprocess import STDOUT
 from typing import Any
 
 import pytest
+import torch
 from launching import SCRIPTS
 from warm import Process, environment
 
@@ -18,12 +19,12 @@ WORKERS = 3
 REFUSED = "dist.monitored_barrier refuses every backend but the one named gloo"
 EXCEPTIONS = {
     "test_monitored_barrier_gloo": REFUSED,
-    "test_monitored_barrier_gloo_subgroup": REFUSED,
     "test_monitored_barrier_failure_order": REFUSED,
-    "test_monitored_barrier_wait_all_ranks": REFUSED,
     "test_monitored_barrier_gloo_rank_0_timeout": "ours names the ranks that did not come even if it had no time",
     "test_ddp_profiling_torch_profiler": "only a Work written in C++ can give the profiler an event across threads",
 }
+if torch.__version__ < "2.14":  # from there on these two barriers of a few of the ranks go to the backend
+    EXCEPTIONS |= {"test_monitored_barrier_gloo_subgroup": REFUSED, "test_monitored_barrier_wait_all_ranks": REFUSED}
 
 # What the tables of test_backend_contract.py do not show: objects, messages, time that runs out, the profiler, and DDP
 # with what hangs on its futures. Those named `cuda` are on the CPU too.

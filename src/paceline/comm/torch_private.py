@@ -131,10 +131,8 @@ NAMES = [
     PrivateName("torch.optim.Optimizer()._opt_called", "no warning of a scheduler whose optimizer steps elsewhere"),
     # -- fully_shard --------------------------------------------------------------------------------------------
     PrivateName("torch.distributed.tensor.DTensor._local_tensor", "the rows that are here; to_local() is recorded"),
-    PrivateName(
-        "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers",
-        "a number that is read of weights in pieces is that of all pieces",
-    ),
+    PrivateName("torch.distributed.tensor.DTensor._op_dispatcher", "a number read of pieces is that of the whole"),
+    PrivateName("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers", "the same"),
     PrivateName("torch.distributed.fsdp._fully_shard._fsdp_api.AllGather", "name each gathering in errors"),
     PrivateName("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "make the whole model the root"),
     PrivateName("torch.distributed.fsdp.FSDPModule()._lazy_init", "the same"),

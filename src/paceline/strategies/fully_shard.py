@@ -64,7 +64,7 @@ def read_whole_numbers(mesh: DeviceMesh, unit: Group) -> None:
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
 
 
-def _number(op_call: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _number(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     tensor = args[0]
     assert isinstance(tensor, DTensor)
     unit = vars(tensor.device_mesh).get(_UNIT)

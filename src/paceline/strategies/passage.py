@@ -177,6 +177,11 @@ class Passage(TorchFunctionMode):
     def _refuse_later(self, tensors: Iterator[Tensor]) -> None:
         """A parameter outside of blocks that is used on an earlier stage than the one that has it."""
         name = next((self.later[id(tensor)] for tensor in tensors if id(tensor) in self.later), None)
+        if name is not None and self._next:
+            what = f"the forward uses {name} between two blocks or without calling all of them"
+            raise UsageError(
+                what, "let it call all blocks, one after another, and use it after them, or leave pipeline= out"
+            )
         if name is not None:
             what = f"{name} is made after the blocks and used before them, and pipeline= puts it behind them"
             raise UsageError(what, "make it before the blocks in __init__, or leave pipeline= out")
