@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,9 +206,10 @@ def test_whether_a_run_is_finished_that_nobody_knows_of(launcher: Launcher) -> N
     launcher.wait_for("up", 1)
     second = launcher.start(script, workers=1, join="run", seconds={"GIVEN_UP": 2.0})
     until(lambda: (launcher.folder / "run" / "waits-1").exists())
+    workers = partial(journal, launcher.folder / "run", "worker")
+    (pid,) = until(lambda: [event["pid"] for event in workers() if event["worker"] == 1])
     first.kill()
     first.wait()
-    (pid,) = [event["pid"] for event in journal(launcher.folder / "run", "worker") if event["worker"] == 1]
     os.kill(int(str(pid)), signal.SIGKILL)
     ended = launcher.end(second)
     assert ended.code == 1
