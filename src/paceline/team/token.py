@@ -1,4 +1,7 @@
-"""The run's token: whoever has it may join and report. It never travels; messages are signed with it. No torch."""
+"""The run's token: whoever has it may join and report. It never travels; requests and answers are signed with it.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from paceline.observe.journal import replace_file
 
 NAME = "token"
 SCHEME = "Paceline"
+ANSWER = "Paceline-Signature"  # the header of an answer that holds its signature
 
 
 def make_token(folder: Path) -> bytes:
@@ -51,6 +55,16 @@ def sign(token: bytes, method: str, path: str, key: str, number: int, body: byte
     """
     head = f"{method} {path}\n{key} {number}\n".encode()
     return hmac.new(token, head + body, "sha256").hexdigest()
+
+
+def sign_answer(token: bytes, request: str, status: int, body: bytes) -> str:
+    """HMAC-SHA-256 of the answer to a request, of which `request` is the signature: so it answers no other one."""
+    return hmac.new(token, f"answer {request} {status}\n".encode() + body, "sha256").hexdigest()
+
+
+def is_signature(given: str, expected: str) -> bool:
+    """Whether a signature is the expected one, in a time that tells nothing of it."""
+    return hmac.compare_digest(given.encode(), expected.encode())
 
 
 def authorization(token: bytes, method: str, path: str, key: str, number: int, body: bytes) -> str:
