@@ -8,9 +8,11 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+from functools import cache
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.greeting import make_key
 from paceline.observe.journal import replace_file
 
 NAME = "token"
@@ -47,6 +49,12 @@ def read_token(path: Path) -> bytes:
     if len(token) < 32:
         raise UsageError(f"{path} holds no token", "copy the file token of the run folder again")
     return token
+
+
+@cache
+def greeting_key(run_dir: str | None, salt: str) -> bytes:
+    """The key of who listens with this salt, for a process of the run in a folder. UsageError: it has no token."""
+    return make_key(read_token(Path(run_dir or ".") / NAME), salt)
 
 
 def sign(token: bytes, method: str, path: str, key: str, number: int, body: bytes) -> str:

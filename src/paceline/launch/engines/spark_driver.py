@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-import select
 import socket
 import struct
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 
 from paceline.launch.engines.driven import CHUNK, LOST, finish, keep, reach
 from paceline.observe.figures import plural
+from paceline.polling import can_read
 
 LOOK = 2.0  # seconds between two looks at why there is no place yet
 ANSWER = 10  # seconds for a task to prove itself
@@ -210,7 +210,7 @@ def hold(context: Any, asked: Mapping[str, Any], heard: int, tell: Callable[...,
         hosts = {number: TaskBridge(gate, context, number) for number in range(asked["nodes"])}
         told, end = "", time.monotonic() + asked["wait"]
         while not all(host.there.wait(LOOK / len(hosts)) for host in hosts.values()):
-            if select.select([heard], [], [], 0)[0]:  # nobody is there any more
+            if can_read(heard, 0.0):  # nobody is there any more
                 return
             there = len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # and the driver itself
             ready = sum(host.there.is_set() for host in hosts.values())
