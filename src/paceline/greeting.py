@@ -54,7 +54,8 @@ class NewConnections(Generic[Opened]):
     and from one address. One too many takes the place of the oldest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_one: int = OF_ONE, in_all: int = STRANGERS) -> None:
+        self._of_one, self._in_all = of_one, in_all
         self._since: dict[Opened, tuple[float, str]] = {}
 
     def __iter__(self) -> Iterator[Opened]:
@@ -63,7 +64,11 @@ class NewConnections(Generic[Opened]):
     def come(self, one: Opened, address: str, now: float) -> Opened | None:
         """The one that is to be closed instead, if any."""
         same = [other for other, (_, where) in self._since.items() if where == address]
-        oldest = same[0] if len(same) >= OF_ONE else next(iter(self._since)) if len(self._since) >= STRANGERS else None
+        oldest = None
+        if len(same) >= self._of_one:
+            oldest = same[0]
+        elif len(self._since) >= self._in_all:
+            oldest = next(iter(self._since))
         if oldest is not None:
             del self._since[oldest]
         self._since[one] = now, address

@@ -31,6 +31,7 @@ from tornado.web import RequestHandler
 
 from paceline.observe.drawing import STYLE as DRAWN
 from paceline.observe.journal import NAME
+from paceline.observe.limited import know
 from paceline.observe.page import STYLE, Chosen, around, team_of
 from paceline.observe.summary import Newest, Summary
 
@@ -173,6 +174,8 @@ class Page(RequestHandler):
             self._refuse(403, "not from here")
         elif self.request.path in ASKS and not (self._has_key() if self.request.path == "/journal" else self._known()):
             self._refuse(401, "no session")
+        elif self.request.path in ASKS:
+            know(self)
 
     def _known(self) -> bool:
         given = self.get_cookie(self._cookie(), "") or ""

@@ -37,12 +37,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tornado.httpserver import HTTPServer
-from tornado.iostream import IOStream
-from tornado.web import Application, RequestHandler
+from tornado.web import RequestHandler
 
 from paceline.observe.figures import ranks
 from paceline.observe.journal import NAME, Journal, event_of, lines_from_end
+from paceline.observe.limited import LimitedServer, know
 from paceline.observe.reading import KEY, reading_key
 from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.link import RefusedError, fence
@@ -54,7 +53,6 @@ from paceline.team.token import ANSWER, is_signature, make_token, read_authoriza
 SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
 GONE = 0.5  # seconds after its connection broke
 BODY = 1 << 18  # bytes of a request
-CONNECTIONS = 100  # of strangers, from one address
 EASY, SLOW = 20, 1.0  # refusals a second, after which each takes its sender so many seconds
 CHALLENGES = 1000
 UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
@@ -111,7 +109,7 @@ class Service:
         self._told, self._began = 0, time.monotonic()
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
-        self.strangers, self._stands = Strangers(), Stands(Path(run["folder"]))
+        self._stands = Stands(Path(run["folder"]))
         self.key = reading_key(Path(run["folder"]))
         self._profile: dict[str, Any] = {}
 
@@ -377,7 +375,7 @@ class Handler(RequestHandler):
             elif (request.method, what) in SIGNED:
                 key, number = self._verify(body)
                 self._session = service.session(str(request.uri), key, number)
-                service.strangers.go(request.connection.stream)  # type: ignore[union-attr]
+                know(self)
                 if self._session is None:
                     said = getattr(service, what)(body)
                 elif what == "orders":
@@ -426,44 +424,6 @@ class Handler(RequestHandler):
             self._service.broke(self._session)
 
 
-class Strangers:
-    """The open connections that nobody has sent a signed request over yet. Of those of one address the oldest gives way
-    to one too many: so neither they nor others keep a run's own agents out.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[str, dict[IOStream, None]] = {}  # by address, the oldest first
-
-    def come(self, stream: IOStream, address: str) -> None:
-        here = self._open.setdefault(address, {})
-        if len(here) >= CONNECTIONS:
-            oldest = next(iter(here))
-            del here[oldest]
-            oldest.close()
-        here[stream] = None
-
-    def go(self, stream: IOStream) -> None:
-        """It is known now, or closed."""
-        for address, here in [*self._open.items()]:
-            here.pop(stream, None)
-            if not here:
-                del self._open[address]
-
-
-class Server(HTTPServer):
-    """With a limit to the connections of `strangers`."""
-
-    strangers: Strangers
-
-    def handle_stream(self, stream: IOStream, address: tuple[str, int]) -> None:
-        self.strangers.come(stream, address[0])
-        super().handle_stream(stream, address)
-
-    def on_close(self, server_conn: Any) -> None:
-        self.strangers.go(server_conn.stream)
-        super().on_close(server_conn)
-
-
 class _Log(logging.Handler):
     """Takes what tornado says of malformed, oversized and slow requests for refusals."""
 
@@ -486,9 +446,7 @@ async def serve(listener: socket.socket, service: Service) -> None:
         logger.propagate = False
     limits = {"max_body_size": BODY, "max_header_size": 1 << 14, "max_buffer_size": 2 * BODY}
     handlers = [(".*", Handler, {"service": service})]
-    app = Application(handlers, log_function=lambda _: None)
-    server = Server(app, idle_connection_timeout=10.0, body_timeout=5.0, **limits)
-    server.strangers = service.strangers
+    server = LimitedServer(handlers, idle_connection_timeout=10.0, body_timeout=5.0, **limits)
     listener.setblocking(False)
     server.add_socket(listener)
     await asyncio.gather(service.watch(), service.take_over())

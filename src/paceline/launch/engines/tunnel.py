@@ -124,6 +124,8 @@ class _Ways:
         return reader, writer
 
     async def _leave(self, at: tuple[str, int], reader: Reader, writer: Writer) -> None:
+        if not _is_ours(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
+            return
         begun = self._begun.get(at)
         await _join((reader, writer), begun.pop() if begun else await self._far(*at))
 
@@ -137,8 +139,20 @@ class _Ways:
 
 def _listens(host: str, port: int) -> bool:
     """Whether a socket listens at just that address: what listens at all of a host's was not meant for the others."""
-    at = f"{bytes(map(int, reversed(host.split('.')))).hex().upper()}:{port:04X}"
+    at = _in_table(host, port)
     return any(line.split()[1:4:2] == [at, LISTENS] for line in Path("/proc/net/tcp").read_text().splitlines())
+
+
+def _is_ours(there: tuple[str, int], here: tuple[str, int]) -> bool:
+    """Whether a process of this user connected from one address of this host to the other: others have no way."""
+    ends = [_in_table(*there), _in_table(*here)]
+    lines = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return any(words[1:3] == ends and int(words[7]) == os.getuid() for words in lines)
+
+
+def _in_table(host: str, port: int) -> str:
+    """An address as /proc/net/tcp has it."""
+    return f"{bytes(map(int, reversed(host.split('.')))).hex().upper()}:{port:04X}"
 
 
 async def _join(one: Ends, other: Ends) -> None:
