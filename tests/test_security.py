@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,11 +16,11 @@ import pytest
 from agents import journal, until
 from clusters import Cluster
 from clusters import cluster as cluster
-from launching import free_port
+from fake_ssh import install_ssh
+from launching import SCRIPTS, free_port, piped
+from networks import Network
 from networks import hosts as hosts
 from sockets import Listening, listening
-from test_ssh import Shore
-from test_ssh import shore as shore
 from warm import Process, environment
 
 PAGE = Path(__file__).parents[1] / "docs" / "security.md"
@@ -58,7 +59,7 @@ def sort_of(pid: int, command: str, known: dict[int, str]) -> str:
         r"paceline\.team\.server": "coordinator",
         r"paceline\.observe\.serving": "serving",
         r"paceline launch": "launcher",
-        r"paceline run|paceline\.launch": "agent",
+        r"paceline (run|agent)|paceline\.launch": "agent",
     }
     if pid in known:
         return known[pid]
@@ -90,6 +91,10 @@ def of_folder(folder: Path) -> list[int]:
 
 def trains(folder: Path) -> bool:
     return (folder / "journal.jsonl").exists() and bool(journal(folder, "step"))
+
+
+def together(folder: Path, count: int) -> bool:
+    return any(len(event["workers"]) == count for event in journal(folder, "formed"))
 
 
 def listed(tmp_path: Path, loaders: int, *options: str) -> dict[str, set[Listening]]:
@@ -132,22 +137,30 @@ def test_a_run_on_two_hosts(cluster: Callable[[int], Cluster], tmp_path: Path) -
     here.end(75, 75)
 
 
-@pytest.mark.parametrize("shore", ["ssh"], indirect=True)
 @pytest.mark.parametrize("tunnel", [False, True])
 @pytest.mark.root
 @pytest.mark.slow
-def test_a_run_that_ssh_launches(shore: Callable[[int], Shore], tmp_path: Path, tunnel: bool) -> None:
+def test_a_run_that_ssh_launches(hosts: Callable[[int], Network], tmp_path: Path, tunnel: bool) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("LOADERS", "0"))
-    here = shore(2)
-    words = ["--hosts", "a,b", "--run-dir", "run", "--min-workers", "2", *(["--tunnel"] if tunnel else [])]
-    here.start(*words, "train.py")
-    until(lambda: trains(tmp_path / "run"), 200)
-    pids = of_folder(tmp_path)
-    own = {host.address for host in here.hosts}
-    loopback = {one.address.rpartition(":")[0] for one in listening(pids) if one.address.startswith("127.")}
-    found = check(tmp_path, pids, loopback if tunnel else own)
-    assert found.keys() >= {"agent", "coordinator", "worker"}
-    assert ("launcher" in found) is tunnel
+    network = hosts(3)
+    ssh = install_ssh(tmp_path, dict(zip("ab", network.hosts, strict=False)))
+    words = ["--hosts", "a,b", "--run-dir", "run", "--min-workers", "2", "--cwd", str(tmp_path)]
+    words += ["--workers-per-host", "1", "--env=CUDA_VISIBLE_DEVICES", f"--env=PYTHONPATH={SCRIPTS}"]
+    command = [sys.executable, "-m", "paceline", "launch", "ssh", *words, *(["--tunnel"] if tunnel else []), "train.py"]
+    path = f"{ssh}:{os.environ['PATH']}"
+    process = piped(network.hosts[2].command(*command), tmp_path, devices="-1", PATH=path)
+    try:
+        until(lambda: trains(tmp_path / "run") and together(tmp_path / "run", 2), 200)
+        pids = of_folder(tmp_path)
+        own = {host.address for host in network.hosts}
+        loopback = {one.address.rpartition(":")[0] for one in listening(pids) if one.address.startswith("127.")}
+        found = check(tmp_path, pids, loopback if tunnel else own)
+        assert found.keys() == {"agent", "coordinator", "worker", *(["launcher"] if tunnel else [])}
+        assert len({one.pid for one in found["worker"]}) == 2
+    finally:
+        process.kill()
+        process.communicate()
+        until(lambda: not of_folder(tmp_path))
 
 
 def test_a_socket_that_the_page_does_not_have_is_found(tmp_path: Path) -> None:
