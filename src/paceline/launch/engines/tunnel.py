@@ -26,6 +26,7 @@ from paceline.world import REFUSED, WAY, enter_tunnel
 MOST_HOSTS = 254
 PIECE = 1 << 16  # bytes that are handed on at a time
 PATIENCE = 20.0  # seconds in which a way opens, and in which one that was asked for is used
+MAPPED = "0000000000000000FFFF0000"  # before an address of IPv4, in /proc/net/tcp6
 LISTENS = "0A"  # a socket's state, in /proc/net/tcp
 
 Reader = asyncio.StreamReader
@@ -146,8 +147,15 @@ def _listens(host: str, port: int) -> bool:
 def _is_ours(there: tuple[str, int], here: tuple[str, int]) -> bool:
     """Whether a process of this user connected from one address of this host to the other: others have no way."""
     ends = [_in_table(*there), _in_table(*here)]
-    lines = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
-    return any(words[1:3] == ends and int(words[7]) == os.getuid() for words in lines)
+    wanted = [ends, [MAPPED + end for end in ends]]  # torch's store calls with sockets of IPv6
+    lines = (line.split() for name in ("tcp", "tcp6") for line in _table(name))
+    return any(words[1:3] in wanted and int(words[7]) == os.getuid() for words in lines)
+
+
+def _table(name: str) -> list[str]:
+    """The sockets of this host of a kind; none where it knows no such kind."""
+    path = Path("/proc/net", name)
+    return path.read_text().splitlines()[1:] if path.exists() else []
 
 
 def _in_table(host: str, port: int) -> str:
