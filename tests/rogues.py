@@ -70,6 +70,7 @@ class Rogue:
     def __init__(self, how: str, host: str = "127.0.0.1", port: int = 0, to: int = 0) -> None:
         self.how, self.to = how, to
         self.asked, self.kept = list[str](), dict[str, tuple[int, str, str]]()
+        self.signed = list[str]()  # the headers of requests that prove who asks
         self._listener = socket.create_server((host, port))
         self.port = self._listener.getsockname()[1]
 
@@ -94,6 +95,7 @@ class Rogue:
     def _answer(self, wire: socket.socket, method: str, path: str, signed: str, body: bytes) -> None:
         name = path.partition("?")[0]
         self.asked.append(name)
+        self.signed.append(signed)
         status, text, signature = 200, json.dumps(ANSWERS.get(name, {})), 64 * "0"
         if self.how == "noise":
             wire.sendall(ESCAPE.encode() + b"\r\n\r\n")

@@ -83,6 +83,22 @@ def test_who_comes_back_to_a_run_believes_no_other_program(tmp_path: Path) -> No
         assert {*rogue.asked} == {"/challenge"}
 
 
+def test_who_watches_shows_nothing_of_another_program_and_gives_no_key_away(tmp_path: Path) -> None:
+    key = tmp_path / "reading_key"
+    key.write_text(64 * "7")
+    for how, what in (
+        ("text", "what answers at {} does not know this reading key"),
+        ("refuses", "what answers at {} does not know this reading key"),
+        ("wrong", "the run at {} has another reading key"),
+    ):
+        with Rogue(how) as rogue:
+            where = f"127.0.0.1:{rogue.port}"
+            done = paceline("watch", "--once", where, "--key-file", key, cwd=tmp_path, code=2)
+            told = f"paceline: {what.format(where)}; take the file reading_key of its folder\n"
+            assert (done.stdout, done.stderr) == ("", told)
+            assert not any(64 * "7" in signed for signed in rogue.signed)
+
+
 def test_what_a_coordinator_answered_before_is_no_answer(tmp_path: Path) -> None:
     """One that stands between hears all, and replays it while the run goes on and when its port is free."""
     (tmp_path / "train.py").write_text(SLOWLY)

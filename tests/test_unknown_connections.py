@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 from agents import journal, until
 from clusters import Cluster
 from clusters import cluster as cluster
-from launching import paceline
+from launching import free_port, paceline
 from networks import hosts as hosts
 from oracle import apart
 from safetensors.torch import load_file
-from sockets import descriptors, listening
+from sockets import descriptors, family_of, listening
 from warm import Process, environment
 
-from paceline.greeting import STRANGERS
+from paceline.greeting import HELLO, STRANGERS, NewConnections
+from paceline.observe.limited import OF_ONE
 
 SCRIPT = """
 from basics import *
@@ -133,3 +137,48 @@ def test_a_script_may_have_many_files_open(tmp_path: Path, alone: Path, plan: st
     (tmp_path / "train.py").write_text(SCRIPT)
     paceline("run", "--workers", "2", "--run-dir", "run", "--plan", plan, "train.py", cwd=tmp_path, OPEN=str(MANY))
     assert apart(load_file(tmp_path / "out.safetensors"), load_file(alone)) <= 1e-12
+
+
+def ask(port: int, path: str, key: str) -> int:
+    http = HTTPConnection("127.0.0.1", port, timeout=60)
+    http.request("GET", path, headers={"Authorization": f"Bearer {key}"})
+    status = http.getresponse().status
+    http.close()
+    return status
+
+
+def test_connections_that_say_nothing_keep_nobody_from_status_page_and_figures(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    page, figures = free_port(), free_port()
+    command = [sys.executable, "-m", "paceline", "run", "--run-dir", "run"]
+    options = ["--page", f"127.0.0.1:{page}", "--metrics", f"127.0.0.1:{figures}", "train.py"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    run = Process([*command, *options], environment(GATE=str(tmp_path / "gate")), cwd=tmp_path, **streams)
+    try:
+        until(lambda: (tmp_path / "run/journal.jsonl").exists() and bool(journal(tmp_path / "run", "step")))
+        status = json.loads((tmp_path / "run/coordinator.json").read_text())["port"]
+        key = (tmp_path / "run/reading_key").read_text().strip()
+        for port, path in ((status, "/status"), (page, "/journal"), (figures, "/metrics")):
+            pids = {one.pid for one in listening(family_of(run.pid)) if one.address == f"127.0.0.1:{port}"}
+            count = max(len(descriptors(pid)) for pid in pids)
+            wires = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+            assert ask(port, path, key) == 200
+            assert max(len(descriptors(pid)) for pid in pids) <= count + OF_ONE + 5
+            for wire in wires:
+                wire.close()
+        (tmp_path / "gate").touch()
+        text, _ = run.communicate(timeout=120)
+    finally:
+        run.kill()
+    assert run.returncode == 0, text
+
+
+def test_the_oldest_of_an_address_gives_way() -> None:
+    new = NewConnections[int](of_one=2, in_all=4)
+    assert [new.come(one, where, float(one)) for one, where in enumerate("aabb")] == [None] * 4
+    assert new.come(4, "a", 4.0) == 0
+    assert new.come(5, "c", 5.0) == 1, "of all addresses"
+    new.go(3)
+    assert new.come(6, "b", 6.0) is None
+    assert [*new] == [2, 4, 5, 6]
+    assert new.late(2.0 + HELLO + 0.5) == [2]

@@ -333,8 +333,16 @@ class Wire:
             self._http.sock.shutdown(socket.SHUT_RDWR)
 
     def ask(self, method: str, path: str, key: str, number: int, body: bytes) -> Any:
-        """The answer, read from JSON, once it is known to be signed with the token. RefusedError; UnsignedError: it is
-        not; OSError: there is none.
+        """The answer, read from JSON. RefusedError; UnsignedError and OSError as for `fetch`."""
+        status, said = self.fetch(method, path, key, number, body)
+        read = json.loads(said)
+        if status != 200:
+            raise RefusedError(status, read)
+        return read
+
+    def fetch(self, method: str, path: str, key: str, number: int, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer, once it is known to be signed with the token. UnsignedError: it is not;
+        OSError: there is none.
         """
         signed = authorization(self._token, method, path, key, number, body)
         if self._http.sock is None:
@@ -357,10 +365,7 @@ class Wire:
         expected = sign_answer(self._token, signed.rpartition(" ")[2], answer.status, said)
         if len(said) > LARGEST or not is_signature(given, expected):
             raise UnsignedError(self.address, answer.status)
-        read = json.loads(said)
-        if answer.status != 200:
-            raise RefusedError(answer.status, read)
-        return read
+        return answer.status, said
 
 
 class _Answer(http.client.HTTPResponse):
