@@ -398,7 +398,7 @@ def test_who_differs_or_has_no_token_is_refused(cluster: Callable[[int], Cluster
     assert refused(here, **{"token-file": str(other)}) == (
         f"paceline: the token {other} can be read by others; chmod 600 {other}\n"
     )
-    what = "POST /join: a wrong token, from 10.77.0.2"
+    what = "GET /challenge: a wrong token, from 10.77.0.2"
     here.until(lambda: what in [event["what"] for event in here.agents[0].events("refused")])
     assert json.loads((here.agents[0].folder / "coordinator.json").read_text())["port"] == 29400
 

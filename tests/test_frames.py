@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,20 @@ import pytest
 import torch
 
 from paceline.comm.frames import Connection, Frame, Kind
+from paceline.greeting import make_nonce, prove_caller
 from paceline.holding import Client
 
 
-def linked(place: Any, secret: str) -> tuple[Connection, Connection]:
+def linked(place: Any, greets: bool = True, key: bytes = b"a key") -> tuple[Connection, Connection]:
+    """Two ends, of which one calls the other; both know each other if it `greets`."""
     ours, theirs = socket.socketpair()
-    return Connection(ours, lambda frame: []), Connection(theirs, place, secret)
+    sender = Connection(ours, lambda frame: [], key, lambda link: f"7 {link.memory}")
+    taker = Connection(theirs, place, b"a key")
+    if greets:
+        moved(sender, taker)
+        assert taker.inbox.popleft().kind == Kind.HELLO
+        assert (sender.known, taker.known, list(sender.inbox)) == (True, True, [])
+    return sender, taker
 
 
 def moved(*links: Connection) -> None:
@@ -27,25 +36,20 @@ def moved(*links: Connection) -> None:
 
 def test_frames_land_in_memory_that_is_there() -> None:
     landing = {0: torch.zeros(300_000, dtype=torch.float64), 1: torch.zeros(3), 2: torch.zeros(0)}
-    sender, taker = linked(lambda frame: [landing[number] for number in frame.numbers], "secret")
+    sender, taker = linked(lambda frame: [landing[number] for number in frame.numbers])
     sent = {0: torch.randn(300_000, dtype=torch.float64), 1: torch.randn(3), 2: torch.zeros(0)}
-    sender.put(Kind.HELLO, content=b"secret 7")
     sender.put(Kind.PUSH, 1, (5, 2, 1), (1, 2, 0), [sent[number] for number in (1, 2, 0)])
     sender.put(Kind.STATE, content=b"all of it")
     moved(sender, taker)
-    hello, push, state = taker.inbox
-    assert taker.greeting == b"7"
-    assert hello.kind == Kind.HELLO
+    push, state = taker.inbox
+    assert taker.greeting.startswith(b"7 ")
     assert push == Frame(Kind.PUSH, 1, (5, 2, 1), (1, 2, 0), bytearray())
     assert state.text == b"all of it"
     assert all(torch.equal(landing[number], sent[number]) for number in sent)
 
 
 def near(place: Any) -> tuple[Connection, Connection]:
-    sender, taker = linked(place, "secret")
-    sender.put(Kind.HELLO, content=f"secret 7 {sender.memory}".encode())
-    moved(sender, taker)
-    taker.inbox.clear()
+    sender, taker = linked(place)
     assert taker.borrow(taker.greeting.decode().partition(" ")[2])
     assert sender.borrow(taker.memory)
     return sender, taker
@@ -100,7 +104,7 @@ def test_tensors_travel_where_no_memory_can_be_lent(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("wrong", ["host", "inode", "process"])
 def test_another_hosts_memory_is_not_borrowed(wrong: str) -> None:
-    sender, taker = linked(lambda frame: [], "")
+    sender, taker = linked(lambda frame: [])
     host, process, number, inode = sender.memory.split()
     said = {"host": "another", "inode": str(int(inode) + 1), "process": "999999999"}[wrong]
     named = {"host": host, "process": process, "number": number, "inode": inode, wrong: said}
@@ -115,7 +119,7 @@ def test_another_hosts_memory_is_not_borrowed(wrong: str) -> None:
 
 def test_what_is_lent_waits_until_it_is_heard_where() -> None:
     """Though both words come at once, as over a connection that replaces another."""
-    sender, taker = linked(lambda frame: [torch.zeros(3)], "")
+    sender, taker = linked(lambda frame: [torch.zeros(3)])
     assert sender.borrow(taker.memory)
     sender.put(Kind.WELCOME, content=sender.memory.encode())
     sender.put(Kind.READ, 0, (0, 0, 0), (0,), [torch.ones(3)])
@@ -144,28 +148,58 @@ def test_what_a_lender_goes_on_from_is_not_counted() -> None:
     assert torch.equal(client.buffers[1, 0], torch.ones(3))
 
 
+def nobody(frame: Frame) -> list[torch.Tensor]:
+    raise AssertionError(frame)
+
+
+def hello(said: bytes) -> bytes:
+    return struct.pack("<BHIqqqQ", Kind.HELLO, 0, 0, 0, 0, 0, len(said)) + said
+
+
 @pytest.mark.parametrize(
     "said",
     [
-        lambda link: link.put(Kind.HELLO, content=b"another 7"),
-        lambda link: link.put(Kind.STATE, content=b"secret 7"),
-        lambda link: link.put(Kind.HELLO, content=bytes(1 << 20)),
-        lambda link: link.put(Kind.PUSH, 0, (0, 0, 0), (0,), [torch.zeros(3)]),
+        lambda nonce: hello(prove_caller(b"another key", nonce, make_nonce(), b"7")),
+        lambda nonce: hello(prove_caller(b"a key", make_nonce(), make_nonce(), b"7")),  # for another connection
+        lambda nonce: hello(b""),
+        lambda nonce: hello(bytes(1 << 20)),
+        lambda nonce: struct.pack("<BHIqqqQ", Kind.STATE, 0, 0, 0, 0, 0, 5) + b"state",
+        lambda nonce: struct.pack("<BHIqqqQ", Kind.PUSH, 0, 1, 0, 0, 0, 12) + bytes(16),
     ],
 )
-def test_who_does_not_know_the_secret_is_not_heard(said: Any) -> None:
-    def place(frame: Frame) -> list[torch.Tensor]:
-        raise AssertionError(frame)
-
-    sender, taker = linked(place, "secret")
-    said(sender)
-    moved(sender, taker)
+def test_who_does_not_have_the_key_is_not_heard(said: Any) -> None:
+    """And nothing is made for it."""
+    ours, theirs = socket.socketpair()
+    taker = Connection(theirs, nobody, b"a key")
+    moved(taker)
+    nonce = ours.recv(1 << 16)[-16:]
+    assert taker.memory == ""
+    ours.setblocking(False)
+    ours.send(said(nonce))
+    moved(taker)
     assert taker.broken
     assert not taker.inbox
+    assert taker.memory == ""
+
+
+@pytest.mark.parametrize("answer", [bytes(32), b"", None])
+def test_who_calls_says_nothing_to_one_without_the_key(answer: bytes | None) -> None:
+    ours, theirs = socket.socketpair()
+    sender = Connection(ours, nobody, b"a key", lambda link: "7")
+    sender.put(Kind.STATE, content=b"all of it")
+    theirs.sendall(hello(make_nonce()))
+    moved(sender)
+    theirs.setblocking(False)
+    came = theirs.recv(1 << 16)
+    assert b"all of it" not in came
+    theirs.sendall(hello(came[-49:-1]) if answer is None else hello(answer))  # None: its own words
+    moved(sender)
+    assert sender.broken
+    assert theirs.recv(1 << 16) == b""
 
 
 def test_tensors_of_another_size_end_the_connection() -> None:
-    sender, taker = linked(lambda frame: [torch.zeros(2)], "")
+    sender, taker = linked(lambda frame: [torch.zeros(2)])
     sender.put(Kind.PUSH, 0, (0, 0, 0), (0,), [torch.zeros(3)])
     moved(sender, taker)
     assert taker.broken
@@ -174,7 +208,7 @@ def test_tensors_of_another_size_end_the_connection() -> None:
 
 def test_what_has_to_wait_comes_later() -> None:
     ready: list[bool] = []
-    sender, taker = linked(lambda frame: [] if ready else None, "")
+    sender, taker = linked(lambda frame: [] if ready else None)
     sender.put(Kind.STATE, content=b"x")
     moved(sender, taker)
     assert taker.paused

@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "paceline"
 # A file has no limit of its own: code is split by concept. A commit that raises the package's limit says why.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FUNCTION, MOST_PARAMETERS = 51_000, 80, 9
+MOST_LINES, MOST_IN_FUNCTION, MOST_PARAMETERS = 51_600, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [
-    {"plan", "mesh", "pieces", "errors", "world", "pulse", "flight", "step"},
+    {"plan", "mesh", "pieces", "errors", "world", "greeting", "polling", "pulse", "flight", "step"},
     {"comm"},
     {"strategies"},
     {"data", "checkpoint", "team", "observe"},
@@ -271,6 +271,15 @@ def missing_captions(tree: str, package: Path) -> Iterator[str]:
             yield f"docs/tree.md: no line begins with {text}"
 
 
+def waits_with_select(modules: Modules) -> Iterator[str]:
+    """`select` takes no file descriptor from 1024 on; `paceline.polling` takes them all."""
+    for name, tree in modules.items():
+        for node in walk(tree):
+            taken = isinstance(node, ast.ImportFrom) and node.module == "select"
+            if dotted(node) == "select.select" or (taken and "select" in {item.name for item in node.names}):  # type: ignore[attr-defined]
+                yield f"{name}:{node.lineno}: select.select"  # type: ignore[attr-defined]
+
+
 RULES: list[Rule] = [
     long_functions,
     many_parameters,
@@ -284,6 +293,7 @@ RULES: list[Rule] = [
     layouts_that_import_layouts,
     unpickling,
     classes_of_one_name,
+    waits_with_select,
 ]
 
 
@@ -410,6 +420,9 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
         LAYOUTS | {SHARD: "from paceline.strategies.side_effects import Watch\nclass Shard(Layout): ..."},
         [],
     ),
+    (waits_with_select, "select.select([a], [], [])", ["plan:1: select.select"]),
+    (waits_with_select, "from select import poll, select", ["plan:1: select.select"]),
+    (waits_with_select, "select.poll()\nselectors.DefaultSelector().select()", []),
     (unpickling, "import pickle, json, marshal", ["plan:1: pickle, marshal"]),
     (unpickling, "from pickle import loads", ["plan:1: pickle.loads"]),
     (unpickling, "from torch import load", ["plan:1: torch.load"]),

@@ -12,9 +12,21 @@ from typing import Any
 from agents import until
 
 from paceline.team.link import Link
-from paceline.team.token import read_authorization
+from paceline.team.token import ANSWER, read_authorization, sign_answer
 
 TOKEN = b"0" * 64
+GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "heal")
+RUN = {
+    "script": "train.py",
+    "workers": 1,
+    "max_restarts": 0,
+    "min_workers": 1,
+    "begin": 1,
+    "store": None,
+    "same": {},
+    "given": dict.fromkeys(GIVEN),
+    "served": [None, None, "/run"],
+}
 
 
 class Coordinator(ThreadingHTTPServer):
@@ -32,10 +44,10 @@ class Coordinator(ThreadingHTTPServer):
 
     def answer(self, path: str, key: str) -> tuple[int, dict[str, Any]]:
         if path == "/challenge":
-            return 200, {"challenge": "c", "epoch": 1}
+            return 200, {"challenge": 32 * "c", "epoch": 1}
         if path == "/join":
             self.open.wait(60)
-            return 200, {"session": self.name, "numbers": [0], "epoch": 1, "run": {}}
+            return 200, {"session": self.name, "numbers": [0], "epoch": 1, "run": RUN}
         if key != self.name:
             return 409, {"refused": "no such session"}
         if path == "/orders":
@@ -54,8 +66,10 @@ class Handler(BaseHTTPRequestHandler):
         signed = read_authorization(self.headers.get("Authorization", ""))
         code, said = self.server.answer(path, signed[0] if signed else "")
         data = json.dumps(said).encode()
+        assert signed is not None
         self.send_response(code)
         self.send_header("Content-Length", str(len(data)))
+        self.send_header(ANSWER, sign_answer(TOKEN, signed[2], code, data))
         self.end_headers()
         self.wfile.write(data)
 
@@ -77,7 +91,7 @@ def serving(name: str) -> Iterator[Coordinator]:
 
 def test_a_coordinator_that_moves_while_an_agent_joins_is_followed() -> None:
     """By both threads: else one reports to the first one, and the other asks the second one, which does not know it."""
-    with serving("first") as first, serving("second") as second:
+    with serving(32 * "1") as first, serving(32 * "2") as second:
         link = Link(first.at, TOKEN, {"numbers": [0]})
         link.start()
         link.put({"workers": {}})

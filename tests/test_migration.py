@@ -17,9 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.checkpoint.tree import pack, unpack
+from paceline.greeting import NONCE, make_nonce, prove_caller
 from paceline.step import spread
 from paceline.team import migration
 from paceline.team.migration import Migration, Taker, digests
+
+
+def key_of(salt: str) -> bytes:
+    return salt.encode()
+
 
 STATE = {"weights": torch.arange(10.0), "bias": torch.zeros(0), "steps": 3, "name": "ä"}
 
@@ -42,7 +48,7 @@ class Newcomer:
     """A Taker that follows in a thread."""
 
     def __init__(self) -> None:
-        self.taker, self.learner = Taker("127.0.0.1"), Learner()
+        self.taker, self.learner = Taker("127.0.0.1", key_of), Learner()
         self.admitted: int | None = None
         self.current = 0
         self.followed: bool | None = None
@@ -65,7 +71,7 @@ def begun(first: Migration, newcomer: Newcomer, changing: int = 0) -> None:
 
 
 def test_the_state_goes_ahead_and_the_steps_follow() -> None:
-    first, newcomer = Migration(0), Newcomer()
+    first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
     assert torch.equal(newcomer.learner.states[0]["weights"], STATE["weights"])
@@ -83,7 +89,7 @@ def test_the_state_goes_ahead_and_the_steps_follow() -> None:
 
 
 def test_a_newcomer_is_current_though_the_next_step_is_always_near() -> None:
-    first, newcomer = Migration(0), Newcomer()
+    first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer)
 
     def step() -> bool:
@@ -96,10 +102,11 @@ def test_a_newcomer_is_current_though_the_next_step_is_always_near() -> None:
 
 
 def test_who_does_not_know_the_secret_is_not_heard() -> None:
-    first, newcomer = Migration(0), Newcomer()
+    first, newcomer = Migration(0, key_of), Newcomer()
     host, port, _ = newcomer.taker.at
     with socket.create_connection((host, port)) as stranger:
-        stranger.sendall(b"0" * 40)
+        nonce = stranger.recv(NONCE)
+        stranger.sendall(prove_caller(b"another key", nonce, make_nonce(), struct.pack("<q", 0)))
         until(lambda: stranger.recv(1) == b"")
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
@@ -108,9 +115,9 @@ def test_who_does_not_know_the_secret_is_not_heard() -> None:
 
 def test_who_calls_and_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "MEET", 3600.0)
-    first, newcomer = Migration(0), Newcomer()
+    first, newcomer = Migration(0, key_of), Newcomer()
     with ExitStack() as calls:
-        for said in (b"", b"0" * 39, newcomer.taker.at[2].encode()):
+        for said in (b"", b"0" * 39, b"0" * 55):
             calls.enter_context(socket.create_connection(newcomer.taker.at[:2])).sendall(said)
         begun(first, newcomer)
         until(lambda: newcomer.current == 1, 20)
@@ -124,16 +131,17 @@ def test_the_length_of_a_frame_is_not_believed(length: int, monkeypatch: pytest.
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     newcomer = Newcomer()
-    host, port, secret = newcomer.taker.at
+    host, port, salt = newcomer.taker.at
     with socket.create_connection((host, port)) as link:
-        link.sendall(secret.encode() + struct.pack("<qq", 0, length))
+        nonce = link.recv(NONCE)
+        link.sendall(prove_caller(key_of(salt), nonce, make_nonce(), struct.pack("<q", 0)) + struct.pack("<q", length))
         newcomer.thread.join(20)
     assert (newcomer.followed, newcomer.current, raised) == (False, 1, [])
 
 
 def test_one_who_sends_too_slowly_gives_up_and_says_how_fast_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "SEEN", 0.0)
-    first, newcomer = Migration(0), Newcomer()
+    first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer, changing=1 << 60)
     newcomer.thread.join(20)
     assert newcomer.followed is False
@@ -145,7 +153,7 @@ def test_one_who_sends_too_slowly_gives_up_and_says_how_fast_it_was(monkeypatch:
 def test_who_falls_too_far_behind_is_given_up() -> None:
     newcomer = Newcomer()
     newcomer.taker.at = (*newcomer.taker.at[:2], "another")  # nobody takes what is sent
-    first = Migration(0)
+    first = Migration(0, key_of)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         first.meet({6: ("127.0.0.1", deaf.getsockname()[1], "secret")})
         for _ in range(2):
@@ -158,7 +166,7 @@ def test_who_falls_too_far_behind_is_given_up() -> None:
 
 
 def test_another_takes_the_place_of_one_that_is_lost() -> None:
-    lost, first, newcomer = Migration(0), Migration(1), Newcomer()
+    lost, first, newcomer = Migration(0, key_of), Migration(1, key_of), Newcomer()
     begun(lost, newcomer)
     until(lambda: newcomer.current == 1)  # its host is cut off: nothing closes the connection
     begun(first, newcomer)
@@ -170,7 +178,7 @@ def test_another_takes_the_place_of_one_that_is_lost() -> None:
 
 
 def test_the_end_of_the_one_who_sends_leaves_the_newcomer_waiting_for_admission() -> None:
-    first, newcomer = Migration(0), Newcomer()
+    first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
     first.drop()
@@ -179,7 +187,7 @@ def test_the_end_of_the_one_who_sends_leaves_the_newcomer_waiting_for_admission(
 
 
 def test_an_admission_by_others_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, newcomer = Migration(0), Newcomer()
+    first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
     newcomer.admitted = 3  # the first is lost, and its host silent
@@ -193,7 +201,7 @@ def test_an_admission_by_others_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_end_is_heard_though_a_child_has_the_connection_open() -> None:
     """As a loader's process has that was forked meanwhile: the newcomer waited for ever, and the team for it."""
-    newcomer, first = Newcomer(), Migration(7)
+    newcomer, first = Newcomer(), Migration(7, key_of)
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
     child = os.fork()

@@ -25,6 +25,7 @@ from paceline.step import NOTHING, Grid, add_metrics
 from paceline.stepping import Step, Stepper
 from paceline.strategies.servers import Served, Servers, Ticketed
 from paceline.team.operations import Attempt
+from paceline.team.token import greeting_key
 
 LOOK = 0.3  # seconds between two looks at whether somebody was asked to stop
 WINDOW = 256  # updates, unless the plan says another number
@@ -54,7 +55,8 @@ class ServedStepper(Stepper):
         if run.servers is None:
             operations = self.operations
             operations.ahead = False
-            run.servers = Servers(count, copies, operations.worker, lambda: operations.orders.servers, self._look)
+            find, key = (lambda: operations.orders.servers), partial(greeting_key, run.team.world.run_dir)
+            run.servers = Servers(count, copies, operations.worker, find, key, self._look)
             run.team.world.tell("servers", count=count, copies=copies)
         elif run.servers.met or (run.servers.count, run.servers.copies) != (count, copies):
             what = "this Trainer is made after training began, and parameter servers run the script up to there alone"

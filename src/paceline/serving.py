@@ -23,8 +23,10 @@ from paceline.comm.codecs import add_codes, pack_codes
 from paceline.comm.frames import Connection, Frame, Kind, exchange
 from paceline.dealing import Dealing
 from paceline.errors import PacelineError
+from paceline.greeting import NewConnections
 from paceline.holding import Client, Holding, Steps
 from paceline.strategies.servers import MEET, RANKED, At
+from paceline.team.token import greeting_key
 from paceline.world import SERVERS, World, way_to
 
 GRACE = 0.5  # seconds in which a worker whose connection has gone may come again
@@ -40,13 +42,16 @@ class ParameterServer:
         self._parts: dict[int, Holding] = {}
         self._listener = socket.create_server((world.store[0], 0), backlog=128)
         self._listener.setblocking(False)
-        self._secret, self._state = secrets.token_hex(16), b""
+        self._salt, self._state = secrets.token_hex(16), b""
+        self._key = greeting_key(world.run_dir, self._salt)
+        self._strangers = NewConnections[Connection]()
+        self._waiting: dict[Connection, Client] = {}  # for those that have not shown yet who they are
         self._clients: list[tuple[Connection, Client]] = []
         self._away: dict[int, float] = {}  # workers whose connections have gone, since when
         self._first: Connection | None = None  # to the first server, from the others
         self._generation, self._used = -1, dict[int, At]()  # those that workers use, the lowest of which is the first
         self._met: At | None = None  # where the first is that is met
-        self._at = world.store[0], self._listener.getsockname()[1], self._secret
+        self._at = world.store[0], self._listener.getsockname()[1], self._salt
 
     def take(self) -> Any:
         """What a server begins with, from the team's first worker, which waits for those that say where they are."""
@@ -97,14 +102,16 @@ class ParameterServer:
         if at is None or min(self._used) == self.number or (self._first is not None and not self._first.broken):
             return
         with suppress(OSError):  # it is not there yet, or gone
-            self._first, self._met = Connection(socket.create_connection(way_to(*at[:2]), MEET), lambda frame: []), at
-            self._first.put(Kind.HELLO, content=f"{at[2]} {-1 - self.number}".encode())
+            key, called = greeting_key(self.world.run_dir, at[2]), socket.create_connection(way_to(*at[:2]), MEET)
+            self._first, self._met = Connection(called, lambda frame: [], key, lambda _: f"{-1 - self.number}"), at
             for part in self._dealing:
                 part.stand(self._first)
 
     def _tend(self) -> None:
-        """Workers that have not come back in time are lost."""
+        """Workers that have not come back in time are lost; who does not show in time that it is known is closed."""
         self._meet_first()
+        for link in self._strangers.late(time.monotonic()):
+            link.close()
         back = {_who(link) for link, _ in self._clients}
         for worker, since in [*self._away.items()]:
             if worker in back or time.monotonic() - since > GRACE:
@@ -117,6 +124,7 @@ class ParameterServer:
             self._away |= {_who(link): time.monotonic() for link, _ in self._clients if link.broken}
             self._clients = [one for one in self._clients if not one[0].broken]
             while True:
+                self._look_at_strangers()
                 for link, client in [*self._clients]:
                     while link.inbox:
                         self._hear(link, client, link.inbox.popleft())
@@ -129,7 +137,7 @@ class ParameterServer:
                     return until()
 
         def links() -> list[Connection]:
-            known = [link for link, _ in self._clients]
+            known = [*self._waiting, *(link for link, _ in self._clients)]
             return known if self._first is None or self._first.broken else [*known, self._first]
 
         while not heard():
@@ -138,11 +146,22 @@ class ParameterServer:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, address = self._listener.accept()
         except OSError:  # none, or it has gone again
             return
         client = Client()
-        self._clients.append((Connection(connection, partial(self._place, client), self._secret), client))
+        link = Connection(connection, partial(self._place, client), self._key)
+        self._waiting[link] = client
+        if (instead := self._strangers.come(link, address[0], time.monotonic())) is not None:
+            instead.close()
+
+    def _look_at_strangers(self) -> None:
+        """Who has shown that it is known is a client, and who is closed is forgotten."""
+        for link in [link for link in self._waiting if link.known or link.broken]:
+            client = self._waiting.pop(link)
+            self._strangers.go(link)
+            if not link.broken:
+                self._clients.append((link, client))
 
     def _place(self, client: Client, frame: Frame) -> list[torch.Tensor] | None:
         """Where pushed gradients land. Before this server serves it takes the state alone."""

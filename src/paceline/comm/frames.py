@@ -8,21 +8,22 @@ socket: `exchange` is the one place that waits, and looks now and then whether t
 from __future__ import annotations
 
 import hashlib
-import hmac
-import select
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from functools import cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 
 from paceline.comm.shared import Borrowed, File, Lent, Where, host_key, laid_out, raw_bytes, room_of
+from paceline.greeting import NONCE, is_proof, make_nonce, prove_caller, prove_listener, read_caller
+from paceline.polling import wait_for
 from paceline.pulse import PULSE
 
 LOOK = 0.05  # seconds between two looks at whether to go on waiting
@@ -69,29 +70,40 @@ Place = Callable[[Frame], "Sequence[torch.Tensor] | None"]
 
 
 class Connection:
-    """One connection. What has arrived whole is in `inbox`; it is `broken` once the other end is gone. One that has to
-    `greet` says this first, or the link breaks. Where the other end is `near` tensors are lent to it.
+    """One connection, of which both ends have to show each other that they have the `key` before anything else goes
+    over it (`paceline.greeting`): the one that was accepted waits for that, and the one that calls `says` something of
+    itself. What has arrived whole is in `inbox`; it is `broken` once the other end is gone, and `known` once it has
+    shown who it is. Where the other end is `near` tensors are lent to it.
     """
 
-    def __init__(self, connection: socket.socket, place: Place, greet: str = "") -> None:
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connection.setsockopt(socket.SOL_SOCKET, option, SOCKET)
+    def __init__(
+        self, connection: socket.socket, place: Place, key: bytes, says: Callable[[Connection], str] | None = None
+    ) -> None:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
         self.socket, self.broken, self.paused = connection, False, False
         self.inbox: deque[Frame] = deque()
         self.greeting: Any = None  # what the other end said of itself
-        self.near, self._lent = False, _lent()
+        self.near, self.known = False, False
+        self._lent: Lent | None = None  # nothing is made for one that nobody knows
         self._borrowed: Borrowed | None = None
-        self._place, self._secret = place, greet
+        self._place, self._key, self._says = place, key, says
         self._out: deque[memoryview] = deque()
+        self._first: deque[memoryview] = deque()  # of the greeting, which goes before
+        self._nonce = make_nonce()
+        if says is None:
+            self._first.append(_hello(self._nonce))
         self._parts = self._read()
         self._view: memoryview | None = memoryview(b"")
 
     @property
     def sending(self) -> bool:
-        return bool(self._out) and not self.broken
+        return bool(self._sendable) and not self.broken
+
+    @property
+    def _sendable(self) -> deque[memoryview]:
+        return self._out if self.known and not self._first else self._first
 
     def put(
         self,
@@ -146,12 +158,12 @@ class Connection:
     def advance(self) -> None:
         """Sends and takes what it can without waiting."""
         try:
-            while self._out:
-                sent = self.socket.sendmsg(islice(self._out, AT_ONCE))
-                while self._out and sent >= len(self._out[0]):
-                    sent -= len(self._out.popleft())
+            while out := self._sendable:
+                sent = self.socket.sendmsg(islice(out, AT_ONCE))
+                while out and sent >= len(out[0]):
+                    sent -= len(out.popleft())
                 if sent:
-                    self._out[0] = self._out[0][sent:]
+                    out[0] = out[0][sent:]
         except BlockingIOError:
             pass
         except OSError:
@@ -179,18 +191,16 @@ class Connection:
 
     def _read(self) -> Generator[memoryview | None, None, None]:
         """The parts of one frame after another; None where it has to wait."""
+        yield from self._greet()
         while True:
             head = bytearray(_HEAD.size)
             yield memoryview(head)
             kind, trainer, count, *key, size = _HEAD.unpack(head)
-            if self._secret and (kind != Kind.HELLO or count or size > GREETING):
-                self.close()
-                yield None
             numbers = bytearray(4 * count)
             yield memoryview(numbers)
             named = struct.unpack(f"<{count}i", numbers)
             frame = Frame(kind, trainer & ~LENT, tuple(key), named, bytearray())
-            while (tensors := self._place(frame) if self._knows else []) is None:
+            while (tensors := self._place(frame)) is None:
                 yield None
             if trainer & LENT:
                 where = bytearray(_WHERE.size)
@@ -210,13 +220,49 @@ class Connection:
             else:
                 frame.text.extend(bytes(size))
                 yield memoryview(frame.text)
-            if self._secret:
-                said, _, self.greeting = bytes(frame.text).partition(b" ")
-                if not hmac.compare_digest(said, self._secret.encode()):
-                    self.close()
-                    yield None
-                self._secret = ""
             self.inbox.append(frame)
+
+    def _greet(self) -> Generator[memoryview | None, None, None]:
+        """The parts of what the other end shows of itself. An end that does not know it closes the connection."""
+        said = yield from self._read_hello()
+        if self._says is None:
+            proof, text = read_caller(self._key, self._nonce, said) or (b"", b"")
+            if not proof:
+                yield from self._give_up()
+            self._first.append(_hello(proof))
+            self._make_room()
+            self.greeting, self.known = text, True
+            self.inbox.append(Frame(Kind.HELLO, 0, (0, 0, 0), (), bytearray()))
+            return
+        if len(said) != NONCE:
+            yield from self._give_up()
+        self._make_room()
+        self._first.append(_hello(prove_caller(self._key, said, self._nonce, self._says(self).encode())))
+        if not is_proof((yield from self._read_hello()), prove_listener(self._key, said, self._nonce)):
+            yield from self._give_up()
+        self.known = True
+
+    def _make_room(self) -> None:
+        """What is made for one end that is known, or that we called."""
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            self.socket.setsockopt(socket.SOL_SOCKET, option, SOCKET)
+        self._lent = _lent()
+
+    def _read_hello(self) -> Generator[memoryview | None, None, bytes]:
+        """The parts of a frame of a greeting, and what is in it."""
+        head = bytearray(_HEAD.size)
+        yield memoryview(head)
+        kind, _, count, *_, size = _HEAD.unpack(head)
+        if kind != Kind.HELLO or count or size > GREETING:
+            yield from self._give_up()
+        said = bytearray(size)
+        yield memoryview(said)
+        return bytes(said)
+
+    def _give_up(self) -> Generator[None, None, Never]:
+        self.close()
+        while True:
+            yield None
 
     def _find(self, where: bytearray, like: Sequence[torch.Tensor]) -> Loan | None:
         """Tensors like these, where the other end says; None: it has not lent so much."""
@@ -225,18 +271,18 @@ class Connection:
         slot = self._borrowed.slot(Where(*_WHERE.unpack(where)))
         return Loan(slot.stamp, laid_out(slot, like)) if sum(map(room_of, like)) <= len(slot.data) else None
 
-    @property
-    def _knows(self) -> bool:
-        """Whether the other end has said what it had to say first."""
-        return not self._secret
-
     def close(self) -> None:
         self.broken = True
         self._out.clear()
+        self._first.clear()
         self.socket.close()
         for memory in (self._lent, self._borrowed):
             if memory is not None:
                 memory.close()
+
+
+def _hello(said: bytes) -> memoryview:
+    return memoryview(_HEAD.pack(Kind.HELLO, 0, 0, 0, 0, 0, len(said)) + said)
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
@@ -269,10 +315,10 @@ def exchange(
             look()
             live = [link for link in links() if not link.broken]
             if listener is None and not live:
-                select.select([], [], [], LOOK)
+                time.sleep(LOOK)
                 continue
             asking = [*(link.socket for link in live if not link.paused), *filter(None, [listener])]
-            ready, writable, _ = select.select(asking, [link.socket for link in live if link.sending], [], LOOK)
+            ready, writable = wait_for(asking, [link.socket for link in live if link.sending], LOOK)
             for link in live:
                 if link.socket in ready or link.socket in writable or link.paused:
                     link.advance()

@@ -18,13 +18,16 @@ from typing import Any
 
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.coordinator_process import ADDRESS
-from paceline.launch.options import LaunchOptions
+from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.observe.traces import short
-from paceline.team.link import Link, RefusedError
+from paceline.team.link import Link, RefusedError, UnsignedError
+from paceline.team.terms import TermsError
 from paceline.team.token import NAME, read_token
 from paceline.world import address_towards
 
 LONGEST = 30  # lines of a difference that are shown
+# What to do where something answers that has not the run's token.
+NO_TOKEN = f"see whether the run still goes on there, or copy the file {NAME} of its folder here again"
 NAMELESS = 0.5  # seconds between two questions for a name
 
 
@@ -141,10 +144,15 @@ def join(options: LaunchOptions, link: Link) -> tuple[LaunchOptions, list[int]]:
     host, port = link.address
     try:
         numbers = _introduced(link, options.patience)
-    except RefusedError as refused:
-        if refused.code == 401:
+    except UnsignedError as error:
+        if error.code == 401:
             cure = f"copy the file {NAME} of its folder here again"
             raise UsageError(f"the run at {host}:{port} refuses this token", cure) from None
+        raise LaunchError(str(error), NO_TOKEN) from None
+    except TermsError as error:
+        cure = "see that the run and this command use the same Paceline"
+        raise LaunchError(f"the run at {host}:{port} cannot be joined: {error}", cure) from None
+    except RefusedError as refused:
         differs = refused.said.get("differs")
         if not differs:
             raise LaunchError(f"the run at {host}:{port} refuses to be joined: {refused}", "see its console") from None
@@ -158,21 +166,27 @@ def join(options: LaunchOptions, link: Link) -> tuple[LaunchOptions, list[int]]:
             cure = "let the hosts reach each other on all ports, or launch with --tunnel where only ssh is open"
         raise LaunchError(f"there is no run to join at {host}:{port} ({why})", cure) from error
     run = link.run
-    given = {name: value for name, value in run["given"].items() if getattr(options, name) is None}
+    given = {name: run["given"][name] for name in GIVEN if getattr(options, name) is None}
     rules = {name: run[name] for name in ("max_restarts", "min_workers")}
     return replace(options, **given, **rules, size=run["workers"]), numbers
 
 
 def _introduced(link: Link, patience: float) -> list[int]:
     """Numbers for our workers, from a coordinator that may still be on its way."""
-    end = time.monotonic() + patience
+    end, told = time.monotonic() + patience, False
     while True:
         try:
             return link.introduce()
+        except UnsignedError as error:  # another program may have the port until then
+            if time.monotonic() > end or error.code == 401:
+                raise
+            if not told:
+                print(f"{error}: waiting for the run to begin there", file=sys.stderr, flush=True)
+            told = True
         except OSError:
             if time.monotonic() > end:
                 raise
-            time.sleep(0.1)
+        time.sleep(0.1)
 
 
 def _difference(options: LaunchOptions, name: str, theirs: Any, mine: Any, script: str) -> str:

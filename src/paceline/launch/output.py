@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from paceline.observe.figures import called, ranks
 from paceline.observe.traces import TRACEBACK
+from paceline.polling import wait_for
 
 WARNING = re.compile(r"^(?P<where>.+?:\d+): (?P<category>\w*Warning): (?P<text>.*)$")
 COLLECT = 2.0  # seconds to wait for the next worker with the same warning
@@ -180,4 +180,4 @@ def _write_all(fd: int, data: bytes) -> None:
         try:
             view = view[os.write(fd, view) :]
         except BlockingIOError:  # a pipe or terminal that another process made non-blocking
-            select.select([], [fd], [])
+            wait_for((), [fd])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import LaunchError, UsageError
+from paceline.errors import LaunchError, PacelineError, UsageError
 from paceline.launch.coordinator_process import ADDRESS
-from paceline.launch.joining import find
+from paceline.launch.joining import NO_TOKEN, find
 from paceline.launch.options import LaunchOptions
 from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import read_journal
@@ -19,7 +17,7 @@ from paceline.observe.profiling import FOLDER as PROFILES
 from paceline.observe.profiling import profile_of
 from paceline.observe.stacks import FOLDER
 from paceline.observe.traces import short
-from paceline.team.link import RefusedError, Wire, ask_once
+from paceline.team.link import RefusedError, UnsignedError, Wire, ask_challenge, ask_once
 from paceline.team.stands import table
 from paceline.world import parse_whole
 
@@ -34,7 +32,7 @@ def stop(run: str, token_file: str | None, wait: bool) -> int:
     address, token, folder = _found(run, token_file)
     said = _ask(address, token, "/stop", {}, "stopped")
     _say(f"{run} has done {plural(said['step'], 'step')}: it stops after the one under way, and saves")
-    while wait and _answers(address):
+    while wait and _answers(address, token):
         time.sleep(LOOK)
     if wait:
         _say(f"{run} has ended{_how(folder)}")
@@ -70,7 +68,7 @@ def profile(run: str, steps: int, workers: str | None, token_file: str | None) -
         _say(f"it will be in {there / PROFILES / str(said['asked'])} on the hosts of these workers")
         return 0
     while missing := [worker for worker in which if not profile_of(there, said["asked"], worker).exists()]:
-        if not _answers(address):
+        if not _answers(address, token):
             what = f"{run} has ended before there was a profile of {ranks(missing)}"
             raise LaunchError(
                 what, "ask for fewer steps; what workers on other hosts have written is in their run folders"
@@ -93,22 +91,27 @@ def _ask(address: tuple[str, int], token: bytes, path: str, what: Any, to_be: st
     """A coordinator's answer to whoever has the token, for what a run is `to_be`."""
     where = f"{address[0]}:{address[1]}"
     try:
-        with Wire(address) as wire:
-            return ask_once(wire, token, path, what, 0)
+        with Wire(address, token) as wire:
+            return ask_once(wire, path, what, 0)
     except RefusedError as refused:
-        cure = "copy the file token of its folder here again" if refused.code == 401 else "see its console"
-        raise UsageError(f"the run at {where} refuses to be {to_be}: {refused}", cure) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise UsageError(f"the run at {where} refuses to be {to_be}: {refused}", "see its console") from None
+    except UnsignedError as error:
+        if error.code == 401:
+            cure = "copy the file token of its folder here again"
+            raise UsageError(f"the run at {where} refuses to be {to_be}: a wrong token", cure) from None
+        raise LaunchError(str(error), NO_TOKEN) from None
+    except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "no answer"
         raise LaunchError(f"no run answers at {where} ({why})", "it has ended, or see `paceline report`") from error
 
 
-def _answers(address: tuple[str, int]) -> bool:
+def _answers(address: tuple[str, int], token: bytes) -> bool:
+    """Whether the run's coordinator does; another program that has its port does not count."""
     try:
-        with Wire(address) as wire:
-            wire.ask("GET", "/challenge", "", b"")
+        with Wire(address, token) as wire:
+            ask_challenge(wire)
         return True
-    except (OSError, ValueError, RefusedError, http.client.HTTPException):
+    except (OSError, ValueError, RefusedError):
         return False
 
 
@@ -151,10 +154,10 @@ def _show(path: Path, whose: str, read: dict[Path, int], lines: int | None) -> N
 
 def _runs(folder: Path) -> bool:
     try:
-        said: Any = json.loads((folder / ADDRESS).read_text())
-    except (OSError, ValueError):
+        address, token, _ = find(LaunchOptions(script="", join=str(folder)))
+    except PacelineError:
         return False
-    return _answers((said["host"], said["port"]))
+    return _answers(address, token)
 
 
 def _say(text: str) -> None:

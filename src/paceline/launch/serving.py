@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from paceline.launch.processes import Child
 from paceline.observe.journal import replace_file
 from paceline.observe.reading import KEY, reading_key, write_targets
 from paceline.observe.traces import short
+from paceline.polling import can_read
 
 FAREWELL = 12.0  # seconds to tell of the end: in a pod all ends with us
 BUSY = 20.0  # seconds to wait for a port where an ended run may still serve its last figures
@@ -123,7 +123,7 @@ class Serving(AbstractContextManager["Serving"]):
             assert self._process.stdin is not None
             self._process.stdin.close()
             end = time.monotonic() + patience
-            while select.select([self.said], [], [], max(end - time.monotonic(), 0.0))[0]:
+            while can_read(self.said, end - time.monotonic()):
                 if not (text := os.read(self.said, 1 << 12)):
                     break
                 self._say(text.decode().strip())

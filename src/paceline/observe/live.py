@@ -31,8 +31,10 @@ from tornado.web import RequestHandler
 
 from paceline.observe.drawing import STYLE as DRAWN
 from paceline.observe.journal import NAME
+from paceline.observe.limited import know
 from paceline.observe.page import STYLE, Chosen, around, team_of
 from paceline.observe.summary import Newest, Summary
+from paceline.team.token import ANSWER, is_signature, read_authorization, sign, sign_answer
 
 OFTEN = 1.0  # seconds for which a view is not made anew
 SESSIONS, STREAMS, VIEWS = 1000, 600, 64
@@ -151,6 +153,8 @@ class Views:
 class Page(RequestHandler):
     """One request. Where the host, the origin or the session is not ours, it gets nothing."""
 
+    _signature = ""  # of a signed request, whose answer is signed as well
+
     def initialize(self, views: Views) -> None:
         self._views = views
 
@@ -173,6 +177,8 @@ class Page(RequestHandler):
             self._refuse(403, "not from here")
         elif self.request.path in ASKS and not (self._has_key() if self.request.path == "/journal" else self._known()):
             self._refuse(401, "no session")
+        elif self.request.path in ASKS:
+            know(self)
 
     def _known(self) -> bool:
         given = self.get_cookie(self._cookie(), "") or ""
@@ -194,7 +200,11 @@ class Page(RequestHandler):
         self.finish(SHELL)
 
     def _has_key(self) -> bool:
-        given = self.request.headers.get("Authorization", "")
+        given, key = self.request.headers.get("Authorization", ""), self._views.key.encode()
+        if signed := read_authorization(given):
+            expected = sign(key, "GET", str(self.request.uri), signed[0], signed[1], b"")
+            self._signature = expected if is_signature(signed[2], expected) else ""
+            return bool(self._signature)
         return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {self._views.key}".encode())
 
     async def _journal(self) -> None:
@@ -204,10 +214,13 @@ class Page(RequestHandler):
             self._refuse(400, "from= is no number")
             return
         self.set_header("Content-Type", "application/octet-stream")
+        piece = b""
         with suppress(FileNotFoundError), (self._views.folder / NAME).open("rb") as file:
             file.seek(int(begin))
-            self.write(file.read(PIECE))
-        self.finish()
+            piece = file.read(PIECE)
+        if self._signature:
+            self.set_header(ANSWER, sign_answer(self._views.key.encode(), self._signature, 200, piece))
+        self.finish(piece)
 
     async def _session(self) -> None:
         if not self._has_key():

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from tornado.web import RequestHandler
 
+from paceline.observe.limited import know
 from paceline.observe.metrics import METRICS
 from paceline.observe.summary import Newest, Summary
 
@@ -60,6 +61,7 @@ class ScrapeHandler(RequestHandler):
             self.set_header("WWW-Authenticate", "Bearer")
             self.finish("the key is in the file reading_key of the run folder\n")
             return
+        know(self)
         encode, kind = choose_encoder(self.request.headers.get("Accept", ""))
         last = self._ended.is_set() and not self._scraped.is_set()
         if last:

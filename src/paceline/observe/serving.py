@@ -21,9 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tornado.httpserver import HTTPServer
-from tornado.web import Application
-
+from paceline.observe.limited import LimitedServer
 from paceline.observe.reading import reading_key, write_targets
 
 LINGER = 15.0  # seconds after the end
@@ -73,8 +71,8 @@ async def serve(given: Mapping[str, Any]) -> None:
 
 def _answer(listener: int, routes: list[Any]) -> None:
     os.set_inheritable(listener, False)
-    server = HTTPServer(
-        Application(routes, log_function=lambda _: None),
+    server = LimitedServer(
+        routes,
         max_body_size=1 << 10,
         max_header_size=1 << 14,
         max_buffer_size=1 << 15,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import re
+import secrets
 import sys
 import tempfile
 import time
@@ -22,6 +22,7 @@ from paceline.observe.figures import duration, number, plural, rate_of, shares_o
 from paceline.observe.journal import NAME
 from paceline.observe.summary import Newest, Rows, Summary, facts
 from paceline.observe.team import HEAD, a_step, happened, members, slowest
+from paceline.team.link import NUMBERS, UnsignedError, Wire
 
 EVERY = 0.5  # seconds between two looks
 QUIET = 1.0  # seconds without news after which a run that has ended is over
@@ -73,30 +74,25 @@ class Elsewhere:
                 with (self.folder / NAME).open("ab") as file:
                     file.write(piece)
                 self._at += len(piece)
-        except (OSError, http.client.HTTPException) as error:
+        except UnsignedError as error:  # which is never believed
+            if not self._at:
+                what = f"what answers at {self.where} does not know this reading key"
+                if error.code == 401:
+                    what = f"the run at {self.where} has another reading key"
+                raise UsageError(what, "take the file reading_key of its folder") from None
+        except OSError as error:
             if not self._at:
                 what = f"no live page answers at {self.where} ({getattr(error, 'strerror', None) or error})"
                 cure = "say where --page of `paceline run` is; through ssh: `ssh -L 8765:127.0.0.1:8765 HOST`"
                 raise LaunchError(what, cure) from error
 
     def _ask(self) -> bytes:
-        connection = http.client.HTTPConnection(self.where, timeout=5)
-        try:
-            connection.request("GET", f"/journal?from={self._at}", headers={"Authorization": f"Bearer {self._key}"})
-            answer = connection.getresponse()
-            said = answer.read()
-        finally:
-            connection.close()
-        if answer.status == 200:
-            return said
-        if answer.status == 401:
-            raise UsageError(
-                f"the run at {self.where} has another reading key", "take the file reading_key of its folder"
-            )
-        told = said.decode(errors="replace").strip()[:80]
-        raise UsageError(
-            f"what answers at {self.where} is no live page of a run ({answer.status}: {told})", "see --page"
-        )
+        """The next piece of the journal. The key itself does not travel."""
+        host, _, port = self.where.rpartition(":")
+        with Wire((host, int(port)), self._key.encode(), 5.0) as wire:
+            path = f"/journal?from={self._at}"
+            status, said = wire.fetch("GET", path, secrets.token_hex(16), secrets.randbelow(NUMBERS), b"")
+        return said if status == 200 else b""
 
 
 def _follow(folder: Path, once: bool, console: Console, look: Callable[[], None]) -> int:

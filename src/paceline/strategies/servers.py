@@ -35,7 +35,7 @@ from paceline.strategies.replica import Replica, mean_norm
 from paceline.strategies.sparse import pack_gradients, put_weights
 from paceline.world import World, way_to
 
-At = tuple[str, int, str]  # host, port, and what is to be said there first
+At = tuple[str, int, str]  # host, port, and the salt of the key that is asked for there
 Said = Callable[[int, int], bytes]  # what is said of a part to a server
 MEET = 10.0  # seconds for a connection to come
 RANKED = struct.Struct("<ii")  # of who asks for squares: its rank, and how many workers push
@@ -52,13 +52,21 @@ def spread(sizes: Sequence[int], servers: int) -> list[int]:
 
 class Servers:
     """A worker's connections to `count` servers. What each keeps so many others have `copies` of: of those that hold a
-    part, and live, the first counts. `find` tells where servers are; `look` raises where it is of no use to wait.
+    part, and live, the first counts. `find` tells where servers are, and `key` what both ends of a connection have;
+    `look` raises where it is of no use to wait.
     """
 
     def __init__(
-        self, count: int, copies: int, worker: int, find: Callable[[], Mapping[int, At]], look: Callable[[], None]
+        self,
+        count: int,
+        copies: int,
+        worker: int,
+        find: Callable[[], Mapping[int, At]],
+        key: Callable[[str], bytes],
+        look: Callable[[], None],
     ) -> None:
         self.count, self.copies, self.worker, self.find, self.look = count, copies, worker, find, look
+        self._key = key
         self.links: dict[int, Connection] = {}
         self.used: dict[int, At] = {}  # those that all workers have met in this generation, and that are not lost since
         self.met = False  # all have had the state of this run
@@ -226,8 +234,8 @@ class Servers:
 
     def _connect(self, server: int, at: At) -> None:
         with suppress(OSError):  # it is gone again
-            link = Connection(socket.create_connection(way_to(*at[:2]), MEET), self._place)
-            link.put(Kind.HELLO, content=f"{at[2]} {self.worker} {link.memory}".encode())
+            called = socket.create_connection(way_to(*at[:2]), MEET)
+            link = Connection(called, self._place, self._key(at[2]), lambda link: f"{self.worker} {link.memory}")
             if server in self.links:
                 self.links[server].close()
             self.links[server], self._at[server] = link, at

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.pulse import PULSE
 from paceline.world import World
 
-At = tuple[str, int, str]  # where a newcomer takes the state: host, port, and the secret that it wants to hear first
+At = tuple[str, int, str]  # where a newcomer takes the state: host, port, and the salt of the key that it asks for
 Coming = dict[int, At]
 EXPECTED = 1.0  # seconds to the order after a peer was lost; then it is said that none came
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import re
+import secrets
 import socket
 import threading
 import time
@@ -11,16 +14,23 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from paceline.team.coordinator import BEAT, HELD
-from paceline.team.token import authorization
+from paceline.team.terms import check_terms
+from paceline.team.token import ANSWER as SIGNATURE
+from paceline.team.token import authorization, is_signature, sign_answer
 from paceline.world import way_to
 
 ANSWER = 1.0  # seconds to wait for an answer that needs no time
 AGAIN = 0.05  # seconds between two attempts
 MANY, RAREST = 32, 1.0  # with more agents they report more seldom, all together as often; seconds between two at most
 AWAY = 3.0  # seconds without an answer, after which people are told
+SLOWEST = 10.0  # seconds from the first to the last byte of an answer
+LARGEST = 1 << 26  # bytes of an answer
+NUMBERS = 10**18  # that a request without a session is one of
+CHALLENGE = re.compile("[0-9a-f]{32}")
 
 
 class RefusedError(Exception):
@@ -29,6 +39,16 @@ class RefusedError(Exception):
     def __init__(self, code: int, said: Mapping[str, Any]) -> None:
         super().__init__(said.get("refused", f"status {code}"))
         self.code, self.said = code, said
+
+
+class UnsignedError(ConnectionError):
+    """An answer that is not signed with the run's token: another program gave it, or the run has another token. Nothing
+    of it is believed but, where somebody is to be told why, the HTTP status `code`.
+    """
+
+    def __init__(self, address: tuple[str, int], code: int = 0) -> None:
+        super().__init__(f"what answers at {address[0]}:{address[1]} does not know this run's token")
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -75,10 +95,10 @@ class Link:
     def introduce(self) -> list[int]:
         """Joins; the numbers of this agent's workers.
 
-        RefusedError: this agent's script, plan or torch differs from the run's (412), or its token is wrong (401).
-        OSError: there is no coordinator.
+        RefusedError: this agent's script, plan or torch differs from the run's (412). UnsignedError: its token is wrong
+        (401), or what answers is no coordinator of the run. OSError: there is no coordinator.
         """
-        with Wire(self.address) as wire:
+        with self._wire(self.address) as wire:
             self._join(wire)
         return list(self._introduction["numbers"])
 
@@ -113,7 +133,7 @@ class Link:
 
         def send() -> None:
             assert session is not None
-            with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), Wire(session.address) as wire:
+            with suppress(OSError, RefusedError, ValueError), self._wire(session.address) as wire:
                 for said in what:
                     self._ask(wire, session, "POST", path, said)
 
@@ -154,7 +174,7 @@ class Link:
         for thread in self._threads:
             thread.join(2 * ANSWER)
         if (session := self._session) is not None:
-            with suppress(OSError, http.client.HTTPException, RefusedError, ValueError), Wire(session.address) as wire:
+            with suppress(OSError, RefusedError, ValueError), self._wire(session.address) as wire:
                 self._ask(wire, session, "POST", "/report", {"epoch": self.epoch, **self.figures, **report})
         self._news.close()
         self._wake.close()
@@ -166,7 +186,7 @@ class Link:
         while not self._closed:
             session = None
             try:
-                with Wire(self.address) as wire:
+                with self._wire(self.address) as wire:
                     session = self._session or self._join(wire)
                     answered: Mapping[str, Any] = {}
                     while not self._closed and self._session is session and wire.address == session.address:
@@ -186,7 +206,7 @@ class Link:
                 with self._moving:
                     if refused.code in (409, 410) and self._session is session:  # it was started again
                         self._drop()
-            except (OSError, http.client.HTTPException, ValueError):
+            except (OSError, ValueError):
                 if self.away > AWAY:
                     self._interrupt()  # what it waits for may never come
                 if self.away > AWAY and self.others:  # one of these may have taken over
@@ -210,7 +230,7 @@ class Link:
             if session is None:
                 continue
             try:
-                with Wire(session.address, HELD + ANSWER) as wire:
+                with self._wire(session.address, HELD + ANSWER) as wire:
                     self._hearing = wire
                     while self._session is session and not self._closed:
                         said = self._ask(wire, session, "GET", f"/orders?version={known}", None)
@@ -221,7 +241,7 @@ class Link:
                         self._tell()
             except RefusedError:
                 known = 0
-            except (OSError, http.client.HTTPException, ValueError):
+            except (OSError, ValueError):
                 pass
             time.sleep(AGAIN)
 
@@ -238,11 +258,15 @@ class Link:
         self._session = None
         self._joined.clear()
 
+    def _wire(self, address: tuple[str, int], patience: float = ANSWER) -> Wire:
+        return Wire(address, self._token, patience)
+
     def _join(self, wire: Wire) -> _Session:
         """Begins a session. ConnectionError: the coordinator was moved meanwhile, by the other thread."""
         generation = self.newest.get("generation") or {"number": 0, "members": []}
         said = {**self._introduction, "generation": [generation["number"], generation["members"]]}
-        said = ask_once(wire, self._token, "/join", said, self.epoch)
+        said = ask_once(wire, "/join", said, self.epoch)
+        check_terms(said)
         self._introduction["numbers"] = said["numbers"]
         session = _Session(wire.address, said["session"])
         with self._moving:
@@ -258,33 +282,42 @@ class Link:
         kind = path.partition("?")[0]
         session.numbers[kind] += 1
         body = b"" if said is None else json.dumps(said).encode()
-        signed = authorization(self._token, method, path, session.key, session.numbers[kind], body)
-        answer = wire.ask(method, path, signed, body)
+        answer = wire.ask(method, path, session.key, session.numbers[kind], body)
         self.answered, self.home = time.monotonic(), wire.address
         return answer
 
 
-def ask_once(wire: Wire, token: bytes, path: str, said: Any, epoch: int) -> Any:
-    """A signed request without a session, to a coordinator that is not of an earlier epoch."""
-    challenge = wire.ask("GET", "/challenge", "", b"")
+def ask_once(wire: Wire, path: str, said: Any, epoch: int) -> Any:
+    """A signed request without a session, to a coordinator that is not of an earlier epoch. Its number is a random one,
+    so that no answer of before is one to it.
+    """
+    challenge = ask_challenge(wire)
     if challenge["epoch"] < epoch:
         raise ConnectionError(f"a coordinator of epoch {challenge['epoch']}, which is over")
-    body = json.dumps(said).encode()
-    signed = authorization(token, "POST", path, challenge["challenge"], 0, body)
-    return wire.ask("POST", path, signed, body)
+    return wire.ask("POST", path, challenge["challenge"], secrets.randbelow(NUMBERS), json.dumps(said).encode())
+
+
+def ask_challenge(wire: Wire) -> Any:
+    """What a request without a session must be signed with. UnsignedError: whoever answers has not the run's token."""
+    challenge = wire.ask("GET", "/challenge", secrets.token_hex(16), secrets.randbelow(NUMBERS), b"")
+    if not CHALLENGE.fullmatch(challenge["challenge"]):
+        raise ValueError("no challenge")
+    return challenge
 
 
 def fence(before: tuple[str, int], token: bytes, epoch: int, own: tuple[str, int]) -> None:
     """Tells the coordinator at `before` that one of a higher epoch listens at `own`."""
-    with Wire(before) as wire:
-        ask_once(wire, token, "/fence", {"epoch": epoch, "address": own}, 0)
+    with Wire(before, token) as wire:
+        ask_once(wire, "/fence", {"epoch": epoch, "address": own}, 0)
 
 
 class Wire:
-    """One connection. It is made when first used; an answer may take as long as our `patience`."""
+    """One connection to whoever has the same token, over which all is signed, in both directions. It is made when first
+    used; an answer may take as long as our `patience` to begin.
+    """
 
-    def __init__(self, address: tuple[str, int], patience: float = ANSWER) -> None:
-        self.address, self._patience, self._over = address, patience, False
+    def __init__(self, address: tuple[str, int], token: bytes, patience: float = ANSWER) -> None:
+        self.address, self._token, self._patience, self._over = address, token, patience, False
         self._http = http.client.HTTPConnection(*address, timeout=ANSWER)
 
     def __enter__(self) -> Wire:
@@ -299,18 +332,68 @@ class Wire:
         with suppress(OSError, AttributeError):
             self._http.sock.shutdown(socket.SHUT_RDWR)
 
-    def ask(self, method: str, path: str, signed: str, body: bytes) -> Any:
-        """The answer, read from JSON. RefusedError; OSError and HTTPException: there is none."""
-        headers = {"Authorization": signed} if signed else {}
+    def ask(self, method: str, path: str, key: str, number: int, body: bytes) -> Any:
+        """The answer, read from JSON. RefusedError; UnsignedError and OSError as for `fetch`."""
+        status, said = self.fetch(method, path, key, number, body)
+        read = json.loads(said)
+        if status != 200:
+            raise RefusedError(status, read)
+        return read
+
+    def fetch(self, method: str, path: str, key: str, number: int, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer, once it is known to be signed with the token. UnsignedError: it is not;
+        OSError: there is none.
+        """
+        signed = authorization(self._token, method, path, key, number, body)
         if self._http.sock is None:
             way_to(*self.address)
             self._http.connect()
         self._http.sock.settimeout(self._patience)
         if self._over:
             raise ConnectionError("it was interrupted")
-        self._http.request(method, path, body or None, headers)
-        answer = self._http.getresponse()
-        said = json.loads(answer.read())
-        if answer.status != 200:
-            raise RefusedError(answer.status, said)
-        return said
+        try:
+            self._http.response_class = partial(_Answer, patience=self._patience)  # type: ignore[assignment]
+            self._http.request(method, path, body or None, {"Authorization": signed})
+            answer = self._http.getresponse()
+            given, said = answer.getheader(SIGNATURE, ""), answer.read(LARGEST + 1)
+        except OSError:
+            raise
+        except http.client.IncompleteRead as error:
+            raise ConnectionError("the answer broke off") from error
+        except (http.client.HTTPException, ValueError) as error:  # it speaks no HTTP, or breaks off
+            raise UnsignedError(self.address) from error
+        expected = sign_answer(self._token, signed.rpartition(" ")[2], answer.status, said)
+        if len(said) > LARGEST or not is_signature(given, expected):
+            raise UnsignedError(self.address, answer.status)
+        return answer.status, said
+
+
+class _Answer(http.client.HTTPResponse):
+    """An answer that has to begin within our `patience`, and to be there soon after, however it comes."""
+
+    def __init__(self, sock: socket.socket, *given: Any, patience: float, **named: Any) -> None:
+        super().__init__(sock, *given, **named)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Timed(sock, patience))
+
+
+class _Timed(io.RawIOBase):
+    """What comes from a socket."""
+
+    def __init__(self, sock: socket.socket, patience: float) -> None:
+        self._sock, self._patience, self._end = sock, patience, time.monotonic() + patience + SLOWEST
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int | None:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the answer does not end")
+        self._sock.settimeout(min(left, self._patience))
+        return self._raw.readinto(room)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()

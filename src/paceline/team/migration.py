@@ -9,9 +9,7 @@ Nothing relies on it: what did not come, or came out differently, is found by it
 from __future__ import annotations
 
 import hashlib
-import hmac
 import secrets
-import select
 import socket
 import struct
 import threading
@@ -26,12 +24,23 @@ from typing import Any, Protocol
 import torch
 
 from paceline.checkpoint.tree import flatten, pack, packed, raw, unpack
+from paceline.greeting import (
+    NONCE,
+    PROOF,
+    NewConnections,
+    is_proof,
+    make_nonce,
+    prove_caller,
+    prove_listener,
+    read_caller,
+)
 from paceline.observe.memory import whole_memory
+from paceline.polling import can_read, wait_for
 from paceline.team.commands import At
 from paceline.world import way_to
 
 MEET, LOOK = 10.0, 0.1  # seconds for a connection to come, between two looks at the orders
-HELLO, CALLS = 2.0, 16  # seconds for a connection to say who it is; how many may be there that have not yet
+_GIVER = struct.Struct("<q")  # what one who sends says of itself: which worker it is
 SLICE = 1 << 20
 SEEN = 0.5  # seconds of sending after which it is known how fast that is
 SPARE = 0.85  # part of the connection's speed that a step's sums may take
@@ -56,12 +65,14 @@ def _memory(flat: torch.Tensor) -> memoryview:
 
 
 class Giver:
-    """What one newcomer is sent, by a thread; what is given to it is copied. `speed`: bytes a second, once known."""
+    """What one newcomer is sent, by a thread, once both have shown that they have the `key`; what is given to it is
+    copied. `speed`: bytes a second, once known.
+    """
 
-    def __init__(self, worker: int, at: At) -> None:
+    def __init__(self, worker: int, at: At, key: Callable[[str], bytes]) -> None:
         self.at, self.begun, self.closed = at, False, False
         self.speed: float | None = None
-        self._hello = at[2].encode() + struct.pack("<q", worker)
+        self._worker, self._key = worker, key
         self._state: tuple[dict[str, torch.Tensor], Any] | None = None  # which is still to be copied
         self._frames: deque[torch.Tensor] = deque()
         self._news = threading.Condition()
@@ -115,7 +126,8 @@ class Giver:
             self.close()
 
     def _give(self, link: socket.socket) -> None:
-        link.sendall(self._hello)
+        if not self._greet(link):
+            return
         link.settimeout(LOOK)
         current = False
         while not self.closed and (self._frames or not self._ending):
@@ -125,6 +137,13 @@ class Giver:
             if self.begun and not current and self._behind == 0 and self._state is None:
                 current = True  # all that there is has gone
                 self._send(link, pack(["current"]))
+
+    def _greet(self, link: socket.socket) -> bool:
+        """Whether both ends know each other."""
+        key, own = self._key(self.at[2]), make_nonce()
+        nonce = link.recv(NONCE, socket.MSG_WAITALL)
+        link.sendall(prove_caller(key, nonce, own, _GIVER.pack(self._worker)))
+        return is_proof(link.recv(PROOF, socket.MSG_WAITALL), prove_listener(key, nonce, own))
 
     def _next(self) -> torch.Tensor | None:
         """What is to be sent next, if there is anything soon."""
@@ -163,10 +182,10 @@ class Giver:
 
 
 class Migration:
-    """The newcomers that this worker sends to, as the first of the team."""
+    """The newcomers that this worker sends to, as the first of the team. `key` is what both ends have, by a salt."""
 
-    def __init__(self, worker: int) -> None:
-        self.worker = worker
+    def __init__(self, worker: int, key: Callable[[str], bytes]) -> None:
+        self.worker, self._key = worker, key
         self.givers: dict[int, Giver] = {}
         self._meeting = threading.Lock()
         self._turned: float | None = None
@@ -177,7 +196,7 @@ class Migration:
             for number, at in coming.items():
                 before = self.givers.get(number)
                 if before is None or before.at != at:
-                    self.givers[number] = Giver(self.worker, at)
+                    self.givers[number] = Giver(self.worker, at, self._key)
                     if before is not None:
                         before.close()
 
@@ -248,15 +267,17 @@ class Learner(Protocol):
 
 
 class Taker:
-    """The newcomer's end. `at` is where it listens, and what has to be said there first."""
+    """The newcomer's end. `at` is where it listens, and the salt of the `key` that who calls has to have."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, key: Callable[[str], bytes]) -> None:
         self._listener = socket.create_server((host, 0))
         self._listener.setblocking(False)
-        self._calls: dict[socket.socket, tuple[float, bytes]] = {}  # who has not said all yet: since when, and what
+        self._calls: dict[socket.socket, tuple[bytes, bytes]] = {}  # who has not said all yet: our nonce, and what
+        self._strangers = NewConnections[socket.socket]()
         self._link: socket.socket | None = None
         self._giver: int | None = None
         self.at: At = (host, self._listener.getsockname()[1], secrets.token_hex(16))
+        self._key = key(self.at[2])
 
     def follow(self, learner: Learner, admitted: Callable[[], int | None], current: Callable[[], None]) -> bool:
         """Takes what comes, until the one who sends ends it; whether there was a state.
@@ -304,37 +325,55 @@ class Taker:
 
     @staticmethod
     def _readable(link: socket.socket) -> bool:
-        return bool(select.select([link], [], [], 0)[0])
+        return can_read(link, 0.0)
 
     def _greet(self, wait: float) -> bool:
-        """Whether one who knows the secret calls: he takes the place of who was there before, and begins anew. Looks
+        """Whether one who has the key calls: he takes the place of who was there before, and begins anew. Looks
         for so many seconds at most. Others, who say nothing or the wrong thing, keep nobody waiting.
         """
-        ready, _, _ = select.select([self._listener, *self._calls, *filter(None, [self._link])], [], [], wait)
+        ready, _ = wait_for([self._listener, *self._calls, *filter(None, [self._link])], (), wait)
         if self._listener in ready:
             with suppress(OSError):  # it has gone again
-                self._calls[self._listener.accept()[0]] = time.monotonic(), b""
+                self._accept()
         for call in {*self._calls} & {*ready}:
-            since, said = self._calls.pop(call)
+            nonce, said = self._calls[call]
             got = b""
             with suppress(OSError):
-                got = call.recv(len(self.at[2]) + 8 - len(said), socket.MSG_DONTWAIT)
+                got = call.recv(NONCE + PROOF + _GIVER.size - len(said), socket.MSG_DONTWAIT)
             said += got
-            if got and len(said) < len(self.at[2]) + 8:
-                self._calls[call] = since, said
-            elif hmac.compare_digest(said[:-8], self.at[2].encode()):
-                (self._giver,) = struct.unpack("<q", said[-8:])
+            if got and len(said) < NONCE + PROOF + _GIVER.size:
+                self._calls[call] = nonce, said
+                continue
+            known = read_caller(self._key, nonce, said)
+            self._forget(call, close=known is None)
+            if known is not None:
+                proof, text = known
+                (self._giver,) = _GIVER.unpack(text)
                 if self._link is not None:
                     self._link.close()
                 self._link = call
+                with suppress(OSError):  # which the next look at it tells
+                    call.sendall(proof)
                 return True
-            else:
-                call.close()
-        for call, (since, _) in [*self._calls.items()]:
-            if time.monotonic() - since > HELLO or len(self._calls) > CALLS:
-                del self._calls[call]
-                call.close()
+        for call in self._strangers.late(time.monotonic()):
+            self._forget(call)
         return False
+
+    def _accept(self) -> None:
+        call, address = self._listener.accept()
+        nonce = make_nonce()
+        self._calls[call] = nonce, b""
+        if (instead := self._strangers.come(call, address[0], time.monotonic())) is not None:
+            self._forget(instead)
+        with suppress(OSError):  # which its next word, or its end, tells
+            call.send(nonce, socket.MSG_DONTWAIT)
+
+    def _forget(self, call: socket.socket, close: bool = True) -> None:
+        """It does not call any more: it is known, or it is closed."""
+        del self._calls[call]
+        self._strangers.go(call)
+        if close:
+            call.close()
 
     def _frame(self, given_up: Callable[[], bool]) -> torch.Tensor | None:
         """The next frame; None: no more comes."""

@@ -27,6 +27,7 @@ from paceline.step import Moment, StateLostError, Status, Transaction, resolve, 
 from paceline.team.chaos import Chaos, parse_faults
 from paceline.team.commands import Coming, Generation, Orders
 from paceline.team.migration import Learner, Migration, Taker, digests
+from paceline.team.token import greeting_key
 from paceline.world import World
 
 LARGE = 1 << 16  # bytes of a tensor that is handed over by itself
@@ -112,10 +113,14 @@ class Operations:
         faults = parse_faults(world.chaos)
         self._chaos = Chaos(faults, world.rank, Path(world.run_dir or ".")) if faults else None
         self._entering = threading.Lock()
-        self.migration = Migration(self.worker)
+        self.migration = Migration(self.worker, self._key)
         self.ahead = True  # the sums of steps, which newcomers are sent, are known here
         self._followed = False  # much of the state came ahead
         self.orders = Orders(world.orders_fd, self._heard, self._comes)
+
+    def _key(self, salt: str) -> bytes:
+        """What both ends of a connection have, over which the state goes."""
+        return greeting_key(self.world.run_dir, salt)
 
     @property
     def elastic(self) -> bool:
@@ -267,7 +272,7 @@ class Operations:
         if self._group.mesh.replica > 1 or not self.ahead:  # which rows it is to have is not known before
             self.world.tell("waiting", replica=self._group.mesh.replica)
         else:
-            taker = Taker(self.world.store[0])
+            taker = Taker(self.world.store[0], self._key)
             self.world.tell("waiting", at=taker.at)
             with PULSE.waiting():
                 self._followed = taker.follow(self.holder, self._first, partial(self.world.tell, "current"))

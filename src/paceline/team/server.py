@@ -1,7 +1,7 @@
 """The coordinator as a process: HTTP for agents, who sign what they send, and a status for everybody. No torch.
 
     GET  /status      as JSON, for this host: curl http://127.0.0.1:PORT/status; for others with the reading key
-    GET  /challenge   what a join must be signed with
+    GET  /challenge   what a join must be signed with; signed itself it tells who has the token here
     POST /join        an agent comes, with its workers, and gets a session
     POST /report      the state of its workers, or that it is the same; again and again, so that silence is noticed
     POST /fence       a coordinator of a higher epoch has taken over
@@ -11,7 +11,8 @@
     POST /stands      an agent answers, for one worker after another
     GET  /orders      the state that it is to bring about, as soon as that is another version than the one it knows
 
-Whatever is not signed with the token, was sent before, or is of another time is refused, and logged.
+Whatever is not signed with the token, was sent before, or is of another time is refused, and logged. The answer to a
+signed request is signed as well, so that nobody else can give it.
 """
 
 from __future__ import annotations
@@ -36,24 +37,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tornado.httpserver import HTTPServer
-from tornado.iostream import IOStream
-from tornado.web import Application, RequestHandler
+from tornado.web import RequestHandler
 
 from paceline.observe.figures import ranks
 from paceline.observe.journal import NAME, Journal, event_of, lines_from_end
+from paceline.observe.limited import LimitedServer, know
 from paceline.observe.reading import KEY, reading_key
 from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.link import RefusedError, fence
 from paceline.team.roster import Roster
 from paceline.team.seats import Said, read_said
 from paceline.team.stands import Stands
-from paceline.team.token import make_token, read_authorization, sign
+from paceline.team.token import ANSWER, is_signature, make_token, read_authorization, sign, sign_answer
 
 SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
 GONE = 0.5  # seconds after its connection broke
 BODY = 1 << 18  # bytes of a request
-CONNECTIONS = 100  # of strangers, from one address
 EASY, SLOW = 20, 1.0  # refusals a second, after which each takes its sender so many seconds
 CHALLENGES = 1000
 UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
@@ -70,6 +69,10 @@ class RefusalError(Exception):
     def __init__(self, code: int, why: str, **more: Any) -> None:
         super().__init__(why)
         self.code, self.why, self.more = code, why, more
+
+
+class ReplayError(RefusalError):
+    """A signed request that was sent before: whoever sends it again gets no signed answer to it."""
 
 
 @dataclass
@@ -106,7 +109,7 @@ class Service:
         self._told, self._began = 0, time.monotonic()
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
-        self.strangers, self._stands = Strangers(), Stands(Path(run["folder"]))
+        self._stands = Stands(Path(run["folder"]))
         self.key = reading_key(Path(run["folder"]))
         self._profile: dict[str, Any] = {}
 
@@ -252,15 +255,22 @@ class Service:
                 self._waiting.discard(news)
         return {**self._coordinator.orders(session.agent), "stacks": self._stands.asked, "profile": self._profile}
 
-    def session(self, method: str, path: str, header: str, body: bytes) -> Session | None:
-        """Whose request this is; None for one that joins. RefusalError: it is not signed, or was sent before."""
+    def verify(self, method: str, path: str, header: str, body: bytes) -> tuple[str, int, str]:
+        """Key, number and signature of a request. RefusalError: it is not signed with the token."""
         given = read_authorization(header)
         if given is None:
             raise RefusalError(401, "no token")
         key, number, signature = given
-        expected = sign(self._token, method, path, key, number, body)
-        if not hmac.compare_digest(signature.encode(), expected.encode()):  # in a time that tells nothing
+        if not is_signature(signature, sign(self._token, method, path, key, number, body)):
             raise RefusalError(401, "a wrong token")
+        return given
+
+    def sign(self, request: str, status: int, body: bytes) -> str:
+        """The signature of an answer to the request with this signature."""
+        return sign_answer(self._token, request, status, body)
+
+    def session(self, path: str, key: str, number: int) -> Session | None:
+        """Whose request this is; None for one that joins. RefusalError: it was sent before."""
         session = self._sessions.get(key)
         if session is None and path.lstrip("/") in STRANGERS:
             if key not in self._challenges:
@@ -271,7 +281,7 @@ class Service:
             raise RefusalError(UNKNOWN, "a session that is not known here")
         kind = path.partition("?")[0]
         if number <= session.numbers.get(kind, 0):
-            raise RefusalError(409, "a request that was sent before")
+            raise ReplayError(409, "a request that was sent before")
         session.numbers[kind] = number
         return session
 
@@ -342,6 +352,7 @@ class Handler(RequestHandler):
     """One request."""
 
     _session: Session | None = None
+    _signature = ""  # of the request, once it is verified
 
     def initialize(self, service: Service) -> None:
         self._service = service
@@ -354,14 +365,17 @@ class Handler(RequestHandler):
         what, body = request.path.lstrip("/"), bytes(request.body)
         address = str(request.remote_ip)
         try:
-            if (request.method, what) in (("GET", "challenge"), ("GET", "status")):
-                if what == "status":
-                    self._may_read(address)
-                said = getattr(service, what)()
+            if (request.method, what) == ("GET", "status"):
+                self._may_read(address)
+                said = service.status()
+            elif (request.method, what) == ("GET", "challenge"):
+                if "Authorization" in request.headers:
+                    self._verify(body)
+                said = service.challenge()
             elif (request.method, what) in SIGNED:
-                header = request.headers.get("Authorization", "")
-                self._session = service.session(str(request.method), str(request.uri), header, body)
-                service.strangers.go(request.connection.stream)  # type: ignore[union-attr]
+                key, number = self._verify(body)
+                self._session = service.session(str(request.uri), key, number)
+                know(self)
                 if self._session is None:
                     said = getattr(service, what)(body)
                 elif what == "orders":
@@ -371,6 +385,8 @@ class Handler(RequestHandler):
             else:
                 raise RefusalError(404, "there is no such thing here")
         except RefusalError as refused:
+            if isinstance(refused, ReplayError):
+                self._signature = ""
             if refused.code != UNKNOWN:
                 await asyncio.sleep(service.refuse(address, f"{request.method} /{what}: {refused.why}"))
             self.set_status(refused.code)
@@ -380,7 +396,17 @@ class Handler(RequestHandler):
             self.set_status(400)
             said = {"refused": f"not understood ({type(error).__name__})"}
         self.set_header("Content-Type", "application/json")
-        self.finish(json.dumps(said) + "\n")
+        answer = (json.dumps(said) + "\n").encode()
+        if self._signature:
+            self.set_header(ANSWER, service.sign(self._signature, self.get_status(), answer))
+        self.finish(answer)
+
+    def _verify(self, body: bytes) -> tuple[str, int]:
+        """Key and number of a request that is signed. RefusalError: it is not."""
+        request = self.request
+        header = request.headers.get("Authorization", "")
+        key, number, self._signature = self._service.verify(str(request.method), str(request.uri), header, body)
+        return key, number
 
     def _may_read(self, address: str) -> None:
         """From another host with the reading key alone."""
@@ -396,44 +422,6 @@ class Handler(RequestHandler):
     def on_connection_close(self) -> None:
         if self._session is not None and self.request.path == "/orders":
             self._service.broke(self._session)
-
-
-class Strangers:
-    """The open connections that nobody has sent a signed request over yet. Of those of one address the oldest gives way
-    to one too many: so neither they nor others keep a run's own agents out.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[str, dict[IOStream, None]] = {}  # by address, the oldest first
-
-    def come(self, stream: IOStream, address: str) -> None:
-        here = self._open.setdefault(address, {})
-        if len(here) >= CONNECTIONS:
-            oldest = next(iter(here))
-            del here[oldest]
-            oldest.close()
-        here[stream] = None
-
-    def go(self, stream: IOStream) -> None:
-        """It is known now, or closed."""
-        for address, here in [*self._open.items()]:
-            here.pop(stream, None)
-            if not here:
-                del self._open[address]
-
-
-class Server(HTTPServer):
-    """With a limit to the connections of `strangers`."""
-
-    strangers: Strangers
-
-    def handle_stream(self, stream: IOStream, address: tuple[str, int]) -> None:
-        self.strangers.come(stream, address[0])
-        super().handle_stream(stream, address)
-
-    def on_close(self, server_conn: Any) -> None:
-        self.strangers.go(server_conn.stream)
-        super().on_close(server_conn)
 
 
 class _Log(logging.Handler):
@@ -458,9 +446,7 @@ async def serve(listener: socket.socket, service: Service) -> None:
         logger.propagate = False
     limits = {"max_body_size": BODY, "max_header_size": 1 << 14, "max_buffer_size": 2 * BODY}
     handlers = [(".*", Handler, {"service": service})]
-    app = Application(handlers, log_function=lambda _: None)
-    server = Server(app, idle_connection_timeout=10.0, body_timeout=5.0, **limits)
-    server.strangers = service.strangers
+    server = LimitedServer(handlers, idle_connection_timeout=10.0, body_timeout=5.0, **limits)
     listener.setblocking(False)
     server.add_socket(listener)
     await asyncio.gather(service.watch(), service.take_over())

@@ -1,17 +1,23 @@
-"""The run's token: whoever has it may join and report. It never travels; messages are signed with it. No torch."""
+"""The run's token: whoever has it may join and report. It never travels; requests and answers are signed with it.
+
+No torch.
+"""
 
 from __future__ import annotations
 
 import hmac
 import os
 import secrets
+from functools import cache
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.greeting import make_key
 from paceline.observe.journal import replace_file
 
 NAME = "token"
 SCHEME = "Paceline"
+ANSWER = "Paceline-Signature"  # the header of an answer that holds its signature
 
 
 def make_token(folder: Path) -> bytes:
@@ -45,12 +51,28 @@ def read_token(path: Path) -> bytes:
     return token
 
 
+@cache
+def greeting_key(run_dir: str | None, salt: str) -> bytes:
+    """The key of who listens with this salt, for a process of the run in a folder. UsageError: it has no token."""
+    return make_key(read_token(Path(run_dir or ".") / NAME), salt)
+
+
 def sign(token: bytes, method: str, path: str, key: str, number: int, body: bytes) -> str:
     """HMAC-SHA-256 of a request. `key` is a challenge of the coordinator, or the session that it gave for one; `number`
     grows with each request of the session, so that none can be sent again.
     """
     head = f"{method} {path}\n{key} {number}\n".encode()
     return hmac.new(token, head + body, "sha256").hexdigest()
+
+
+def sign_answer(token: bytes, request: str, status: int, body: bytes) -> str:
+    """HMAC-SHA-256 of the answer to a request, of which `request` is the signature: so it answers no other one."""
+    return hmac.new(token, f"answer {request} {status}\n".encode() + body, "sha256").hexdigest()
+
+
+def is_signature(given: str, expected: str) -> bool:
+    """Whether a signature is the expected one, in a time that tells nothing of it."""
+    return hmac.compare_digest(given.encode(), expected.encode())
 
 
 def authorization(token: bytes, method: str, path: str, key: str, number: int, body: bytes) -> str:

@@ -6,7 +6,6 @@ which each host is of one pair: all of them, or beyond `ALL` hosts as many round
 
 from __future__ import annotations
 
-import hmac
 import json
 import secrets
 import shlex
@@ -21,6 +20,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.greeting import (
+    HELLO,
+    NONCE,
+    PROOF,
+    NewConnections,
+    is_proof,
+    make_nonce,
+    prove_caller,
+    prove_listener,
+    read_caller,
+)
 from paceline.launch.checkup import Finding, checkup, own_address, versions
 from paceline.launch.engines.engine import parse_hosts
 from paceline.launch.engines.hosted import MARK
@@ -76,19 +86,26 @@ def _say(what: Any) -> None:
 
 
 def _listen(listener: socket.socket, secret: str) -> None:
+    strangers = NewConnections[socket.socket]()
     while True:
-        connection, _ = listener.accept()
-        threading.Thread(target=_take, args=(connection, secret), daemon=True).start()
+        connection, address = listener.accept()
+        if (oldest := strangers.come(connection, address[0], time.monotonic())) is not None:
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        threading.Thread(target=_take, args=(connection, secret.encode(), strangers), daemon=True).start()
 
 
-def _take(connection: socket.socket, secret: str) -> None:
+def _take(connection: socket.socket, key: bytes, strangers: NewConnections[socket.socket]) -> None:
     """Answers with the rate at which bytes have come, in bytes a second."""
     came: list[tuple[float, int]] = []
     with suppress(OSError), connection:
-        connection.settimeout(ANSWER)
-        if not hmac.compare_digest(connection.recv(len(secret), socket.MSG_WAITALL), secret.encode()):
+        try:
+            proof = _greet(connection, key)
+        finally:
+            strangers.go(connection)
+        if proof is None:
             return
-        connection.sendall(b"\n")
+        connection.sendall(proof)
         while data := connection.recv(BUFFER):
             came.append((time.monotonic(), len(data)))
         later = came[int(BEGINNING * len(came)) :]
@@ -97,15 +114,28 @@ def _take(connection: socket.socket, secret: str) -> None:
         connection.sendall(json.dumps(rate).encode())
 
 
+def _greet(connection: socket.socket, key: bytes) -> bytes | None:
+    """The proof for one who has shown that it has the key."""
+    nonce = make_nonce()
+    connection.settimeout(HELLO)
+    connection.sendall(nonce)
+    known = read_caller(key, nonce, connection.recv(NONCE + PROOF, socket.MSG_WAITALL))
+    connection.settimeout(ANSWER)
+    return None if known is None else known[0]
+
+
 def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
     """The way to another host: bytes a second, and seconds there and back; or why there is none."""
     try:
         with socket.create_connection((address, port), PATIENCE) as link:
             link.settimeout(ANSWER)
             link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+            key, own, nonce = secret.encode(), make_nonce(), link.recv(NONCE, socket.MSG_WAITALL)
             began = time.monotonic()
-            link.sendall(secret.encode())
-            link.recv(1)
+            link.sendall(prove_caller(key, nonce, own, b""))
+            proof = link.recv(PROOF, socket.MSG_WAITALL)
+            if not is_proof(proof, prove_listener(key, nonce, own)):
+                return {"refused": "another program listens there"}
             latency, end = time.monotonic() - began, time.monotonic() + SENT
             while time.monotonic() < end:
                 link.sendall(bytes(BUFFER >> 2))

@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from typing import IO, Any, Protocol
 
 from paceline.errors import LaunchError
+from paceline.greeting import HELLO
 from paceline.launch.engines.engine import End, Engine, Host
 
 LOST = 255
@@ -116,15 +117,22 @@ def keep(heard: int, tell: Callable[..., None], placed: Sequence[str], begin: Ca
                     return
                 if key.fileobj is listener:
                     asker, _ = listener.accept()
-                    uid = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-                    if uid != os.getuid():
+                    asker.settimeout(HELLO)
+                    with suppress(OSError, ValueError):
+                        number, streams, _, _ = socket.recv_fds(asker, 16, 3) if _is_ours(asker) else (b"", [], 0, 0)
+                    if len(streams) != 3 or not number.isdigit():
                         asker.close()
                         continue
-                    number, streams, _, _ = socket.recv_fds(asker, 16, 3)
+                    asker.settimeout(None)
                     selector.register(asker, selectors.EVENT_READ, begin(int(number), asker, streams))
                 else:  # whoever waited there has gone, or we have told it of the end
                     selector.unregister(key.fileobj)
                     key.data.close()
+
+
+def _is_ours(link: socket.socket) -> bool:
+    """Whether a process of this user has the other end of a socket of this host."""
+    return bool(struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] == os.getuid())
 
 
 def finish(asker: socket.socket, streams: Sequence[int], code: int, why: str = "") -> None:
@@ -143,9 +151,10 @@ def _hand_over(door: str, number: str) -> int:
     """Gives our standard streams to the driver; the exit code of what had them."""
     with socket.socket(socket.AF_UNIX) as asked, suppress(OSError):
         asked.connect(f"\0{door}")
-        socket.send_fds(asked, [number.encode()], [0, 1, 2])
-        if code := asked.recv(16):
-            return int(code)
+        if _is_ours(asked):  # else another user has taken the name of a driver that has ended
+            socket.send_fds(asked, [number.encode()], [0, 1, 2])
+            if code := asked.recv(16):
+                return int(code)
     print(f"{SAID}its driver has ended", file=sys.stderr, flush=True)
     return LOST
 

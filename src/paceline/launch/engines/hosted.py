@@ -12,7 +12,6 @@ import base64
 import io
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -29,6 +28,7 @@ from paceline.launch.joining import likeness
 from paceline.launch.local import launch
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
+from paceline.polling import can_read, wait_for
 from paceline.world import address_towards, gpus, reached_at
 
 MARK = b"\x1epaceline "
@@ -171,7 +171,7 @@ def _own_address(towards: str | None) -> str:
 
 def _heed(broken: threading.Event, go_on: Callable[[], None]) -> None:
     """Signals that the launcher sends; and when nothing comes any more, this host stops as upon a SIGTERM."""
-    while select.select([0], [], [], SILENCE)[0] and (numbers := os.read(0, PIECE)):
+    while can_read(0, SILENCE) and (numbers := os.read(0, PIECE)):
         for number in filter(None, numbers):
             if number == GO_ON:
                 go_on()
@@ -194,7 +194,7 @@ def _relayed(stream: int, broken: threading.Event) -> Iterator[int]:
     def relay() -> None:
         while data := os.read(read, PIECE):
             while not broken.is_set():
-                if select.select([], [own], [], 0.5)[1]:
+                if wait_for((), [own], 0.5)[1]:
                     with suppress(OSError):
                         os.write(own, data)
                     break

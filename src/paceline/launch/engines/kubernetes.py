@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import select
 import shlex
 import signal
 import socket
@@ -39,6 +38,7 @@ from paceline.launch.engines.manifests import (
 )
 from paceline.launch.local import signals
 from paceline.observe.figures import spans
+from paceline.polling import can_read
 from paceline.team.coordinator import STOPPED
 
 LOOK = 1.0  # seconds between two looks
@@ -316,7 +316,7 @@ class Follower:
     def _listen(self, seconds: float) -> None:
         """Waits so long, or until a signal has come."""
         end = time.monotonic() + seconds
-        while select.select([self._wakeup], [], [], max(end - time.monotonic(), 0.0))[0]:
+        while can_read(self._wakeup, end - time.monotonic()):
             numbers = [number for number in self._wakeup.recv(4096) if number != signal.SIGCHLD]
             for number in numbers:
                 self._at_once = self._told is not None or not self._followed

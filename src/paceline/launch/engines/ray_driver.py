@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 from paceline.errors import first_line
 from paceline.launch.engines.driven import CHUNK, LOST, finish, keep, reach
 from paceline.launch.engines.ray import Resources, bundles, pending
+from paceline.polling import can_read, wait_for
 
 LOOK = 2.0  # seconds between two looks at why there is no place yet
 
@@ -59,7 +59,7 @@ class Shell:
     def read(self) -> tuple[bytes, bytes, int | None]:
         """What it has said on both its streams within a second, and its exit code if it has ended."""
         said = {self._sh.stdout: b"", self._sh.stderr: b""}
-        for pipe in select.select(self._open, [], [], 1.0)[0]:
+        for pipe in wait_for(self._open, (), 1.0)[0]:
             said[pipe] = os.read(pipe.fileno(), 1 << 16)
             if not said[pipe]:
                 self._open.remove(pipe)
@@ -143,7 +143,7 @@ def main(asked: Mapping[str, Any]) -> int:
     group = placement_group(wanted, strategy="STRICT_SPREAD")
     told, end = "", time.monotonic() + asked["wait"]
     while not group.wait(min(LOOK, asked["wait"])):
-        if select.select([0], [], [], 0)[0]:  # nobody is there any more
+        if can_read(0, 0.0):  # nobody is there any more
             return 1
         why = pending(wanted, _nodes())
         if time.monotonic() > end:

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-import select
 import socket
 import struct
 import sys
@@ -23,8 +22,10 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
+from paceline.greeting import NewConnections
 from paceline.launch.engines.driven import CHUNK, LOST, finish, keep, reach
 from paceline.observe.figures import plural
+from paceline.polling import can_read
 
 LOOK = 2.0  # seconds between two looks at why there is no place yet
 ANSWER = 10  # seconds for a task to prove itself
@@ -62,6 +63,7 @@ class Gate:
 
     def __init__(self, host: str, bind: str) -> None:
         self.key, self.hosts = secrets.token_bytes(32), dict[str, TaskBridge]()
+        self._strangers, self._lock = NewConnections[socket.socket](), threading.Lock()
         self._listener = socket.create_server((bind, 0))
         self.address = (host, self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -70,6 +72,13 @@ class Gate:
         with suppress(OSError):  # it was closed
             while True:
                 wire, (where, *_) = self._listener.accept()
+                now = time.monotonic()
+                with self._lock:
+                    oldest = self._strangers.come(wire, where, now)
+                    late = [*self._strangers.late(now), *([] if oldest is None else [oldest])]
+                for one in late:
+                    with suppress(OSError):
+                        one.shutdown(socket.SHUT_RDWR)  # its thread closes it
                 threading.Thread(target=self._meet, args=(wire, where), daemon=True).start()
 
     def _meet(self, wire: socket.socket, where: str) -> None:
@@ -81,9 +90,16 @@ class Gate:
             answer_challenge(pipe, self.key)
             name, stream = pipe.recv_bytes(100).decode().split()
             wire.setsockopt(*limit, struct.pack("ll", 0, 0))
+            self._know(wire)
             self.hosts[name].meet(int(stream), wire, where)
             return
+        self._know(wire)
         wire.close()
+
+    def _know(self, wire: socket.socket) -> None:
+        """It has shown the key, or is closed."""
+        with self._lock:
+            self._strangers.go(wire)
 
     def close(self) -> None:
         """Agents that are left hear that nobody is here any more. They have a while to end."""
@@ -210,7 +226,7 @@ def hold(context: Any, asked: Mapping[str, Any], heard: int, tell: Callable[...,
         hosts = {number: TaskBridge(gate, context, number) for number in range(asked["nodes"])}
         told, end = "", time.monotonic() + asked["wait"]
         while not all(host.there.wait(LOOK / len(hosts)) for host in hosts.values()):
-            if select.select([heard], [], [], 0)[0]:  # nobody is there any more
+            if can_read(heard, 0.0):  # nobody is there any more
                 return
             there = len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # and the driver itself
             ready = sum(host.there.is_set() for host in hosts.values())

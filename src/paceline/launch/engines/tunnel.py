@@ -26,6 +26,7 @@ from paceline.world import REFUSED, WAY, enter_tunnel
 MOST_HOSTS = 254
 PIECE = 1 << 16  # bytes that are handed on at a time
 PATIENCE = 20.0  # seconds in which a way opens, and in which one that was asked for is used
+MAPPED = "0000000000000000FFFF0000"  # before an address of IPv4, in /proc/net/tcp6
 LISTENS = "0A"  # a socket's state, in /proc/net/tcp
 
 Reader = asyncio.StreamReader
@@ -124,6 +125,8 @@ class _Ways:
         return reader, writer
 
     async def _leave(self, at: tuple[str, int], reader: Reader, writer: Writer) -> None:
+        if not _is_ours(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
+            return
         begun = self._begun.get(at)
         await _join((reader, writer), begun.pop() if begun else await self._far(*at))
 
@@ -137,8 +140,27 @@ class _Ways:
 
 def _listens(host: str, port: int) -> bool:
     """Whether a socket listens at just that address: what listens at all of a host's was not meant for the others."""
-    at = f"{bytes(map(int, reversed(host.split('.')))).hex().upper()}:{port:04X}"
+    at = _in_table(host, port)
     return any(line.split()[1:4:2] == [at, LISTENS] for line in Path("/proc/net/tcp").read_text().splitlines())
+
+
+def _is_ours(there: tuple[str, int], here: tuple[str, int]) -> bool:
+    """Whether a process of this user connected from one address of this host to the other: others have no way."""
+    ends = [_in_table(*there), _in_table(*here)]
+    wanted = [ends, [MAPPED + end for end in ends]]  # torch's store calls with sockets of IPv6
+    lines = (line.split() for name in ("tcp", "tcp6") for line in _table(name))
+    return any(words[1:3] in wanted and int(words[7]) == os.getuid() for words in lines)
+
+
+def _table(name: str) -> list[str]:
+    """The sockets of this host of a kind; none where it knows no such kind."""
+    path = Path("/proc/net", name)
+    return path.read_text().splitlines()[1:] if path.exists() else []
+
+
+def _in_table(host: str, port: int) -> str:
+    """An address as /proc/net/tcp has it."""
+    return f"{bytes(map(int, reversed(host.split('.')))).hex().upper()}:{port:04X}"
 
 
 async def _join(one: Ends, other: Ends) -> None:
