@@ -322,12 +322,12 @@ class Service:
 
     def _look(self, now: float) -> None:
         for session in self._sessions.values():
-            if now > session.deadline and not session.lost:
+            gone = session.broken + GONE < now
+            if now > session.deadline and (not session.lost or (gone and session.agent in self._coordinator.awaited)):
                 session.lost = True
-                gone = session.broken + GONE < now
                 why = "has gone" if gone else f"has been silent for {now - session.seen:.1f} s"
                 silence = now - min(session.seen, session.broken)
-                self._coordinator.lost_agent(session.agent, f"the agent on {session.host} {why}", silence)
+                self._coordinator.lost_agent(session.agent, f"the agent on {session.host} {why}", silence, ended=gone)
 
     def _publish(self) -> None:
         if self._coordinator.version != self._told:
