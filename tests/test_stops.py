@@ -365,7 +365,7 @@ def test_a_coordinator_that_does_not_start_is_given_more_time_each_time(
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, selectors.DefaultSelector() as selector:
         kept = coordinator_process.CoordinatorProcess(
-            listener, tmp_path, {"again": False, "epoch": 1}, selector, said.append
+            listener, tmp_path, b"", {"again": False, "epoch": 1}, selector, said.append, lambda: None
         )
         seen = {0.25}
         try:

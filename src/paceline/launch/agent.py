@@ -27,6 +27,7 @@ from paceline.launch.hangs import Hangs
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import Child, end_sessions
+from paceline.launch.run_folder import RunFolder
 from paceline.launch.serving import Serving
 from paceline.launch.traffic import Traffic
 from paceline.launch.workers import CHUNK, STILL, Worker, Workers
@@ -100,6 +101,7 @@ class Agent:
         self._epoch, self._traffic = link.epoch, Traffic()
         self._own: tuple[str, int] = own
         self._ending = Ending(options, folder, journal, self._output, self.say)
+        self._run_folder = RunFolder(folder, link.token, journal, self._output, options.checkpoints, self.say)
 
     def run(self, wakeup: socket.socket) -> int:
         """From the workers' start to the exit code; no process is left. `wakeup` brings the numbers of signals."""
@@ -128,6 +130,7 @@ class Agent:
                     self._unused = math.inf
                 self._look_at_the_link()
                 self._look_at_ends(now)
+                self._run_folder.look(now)
                 self._tell()
                 self._recorder.look()
         finally:
@@ -455,7 +458,9 @@ class Agent:
         again |= before is not None
         given = {"run": run, "generation": generation, "epoch": epoch, "before": before, "again": again}
         self._standby.listen(256)
-        self._coordinator = CoordinatorProcess(self._standby, self._folder, given, self._workers.selector, self.say)
+        token, selector = self._link.token, self._workers.selector
+        restore = self._run_folder.restore
+        self._coordinator = CoordinatorProcess(self._standby, self._folder, token, given, selector, self.say, restore)
         if again:
             self._link.move(self._own)
             try:
@@ -504,6 +509,8 @@ class Agent:
         self._workers.close()
         if self._ending.failures(self._workers.all, self._stop, self._failing):
             self._output.failing(self._output.shown)  # what it still holds back came of the failure
+        self._run_folder.restore()  # the report goes there
+        self._run_folder.close()
         self._output.close()
         if left and not any(worker.killed for worker in self._workers.all):
             names = ", ".join(f"{name} ({pid})" for pid, name in left.items())

@@ -56,6 +56,7 @@ BODY = 1 << 18  # bytes of a request
 CONNECTIONS = 100  # of strangers, from one address
 EASY, SLOW = 20, 1.0  # refusals a second, after which each takes its sender so many seconds
 CHALLENGES = 1000
+TOKEN = 1024  # bytes of a token at most
 UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
 FENCE = 1.0  # seconds between two attempts to reach the coordinator before us
 LOOK = 0.1  # seconds between two looks at who is silent
@@ -496,7 +497,8 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     if given["again"]:
         coordinator.merges.last = last_merge(folder, given["since"])
         coordinator.recovering = time.monotonic() + RETURN
-    service = Service(coordinator, make_token(folder), given, journal.write)
+    token = os.read(0, TOKEN) or make_token(folder)  # on standard input, from the agent that keeps us
+    service = Service(coordinator, token, given, journal.write)
     asyncio.run(serve(socket.socket(fileno=listener), service))
 
 
