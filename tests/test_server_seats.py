@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.team.coordinator import ALIKE, RETURN, Coordinator
+from paceline.team.coordinator import ALIKE, AWAITED, RETURN, Coordinator
 from paceline.team.roster import Announcement, Roster
 from paceline.team.seats import Said, Seat
 from paceline.team.servers import Lives
@@ -25,6 +25,7 @@ class Served:
         self.now = 0.0
         worker = Said(store=STORE, ready=True, servers=3, copies=1)
         self.said = {0: worker, 1: worker}
+        self.other: dict[int, Said] = {}  # of another host
         self.coordinator = self.start(Roster((0, 1)))
         self.report()
         for number in range(3):
@@ -115,6 +116,65 @@ def test_a_coordinator_that_is_started_again_knows_which_server_is_to_come_back(
     play.report()
     assert play.coordinator.recovering == math.inf
     assert play.coordinator.order == Announcement(1, (0, 1), planned=True)
+
+
+# ---- agents that are silent
+
+
+def on_two_hosts(copies: int) -> Served:
+    """Another host has another worker and the second server."""
+    play = Served()
+    play.said = {0: play.said[0], SERVER: play.said[SERVER]}
+    worker = Said(store=STORE, ready=True, servers=2, copies=copies)
+    play.said[0], other = worker, {1: worker, SERVER + 1: play.said[SERVER]}
+    play.journal.clear()
+    record = lambda event, **fields: play.journal.append({"event": event, **fields})
+    play.coordinator = Coordinator(3, 1, record, Roster((0, 1)))
+    play.coordinator.join("a", "logs", STORE, [0], 1)
+    play.coordinator.join("b", "logs", STORE, [1], 1)
+    for _ in range(2):
+        play.report()
+        play.coordinator.report("b", other, 7, play.now)
+    assert play.coordinator.orders("a")["servers"] == {0: TAKES, 1: TAKES}
+    play.other = other
+    return play
+
+
+def test_the_servers_of_the_only_host_are_waited_for_as_its_workers_are() -> None:
+    play = Served()
+    lines = [*play.coordinator.lines]
+    play.coordinator.lost_agent("a", "it is silent")
+    play.coordinator.tick(play.now + 1000.0)
+    play.report()
+    assert (play.lives, play.journal, play.coordinator.failing) == ([0] * 5, [], {})
+    assert play.coordinator.lines == lines
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_silent_host_is_waited_for_where_nobody_has_what_its_servers_keep(comes: bool) -> None:
+    play = on_two_hosts(copies=0)
+    play.coordinator.lost_agent("b", "the agent on b is silent")
+    assert (play.lives, play.journal, play.coordinator.failing) == ([0] * 4, [], {})
+    said = "server 1 may be lost (the agent on b is silent), and nobody else has what it keeps: the run waits for 60 s"
+    assert play.coordinator.lines[-1][1] == said
+    assert play.coordinator.due == play.now + AWAITED
+    if comes:
+        play.coordinator.report("b", play.other, 9, play.now + 50.0)
+        assert play.coordinator.lines[-1][1] == "the host of server 1 answers again"
+    play.coordinator.tick(play.now + AWAITED)
+    assert play.coordinator.due == math.inf
+    assert play.coordinator.failing == ({} if comes else {SERVER + 1: "is lost (the agent on b is silent)"})
+
+
+@pytest.mark.parametrize("how", ["ended", "copied"])
+def test_a_host_that_ended_or_whose_servers_have_copies_is_not_waited_for(how: str) -> None:
+    play = on_two_hosts(copies=int(how == "copied"))
+    play.coordinator.lost_agent("b", "the agent on b has gone", ended=how == "ended")
+    assert play.coordinator.awaited == {}
+    if how == "ended":
+        assert play.coordinator.failing == {SERVER + 1: "is lost (the agent on b has gone)"}
+    else:
+        assert [entry["workers"] for entry in play.journal if entry["event"] == "lost"] == [[SERVER + 1], [1]]
 
 
 def spread(hosts: str, servers: int, least: int = 1) -> Lives:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,4 +118,24 @@ def test_a_host_with_a_server_leaves(cluster: Clusters, tmp_path: Path) -> None:
     until((tmp_path / "reached").exists)
     here.stop(1)
     here.end(0, 75)
+    right(tmp_path)
+
+
+@pytest.mark.parametrize("copies", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_stall_of_the_agent_of_a_host_with_a_server(cluster: Clusters, tmp_path: Path, copies: int) -> None:
+    """Without a copy the run waits for it; with one the others go on, and the host is taken in again."""
+    here = cluster(2)
+    of_served(here, SLOW="8")
+    begun(here, f"micro={MICRO} server=2 copies={copies}")
+    until((tmp_path / "reached").exists)
+    agent = here.agents[1].process
+    agent.send_signal(signal.SIGSTOP)
+    waits = "and nobody else has what it keeps: the run waits for 60 s"
+    here.until(lambda: ("server 0 has a copy of what it kept" if copies else waits) in here.agents[0].text)
+    time.sleep(3.0)
+    agent.send_signal(signal.SIGCONT)
+    here.end(0, 0)
+    said = here.agents[0].text
+    assert ("the host of server 1 answers again" in said) == (not copies)
+    assert len(here.agents[0].events("lost")) == 2 * copies
     right(tmp_path)

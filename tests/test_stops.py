@@ -20,7 +20,9 @@ import pytest
 from agents import alive, until
 from launching import paceline
 from once import once
+from oracle import apart
 from replay import STORE, Replay
+from safetensors.torch import load, load_file
 from warm import Process, environment
 
 from paceline.launch import coordinator_process
@@ -123,7 +125,7 @@ Start = Callable[..., Running]
 def start(tmp_path: Path) -> Iterator[Start]:
     made: list[Running] = []
 
-    def begin(workers: int, *options: str, hold: str = "", **env: str) -> Running:
+    def begin(workers: int, *options: str, hold: str = "", group: bool = False, **env: str) -> Running:
         (tmp_path / "train.py").write_text(SCRIPT)
         if hold:
             (tmp_path / f"hold-{hold}").touch()
@@ -137,6 +139,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                preexec_fn=os.setpgrp if group else None,
             )
         made.append(Running(process, tmp_path, console))
         return made[-1]
@@ -362,7 +365,7 @@ def test_a_coordinator_that_does_not_start_is_given_more_time_each_time(
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, selectors.DefaultSelector() as selector:
         kept = coordinator_process.CoordinatorProcess(
-            listener, tmp_path, {"again": False, "epoch": 1}, selector, said.append
+            listener, tmp_path, b"", {"again": False, "epoch": 1}, selector, said.append, lambda: None
         )
         seen = {0.25}
         try:
@@ -386,3 +389,53 @@ def test_an_agent_that_was_stopped_itself_replaces_nobody(start: Start, undistur
     (run.folder / "hold-training-1").unlink()
     text = run.end(undisturbed)
     assert "is started again" not in text
+
+
+# ---- an agent that stands still, beside parameter servers
+
+
+def stalls(run: Running, seconds: float, group: bool) -> None:
+    """The agent, alone or with its process group, is stopped for so long; nothing that it started is."""
+    number = run.process.pid
+    assert os.getpgid(number) == number or not group
+    send = os.killpg if group else os.kill
+    send(number, signal.SIGSTOP)
+    until(lambda: psutil.Process(number).status() == psutil.STATUS_STOPPED)
+    time.sleep(seconds)
+    send(number, signal.SIGCONT)
+
+
+STALLS = [
+    ("server=1", 3.0, False, "training-1"),  # more than the coordinator waits for a host that others can replace
+    *(
+        pytest.param(plan, seconds, group, hold, marks=pytest.mark.slow)
+        for plan, seconds, group, hold in (
+            ("server=1", 20.0, False, "training-1"),
+            ("server=1", 3.0, True, "training-1"),
+            ("server=1", 3.0, False, ""),  # trains to its end meanwhile
+            ("server=1", 3.0, False, "built-1"),  # before the first step
+            ("server=2 copies=1", 3.0, False, "training-1"),
+            ("server=2 copies=1", 20.0, True, ""),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "seconds", "group", "hold"), STALLS)
+def test_a_stall_of_the_agent_ends_no_run_with_servers(
+    start: Start, undisturbed: bytes, plan: str, seconds: float, group: bool, hold: str
+) -> None:
+    run = start(2, "--plan", f"micro=3 {plan}", hold=hold, group=group)
+    until(lambda: any(run.folder.glob(f"{hold or 'training-1'}-*")) or run.ended)
+    if not hold:
+        (run.folder / "gate").touch()
+    stalls(run, seconds, group)
+    if hold:
+        (run.folder / f"hold-{hold}").unlink()
+    (run.folder / "gate").touch()
+    assert run.process.wait(120) == 0, run.text
+    assert "lost" not in run.text
+    assert run.events("lost") == []
+    trained, wanted = load_file(run.folder / "out.safetensors"), load(undisturbed)
+    assert apart(trained, wanted) < 1e-12
+    assert sum(event["steps"] for event in effective_steps(read_journal(run.folder / "run"))) == 30

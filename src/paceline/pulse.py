@@ -27,8 +27,8 @@ MOST = 1 << 20  # bytes of stacks that are read
 STEPS = 15  # that are looked at for the usual one
 # The page's numbers: the descriptor that stacks are written to, once they are; what has been done, counted in any unit;
 # whether a thread waits for other workers; whether the time counts for nothing; steps done; seconds of a usual one; and
-# those that it waited for rows.
-WRITES, BEATS, WAITS, FREE, DONE, USUAL, LOADED = range(7)
+# those that it waited for rows; and the process that the agent started as this worker, once it knows it.
+WRITES, BEATS, WAITS, FREE, DONE, USUAL, LOADED, PROCESS = range(8)
 
 
 def is_pulse(descriptor: int | str, pid: int | str = "self") -> bool:
@@ -71,6 +71,18 @@ class Pulse:
         """Another program begins in this process, as the same worker."""
         if self._fd is not None:
             os.set_inheritable(self._fd, True)
+
+    @staticmethod
+    def process() -> int | None:
+        """The number of the process that our agent started as this worker, once it has written it; None where this
+        process has not inherited what it is written in.
+        """
+        fd = pulse_descriptor()
+        if fd is None or not is_pulse(fd):
+            return None
+        while not (pid := int(struct.unpack("d", os.pread(fd, 8, 8 * PROCESS))[0])):
+            time.sleep(1e-3)
+        return pid
 
     def beat(self) -> None:
         """Something was done."""
@@ -133,6 +145,10 @@ class View:
     def __getitem__(self, field: int) -> float:
         value: float = struct.unpack_from("d", self._page, 8 * field)[0]
         return value
+
+    def belong(self, pid: int) -> None:
+        """This process is the worker, and no other one."""
+        struct.pack_into("d", self._page, 8 * PROCESS, float(pid))
 
     def clear(self) -> None:
         """Makes room for stacks: what is written goes on where both have come to."""

@@ -276,6 +276,12 @@ def pulse_descriptor(env: Mapping[str, str] = os.environ) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
+def agent_pid(env: Mapping[str, str] = os.environ) -> int | None:
+    """The process id of the agent that started a worker with this environment; None where no agent did."""
+    text = env.get("PACELINE_AGENT", "")
+    return int(text) if text.isdecimal() else None
+
+
 def standstill(env: Mapping[str, str] = os.environ) -> float:
     """Seconds that a worker may do nothing before its agent says so."""
     return float(_number(env, "PACELINE_STANDSTILL", 30, least=1))

@@ -43,9 +43,26 @@ def enter(network: str, hosts: str, name: str) -> None:
     sure(libc.sethostname(os.fsencode(name), len(os.fsencode(name))))
 
 
+def die_after(what: str, times: str) -> None:
+    """This process, and none that it forks, is killed once such a call of the system's has returned so many times."""
+    call, me, returned = getattr(os, what), os.getpid(), 0
+
+    def and_die(*given):
+        nonlocal returned
+        result = call(*given)
+        if os.getpid() == me:
+            returned += 1
+            if returned == int(times):
+                os.kill(me, signal.SIGKILL)
+        return result
+
+    setattr(os, what, and_die)
+
+
 def leave_warm(environment: dict[str, str]) -> str:
     """A child that forks workers; what tells our next program of it."""
     ours, theirs = socket.socketpair()
+    dies_after = os.environ.pop("PACELINE_TEST_WARM_DIES", "")
     parent, warm = os.getpid(), os.fork()
     if warm:
         theirs.close()
@@ -60,6 +77,8 @@ def leave_warm(environment: dict[str, str]) -> str:
         os.dup2(nothing, stream)
     os.close(nothing)
     me = os.getpid()
+    if dies_after:
+        die_after(*dies_after.split())
     forked.serve(theirs, forked.Began(set(), environment))
     if os.getpid() == me:
         os._exit(0)

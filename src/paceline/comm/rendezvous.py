@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
 import sys
 import time
@@ -78,8 +80,18 @@ def _reach(world: World, given_up: Callable[[], bool]) -> None:
         time.sleep(PAUSE)
 
 
+def _take_rank(store: dist.Store, rank: int) -> None:
+    """LaunchError: another process has come as this worker before us."""
+    own = f"process {os.getpid()} on {socket.gethostname()}"
+    nonce = secrets.token_hex(8)  # two containers may have equal names and numbers
+    first = store.compare_set(f"joined/{rank}", "", f"{own} {nonce}").decode()
+    if first != f"{own} {nonce}":
+        what = f"two processes have come as worker {rank}: {first.rpartition(' ')[0]}, and then {own}"
+        raise LaunchError(what, "start each worker once, and give each start its own MASTER_PORT")
+
+
 def _wait_for_all(store: dist.Store, world: World, given_up: Callable[[], bool]) -> None:
-    store.set(f"joined/{world.rank}", "1")
+    _take_rank(store, world.rank)
     names = [f"joined/{rank}" for rank in range(world.size)]
     asked = ["joined/all"] if world.rank else names  # of a thousand not each for a thousand
     began, pause, said = time.monotonic(), 0.001, False

@@ -27,6 +27,7 @@ from paceline.launch.hangs import Hangs
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import Child, end_sessions
+from paceline.launch.run_folder import RunFolder
 from paceline.launch.serving import Serving
 from paceline.launch.traffic import Traffic
 from paceline.launch.workers import CHUNK, STILL, Worker, Workers
@@ -84,6 +85,8 @@ class Agent:
         self._number = (0, 0)  # epoch and number of the generation that the workers were told
         self._failing: dict[int, str] = {}  # whose failure ends the run, and how they failed
         self._since: dict[int, float] = {}  # when that was known
+        self._wanted: dict[int, dict[str, Any]] = {}  # of each worker the life that it should be in
+        self._ending_first: list[Worker] = []  # processes that must have ended before others take their places
         logs = folder / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
         # Where both are the terminal, output must not tear the progress line; else bytes stay bytes.
@@ -98,6 +101,7 @@ class Agent:
         self._epoch, self._traffic = link.epoch, Traffic()
         self._own: tuple[str, int] = own
         self._ending = Ending(options, folder, journal, self._output, self.say)
+        self._run_folder = RunFolder(folder, link.token, journal, self._output, options.checkpoints, self.say)
 
     def run(self, wakeup: socket.socket) -> int:
         """From the workers' start to the exit code; no process is left. `wakeup` brings the numbers of signals."""
@@ -125,6 +129,8 @@ class Agent:
                     self._ending.warn_of_strangers(self._workers.all)
                     self._unused = math.inf
                 self._look_at_the_link()
+                self._look_at_ends(now)
+                self._run_folder.look(now)
                 self._tell()
                 self._recorder.look()
         finally:
@@ -197,7 +203,9 @@ class Agent:
     def _done(self) -> bool:
         if self._at_once or self._over or time.monotonic() >= self._deadline:
             return True
-        if self._workers.preparing or any(worker.alive and worker.counts for worker in self._workers.all):
+        if self._workers.preparing or self._ending_first:
+            return False
+        if any(worker.alive and worker.counts for worker in self._workers.all):
             return False
         if any(worker.alive and not worker.out and not worker.serves for worker in self._workers.all):
             return False  # they wait to be admitted
@@ -284,7 +292,8 @@ class Agent:
             if version > self._lines:
                 self._lines = version
                 self.say(line, always)
-        self._want({int(number): wanted for number, wanted in orders["workers"].items()})
+        self._wanted = {int(number): wanted for number, wanted in orders["workers"].items()}
+        self._want(self._wanted)
         generation, told = orders["generation"], []
         if generation is not None and (orders["epoch"], generation["number"]) > self._number:
             self._number = orders["epoch"], generation["number"]
@@ -318,8 +327,10 @@ class Agent:
             self._move(tuple(orders["moved"]))
 
     def _want(self, workers: Mapping[int, Mapping[str, Any]]) -> None:
-        """Brings about that each worker is in the life that it should, and none that is out goes on."""
-        together = {}
+        """Brings about that each worker is in the life that it should, and none that is out goes on. One whose process
+        has not ended yet is not started again before it has.
+        """
+        together, self._ending_first = {}, []
         for number, wanted in workers.items():
             worker, life = self._workers.now.get(number), wanted["life"]
             if worker is None and number >= SERVERS and number not in self._declined and not wanted["out"]:
@@ -331,14 +342,26 @@ class Agent:
                 worker.process.signal(signal.SIGKILL)  # or it would wake up in a team that is gone, and end its step
             if worker.life == life or number in self._declined:
                 continue
-            if wanted["newcomer"]:
-                self._start_again({number: life}, partial(self._workers.again, number, life))
-            else:
+            if worker.alive:
+                self._ending_first.append(worker)
+            if not wanted["newcomer"]:
                 together[number] = life
+            elif not worker.alive:
+                self._start_again({number: life}, partial(self._workers.again, number, life))
+        if any(self._workers.now[number].alive for number in together):
+            return
         if together and self._stop is not None:  # nobody has anything to save
             self._at_once = True
         elif together:
             self._start_again(together, partial(self._workers.start, together))
+
+    def _look_at_ends(self, now: float) -> None:
+        """Goes on with what waits for the ends of processes; one that failed and does not end is killed."""
+        for worker in self._ending_first:
+            if worker.alive and now > worker.ended + EXIT:
+                worker.process.signal(signal.SIGKILL)
+        if any(not worker.alive for worker in self._ending_first):
+            self._want(self._wanted)
 
     def _start_again(self, lives: Mapping[int, int], start: Callable[[], None]) -> None:
         """Starts lost workers in their next lives, or tells why not."""
@@ -435,7 +458,9 @@ class Agent:
         again |= before is not None
         given = {"run": run, "generation": generation, "epoch": epoch, "before": before, "again": again}
         self._standby.listen(256)
-        self._coordinator = CoordinatorProcess(self._standby, self._folder, given, self._workers.selector, self.say)
+        token, selector = self._link.token, self._workers.selector
+        restore = self._run_folder.restore
+        self._coordinator = CoordinatorProcess(self._standby, self._folder, token, given, selector, self.say, restore)
         if again:
             self._link.move(self._own)
             try:
@@ -484,6 +509,8 @@ class Agent:
         self._workers.close()
         if self._ending.failures(self._workers.all, self._stop, self._failing):
             self._output.failing(self._output.shown)  # what it still holds back came of the failure
+        self._run_folder.restore()  # the report goes there
+        self._run_folder.close()
         self._output.close()
         if left and not any(worker.killed for worker in self._workers.all):
             names = ", ".join(f"{name} ({pid})" for pid, name in left.items())

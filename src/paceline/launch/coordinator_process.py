@@ -56,7 +56,7 @@ def _epoch(folder: Path) -> int:
 class CoordinatorProcess:
     """Starts a coordinator of an `epoch` on a listening socket. `given` is what it is told: of the `run`, the last
     `generation` that is known here, the address of the coordinator `before`, if one is taken over from, and whether
-    there was one (`again`). `say` prints a line.
+    there was one (`again`). `say` prints a line, `restore` puts back what is missing in the run folder.
 
     One that is stopped or silent is ended before another takes its place, so it needs no higher epoch: that of a host
     which takes over at the same time counts.
@@ -66,11 +66,15 @@ class CoordinatorProcess:
         self,
         listener: socket.socket,
         folder: Path,
+        token: bytes,
         given: Mapping[str, Any],
         selector: selectors.BaseSelector,
         say: Callable[..., None],
+        restore: Callable[[], None],
     ) -> None:
-        self._listener, self._folder, self._selector, self._say = listener, folder, selector, say
+        self._listener, self._folder, self._token = listener, folder, token
+        self._selector, self._say, self._restore = selector, say, restore
+        restore()
         host, port = listener.getsockname()[:2]
         self._given = {**given, "folder": str(folder), "since": (folder / NAME).stat().st_size, "address": [host, port]}
         self._log = os.open(folder / "logs" / "coordinator.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -86,10 +90,14 @@ class CoordinatorProcess:
 
     def _start(self, again: bool) -> None:
         command = [sys.executable, "-m", "paceline.team.server", str(self._listener.fileno())]
+        self._restore()
+        token, write = os.pipe()  # the file in the run folder may be gone, and arguments can be read by others
+        os.write(write, self._token)
+        os.close(write)
         try:
             process = subprocess.Popen(
                 [*command, json.dumps({**self._given, "again": again})],
-                stdin=subprocess.DEVNULL,
+                stdin=token,
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=[self._listener.fileno()],
@@ -99,6 +107,8 @@ class CoordinatorProcess:
         except OSError as error:
             cure = "see `ulimit -a`, or take fewer workers"
             raise LaunchError(f"the coordinator cannot be started ({error.strerror})", cure) from error
+        finally:
+            os.close(token)
         self._process: Child | None = Child(process.pid, process)
         self._began = self._answered = self._looked = self._awake = time.monotonic()
         self._why = ""  # why we ended it

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import UsageError
 from paceline.launch.failure import Failure, culprit, failure_block
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
@@ -122,10 +123,17 @@ class Ending:
         elif events["join"].get("trainer") and not events.keys() & {"phase", "finished"}:
             self._say(f"note: {name} made a Trainer and never asked it for steps")
         if "phase" in events and not events.get("finished", {}).get("already") and not self._options.quiet:
-            self._say(write_report(self._folder, colour=self._coloured, short=not self._options.verbose))
+            self._say(self._report())
         if "stopped" in events:
             self._say(self._how_stopped("stopped"), always=True)
         return 0
+
+    def _report(self) -> str:
+        """The report, also written into the run folder; how the run ended does not depend on whether that is there."""
+        try:
+            return write_report(self._folder, colour=self._coloured, short=not self._options.verbose)
+        except (UsageError, OSError) as error:
+            return f"{self._name} finished; its report cannot be written: {error}"
 
     def _how_stopped(self, how: str) -> str:
         told = self._events.get("stopped", {})

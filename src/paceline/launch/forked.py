@@ -18,6 +18,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import BuiltinImporter, PathFinder
@@ -47,6 +48,8 @@ _IMPORTS = ("paceline.trainer", "torch._dynamo")  # the second one as soon as th
 MODULE = "-m"  # what stands before a module's name
 WARM = "paceline warm", ["paceline: a warm process"]  # its name, its command line
 _MOST = 16  # descriptors with a message
+GO = b"!"  # what a worker waits for at its gate, before it does anything of the script's
+PID_BYTES = 32  # of a message with a process id, at most
 _LOADED: set[str] = set()  # the modules that every worker begins with
 
 
@@ -170,43 +173,35 @@ def serve(agent: socket.socket, began: Began) -> None:
         said: dict[str, Any] = {"trouble": trouble}
         if trouble is None:
             try:
-                worker, between = _fork()
+                between = _fork()
             except OSError as error:
                 said = {"trouble": f"it cannot fork ({error.strerror})"}
             else:
-                if worker == 0:
+                if between:
                     agent.close()
                     become({**given, "between": between, "descriptors": descriptors})
                     return
-                said = {"pid": worker}
         for descriptor in descriptors:
             os.close(descriptor)
         send(agent, said)
 
 
-def _fork() -> tuple[int, int]:
-    """The worker, 0 in itself, and the process between us, which ends at once. OSError: there can be none."""
-    read, write = os.pipe()
+def _fork() -> int:
+    """In the worker, the process between us, which ends at once; here 0. OSError: there can be no worker."""
     between = os.fork()
     if between == 0:
         between = os.getpid()
         try:
             worker = os.fork()
-        except OSError:
-            os._exit(1)
+        except OSError as error:
+            os._exit(error.errno or 1)
         if worker == 0:
-            os.close(read)
-            os.close(write)
-            return 0, between
-        os.write(write, str(worker).encode())
+            return between
         os._exit(0)
-    os.close(write)
-    with open(read) as said:
-        os.waitpid(between, 0)
-        worker = int(said.read() or 0)
-    if worker == 0:
-        raise OSError(0, "there are too many processes")
-    return worker, between
+    _, status = os.waitpid(between, 0)
+    if code := os.waitstatus_to_exitcode(status):
+        raise OSError(code, os.strerror(code) if code > 0 else "its child was killed")
+    return 0
 
 
 def _in_the_way(agent: socket.socket, descriptors: Sequence[int]) -> str | None:
@@ -261,11 +256,12 @@ def _first_path(program: Sequence[str], folder: str) -> str:
 
 def become(given: Mapping[str, Any]) -> None:
     """Runs the script as ``python SCRIPT ARGUMENTS`` would; `given` is what `launch.warm` asks for."""
-    stdout, stderr, *numbered = given["descriptors"]
+    gate, stdout, stderr, *numbered = given["descriptors"]
     os.setsid()
     while os.getppid() == given["between"]:
         time.sleep(0)
     die_with(given["agent"])
+    _pass(socket.socket(fileno=gate))
     for descriptor, stream in ((stdout, 1), (stderr, 2)):
         os.dup2(descriptor, stream)
         os.close(descriptor)
@@ -279,6 +275,16 @@ def become(given: Mapping[str, Any]) -> None:
     if "LD_PRELOAD" not in environment:  # it may be there for what it does at the end
         _end_after_the_script()
     run(given["program"], given["name"], environment)
+
+
+def _pass(gate: socket.socket) -> None:
+    """Tells the agent which process this is, and waits until it knows; ends where it does not want to know."""
+    go = b""
+    with gate, suppress(OSError):
+        gate.send(str(os.getpid()).encode())
+        go = gate.recv(len(GO))
+    if go != GO:
+        os._exit(1)
 
 
 def run(program: Sequence[str], name: str, environment: dict[str, str]) -> None:

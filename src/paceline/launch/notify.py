@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import UsageError
 from paceline.observe.journal import Journal, plain
 from paceline.observe.summary import Summary
 from paceline.team.coordinator import STOPPED
@@ -45,9 +46,13 @@ class Notifier(AbstractContextManager["Notifier"]):
         """The run has ended with this exit code: a failure that nobody told of yet, or a good end."""
         if self.command is None or self.failed:
             return
-        summary = Summary(folder)
         event = "end" if code in POLITE else "failure"
-        self.start(event, folder, step=summary.steps_done, worker=None, what=summary.ending, code=code)
+        try:
+            summary = Summary(folder)
+            step, what = summary.steps_done, summary.ending
+        except (UsageError, OSError):  # the folder is gone
+            step, what = None, f"ended with exit code {code}"
+        self.start(event, folder, step=step, worker=None, what=what, code=code)
 
     def _run(self, event: str, text: bytes) -> None:
         assert self.command is not None

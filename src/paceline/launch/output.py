@@ -59,6 +59,17 @@ class Output:
         if rank not in self._feeds:
             self._feeds[rank] = _Feed(_open_log(self._logs / f"{called(rank)}.log"))
 
+    def reopen(self) -> bool:
+        """Begins logs anew whose files are gone; whether there were any. OSError: they cannot be written."""
+        found = False
+        for rank, feed in self._feeds.items():
+            path = self._logs / f"{called(rank)}.log"
+            if not path.exists():
+                found = True
+                os.close(feed.log)
+                feed.log = _open_log(path)
+        return found
+
     def lead(self, rank: int) -> None:
         """From now on this worker's lines are shown."""
         self.shown = rank
@@ -168,6 +179,7 @@ class Output:
 
 def _open_log(path: Path) -> int:
     """Appends; where an earlier start has left something, says where this one begins."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     if os.fstat(log).st_size:
         _write_all(log, f"\n---- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n".encode())

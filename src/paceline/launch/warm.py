@@ -17,7 +17,7 @@ from io import FileIO
 from selectors import EVENT_READ, BaseSelector
 from typing import Any
 
-from paceline.launch.forked import POOL, PROGRAM, fixed, receive, send
+from paceline.launch.forked import GO, PID_BYTES, POOL, PROGRAM, fixed, receive, send
 from paceline.launch.processes import Child, adopt_orphans, die_with_us
 from paceline.world import inherited_warm
 
@@ -97,6 +97,7 @@ class Warm:
         self._changed, self._say = changed, say
         self.ready = False
         self.trouble: str | None = None  # why it will never fork
+        self.sessions: set[int] = set()  # of all warm processes: what they leave behind we adopt
         self._ends = 0
         self._printed = b""  # the end of it
         self._process: Child | None = None
@@ -112,9 +113,29 @@ class Warm:
             self._start()
 
     def fork(self, wanted: Wanted) -> Child:
-        """ColdError: it cannot be done now."""
+        """The worker, which begins its program now. ColdError: it cannot be done now, and no process of it will run.
+
+        The worker waits at a gate until we know its number, and ends when the gate closes. So whatever happens to the
+        warm process meanwhile, either the worker is known here, or it never runs a line of the program.
+        """
         if not self.ready or self._process is None:
             raise ColdError(self.trouble or "there is no warm process at the moment")
+        gate, workers_end = socket.socketpair()
+        with gate:
+            gate.settimeout(PATIENCE)
+            with workers_end:
+                trouble = self._request(self._process, wanted, workers_end)
+            if trouble is not None:
+                raise ColdError(trouble)
+            if (pid := self._await_worker(gate)) is None:
+                raise ColdError("the warm process, or its copy, ended while it forked")
+            child = Child(pid)  # it cannot be another one: whoever has ended stays until we reap it
+            with suppress(OSError):  # it has ended meanwhile, which we hear of as of every worker
+                gate.send(GO)
+            return child
+
+    def _request(self, process: Child, wanted: Wanted, gate: socket.socket) -> str | None:
+        """Asks the warm process to fork a worker. Why it refused; where it did not answer, it has ended afterwards."""
         said = {
             "name": wanted.name,
             "program": list(wanted.program),
@@ -124,16 +145,23 @@ class Warm:
             "agent": os.getpid(),
         }
         try:
-            send(self._socket, said, [*wanted.streams, *wanted.numbered.values()])
+            send(self._socket, said, [gate.fileno(), *wanted.streams, *wanted.numbered.values()])
             answer = receive(self._socket)
-        except OSError as error:
-            self._process.signal(signal.SIGKILL)
-            raise ColdError(f"the warm process does not answer ({error})") from error
+        except OSError:
+            answer = None
         if answer is None:
-            raise ColdError("the warm process has ended")
-        if answer[0].get("trouble"):
-            raise ColdError(answer[0]["trouble"])
-        return Child(answer[0]["pid"])
+            process.signal(signal.SIGKILL)  # what it may have forked comes to the gate, or the gate closes with it
+            return None
+        trouble: str | None = answer[0]["trouble"]
+        return trouble
+
+    def _await_worker(self, gate: socket.socket) -> int | None:
+        """The number of the process that waits at the gate; None where there is none, or it does not come in time."""
+        try:
+            said = gate.recv(PID_BYTES)
+        except OSError:
+            return None
+        return int(said) if said else None
 
     def look(self) -> None:
         """A process that was stopped serves nobody."""
@@ -188,6 +216,7 @@ class Warm:
 
     def _take(self, process: Child, agent: socket.socket, ready: bool = False) -> None:
         self._process, self._socket, self.ready = process, agent, ready
+        self.sessions.add(process.pid)
         agent.settimeout(PATIENCE)
         if not ready:
             self._selector.register(agent, EVENT_READ, self._hear)

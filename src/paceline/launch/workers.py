@@ -281,6 +281,7 @@ class Workers:
             theirs.close()
             for _, write in pipes.values():
                 os.close(write)
+        pulse.belong(process.pid)
         if place is not None:
             pin(process.pid, self._pins[place])
         worker = Worker(
@@ -352,6 +353,7 @@ class Workers:
             PACELINE_WORLD_SIZE=str(options.size or options.workers),
             PACELINE_LOCAL_SIZE=str(len(self.numbers)),
             PACELINE_RUN_DIR=str(self._folder.absolute()),
+            PACELINE_AGENT=str(os.getpid()),
             PYTHONUNBUFFERED="1",
             PACELINE_WARM=None,  # it is this agent's
             **seat,
@@ -419,9 +421,11 @@ class Workers:
                 stopped = info.si_code == os.CLD_STOPPED
                 worker.stopped = time.monotonic() if stopped else math.inf
                 self._note(worker, "stopped" if stopped else "continued")
+        sessions = {worker.process.pid for worker in self.all}
         if self._warm is not None:
             self._warm.look()
-        reap_strangers({worker.process.pid for worker in self.all})
+            sessions |= self._warm.sessions
+        reap_strangers(sessions)
 
     # ---- ending
 

@@ -13,6 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,6 +66,7 @@ class Journal:
         self._fd: int | None = None
         self._hears = hears
         self._torn = self._warned = False
+        self._path = Path(NAME)
         self._held: dict[Any, tuple[float, Event]] = {}  # records of steps, by trainer, since when
         if folder is None:
             return
@@ -82,6 +84,7 @@ class Journal:
         if self._fd is None:
             return
         text = json.dumps(plain({"at": time.time(), "event": event, **fields}), ensure_ascii=False, allow_nan=False)
+        self.put_back()
         line = b"\n" * self._torn + text.encode(errors="backslashreplace") + b"\n"
         try:
             self._torn = os.write(self._fd, line) < len(line)
@@ -93,6 +96,35 @@ class Journal:
                 warnings.warn(f"{what}: {then}", stacklevel=2)
         if self._hears is not None:
             self._hears.hear()
+
+    def put_back(self) -> bool:
+        """Where the journal is not at its path any more, deleted or moved with its folder, it is written there again,
+        from the file that is still open. Whether it was; what writes beside this process does so with its next event.
+        """
+        if self._fd is None or self._is_there(self._fd):
+            return False
+        half = self._path.with_name(f".{NAME}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as copy:
+                at = 0
+                while block := os.pread(self._fd, BLOCK, at):
+                    at += copy.write(block)
+            with suppress(FileExistsError):  # somebody else was quicker
+                os.link(half, self._path)
+            half.unlink()
+            again = os.open(self._path, os.O_RDWR | os.O_APPEND)
+        except OSError:  # it is tried again with the next event
+            return False
+        os.dup2(again, self._fd, inheritable=False)
+        os.close(again)
+        return True
+
+    def _is_there(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(descriptor))
+        except OSError:
+            return False
 
     def steps(self, **fields: Any) -> None:
         """Appends a record of steps. The longer the journal, the more of them become one."""

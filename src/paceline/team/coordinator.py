@@ -28,6 +28,7 @@ TOGETHER = 0.3  # seconds within which notices to all workers arrive, where the 
 ALONE = 3.0  # seconds a worker may miss others that nobody knows to be lost, before the team forms anew
 RETURN = 3.0  # seconds that agents have to come back to a coordinator that was started again
 LINES = 50  # lines for the console that are kept for agents that did not hear them yet
+AWAITED = 60.0  # seconds that a silent agent is waited for, where nobody else has what its parameter servers keep
 STOPPED = 75  # EX_TEMPFAIL: exit code of who left, or stopped politely; the same command goes on
 
 
@@ -69,6 +70,7 @@ class Coordinator:
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
         self._away: set[int] = set()  # parameter servers that are to get the state back from others
         self._lives = Lives(self.seats, self.gone, self.leaving)
+        self.awaited: dict[str, tuple[float, str]] = {}  # silent agents: until when they are waited for, and why
 
     # ---- agents
 
@@ -101,6 +103,10 @@ class Coordinator:
         if places > self.roster.places:
             self.roster.in_replicas(places)
         self.gone.discard(agent)
+        if agent in self.awaited:
+            del self.awaited[agent]
+            servers = [number for number, seat in self.seats.items() if number >= SERVERS and seat.agent == agent]
+            self._say(f"the host of {ranks(servers)} answers again")
         self.version += self._lives.seat_servers(agent, workers, self.recovering < math.inf, self.min_workers)
         changed = []
         for number, said in workers.items():
@@ -137,8 +143,12 @@ class Coordinator:
             before, places = self.roster.members, self.roster.places
             self.roster = Roster(tuple(members), number, number, before=before, places=places)
 
-    def lost_agent(self, agent: str, why: str, seconds: float = 0.0) -> None:
-        """An agent is silent, or gone, for so many seconds, with all its workers."""
+    def lost_agent(self, agent: str, why: str, seconds: float = 0.0, ended: bool = False) -> None:
+        """An agent is silent for so many seconds, or has `ended`, with all its workers.
+
+        A silent one is waited for where nobody could go on without these: it may only be stopped, while they train.
+        """
+        self.awaited.pop(agent, None)
         self.gone.add(agent)
         self.version += 1
         gone = [number for number, seat in self.seats.items() if seat.agent == agent]
@@ -148,11 +158,15 @@ class Coordinator:
         lost = [number for number in gone if self.seats[number].alive]
         members = [number for number in lost if not self.seats[number].newcomer]
         before, servers = self.roster, [number for number in lost if number >= SERVERS and not self.over]
-        alone = members and not self._survivors(lost)  # nobody else could go on: it may come back
+        if members and not self._survivors(lost):
+            return  # nobody else could go on: it may come back
+        if servers and not ended and not held_elsewhere(self.seats, servers):
+            self._await(agent, servers, why)
+            return
         if servers:
-            ends = alone or not self.max_restarts or not before.begun
+            ends = not self.max_restarts or not before.begun
             (self._fail if ends else self._without)(servers, f"{'is' if len(servers) == 1 else 'are'} lost ({why})")
-        if alone or (servers and (self.failing or self.roster is not before)):
+        if servers and (self.failing or self.roster is not before):
             return
         gone, lost = ([number for number in some if number not in servers] for some in (gone, lost))
         if members and not self.max_restarts:
@@ -164,6 +178,12 @@ class Coordinator:
                 del self.seats[number]
             else:
                 self._restart(number)
+
+    def _await(self, agent: str, servers: list[int], why: str) -> None:
+        self.awaited[agent] = self._now + AWAITED, why
+        what = f"what {'it keeps' if len(servers) == 1 else 'they keep'}"
+        been = f"{ranks(servers)} may be lost ({why})"
+        self._say(f"{been}, and nobody else has {what}: the run waits for {AWAITED:.0f} s")
 
     def bye(self, agent: str) -> None:
         """An agent ends, all its workers have ended."""
@@ -183,7 +203,7 @@ class Coordinator:
         """When `tick` is to be called next."""
         starts = (at for at, _ in self._starts.values())
         soon = (self._asked, self._judged, self._again, self._stops.due, self.merges.due, self.recovering)
-        return min(*soon, *starts)
+        return min(*soon, *starts, *(until for until, _ in self.awaited.values()))
 
     def tick(self, now: float) -> None:
         """What was put off, if it is time."""
@@ -194,6 +214,9 @@ class Coordinator:
                 self._start(number, life)
         if self.recovering < math.inf:
             self._recover(now)
+        for agent, (until, why) in [*self.awaited.items()]:
+            if now >= until:
+                self.lost_agent(agent, why, AWAITED, ended=True)
         if now >= self._stops.due:
             self._look_at_stops(now)
         if now >= self._judged:

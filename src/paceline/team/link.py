@@ -112,6 +112,10 @@ class Link:
     def fileno(self) -> int:
         return self._news.fileno()
 
+    @property
+    def token(self) -> bytes:
+        return self._token
+
     def take(self) -> dict[str, Any]:
         """The newest orders."""
         with suppress(BlockingIOError):

@@ -107,6 +107,7 @@ class Operations:
         self._detection = 0.0  # seconds for which the last loss was not known
         self.hold = False  # too few are here: no further step is to be made
         self.holder: Holder | None = None
+        self.refusal: UsageError | None = None  # why this process does nothing with the team, if it does not
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
         self._last: Any = None  # what was settled last, and the result
         self._told = False
@@ -190,6 +191,8 @@ class Operations:
         what was settled and the result; without it, the former is applied here, too. UsageError: a newcomer has not
         been admitted yet.
         """
+        if self.refusal is not None:
+            raise self.refusal
         if not self._told and self.elastic:
             self._told = True
             self.hold |= self.world.hold

@@ -55,6 +55,7 @@ GONE = 0.5  # seconds after its connection broke
 BODY = 1 << 18  # bytes of a request
 EASY, SLOW = 20, 1.0  # refusals a second, after which each takes its sender so many seconds
 CHALLENGES = 1000
+TOKEN = 1024  # bytes of a token at most
 UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
 FENCE = 1.0  # seconds between two attempts to reach the coordinator before us
 LOOK = 0.1  # seconds between two looks at who is silent
@@ -332,12 +333,12 @@ class Service:
 
     def _look(self, now: float) -> None:
         for session in self._sessions.values():
-            if now > session.deadline and not session.lost:
+            gone = session.broken + GONE < now
+            if now > session.deadline and (not session.lost or (gone and session.agent in self._coordinator.awaited)):
                 session.lost = True
-                gone = session.broken + GONE < now
                 why = "has gone" if gone else f"has been silent for {now - session.seen:.1f} s"
                 silence = now - min(session.seen, session.broken)
-                self._coordinator.lost_agent(session.agent, f"the agent on {session.host} {why}", silence)
+                self._coordinator.lost_agent(session.agent, f"the agent on {session.host} {why}", silence, ended=gone)
 
     def _publish(self) -> None:
         if self._coordinator.version != self._told:
@@ -482,7 +483,8 @@ def main(listener: int, given: Mapping[str, Any]) -> None:
     if given["again"]:
         coordinator.merges.last = last_merge(folder, given["since"])
         coordinator.recovering = time.monotonic() + RETURN
-    service = Service(coordinator, make_token(folder), given, journal.write)
+    token = os.read(0, TOKEN) or make_token(folder)  # on standard input, from the agent that keeps us
+    service = Service(coordinator, token, given, journal.write)
     asyncio.run(serve(socket.socket(fileno=listener), service))
 
 

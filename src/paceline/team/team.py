@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,10 @@ _SUMS = (
     "Paceline's workers have no group of torch.distributed: leave collectives, ranks and sizes out of losses, forwards "
     "and datasets; return (sum, count) from a loss or metric, and Paceline adds it over all workers; elsewhere call "
     "paceline.join().all_reduce(tensor)"
+)
+_TWINS = (
+    "create and use Trainers only in the process that `paceline run` starts (in scripts that spawn processes, below "
+    "`if __name__ == '__main__':`); a process that trains on its own needs an environment without PACELINE_ variables"
 )
 # What gloo and NCCL both can add.
 SUMS = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "complex128", "complex64"]
@@ -207,10 +212,38 @@ def join() -> Team:
         world = worlds.read_world()
         if world.size > 1 and not sys.platform.startswith("linux"):
             raise UsageError(f"several workers need Linux, this is {sys.platform}", "train with one worker here")
+        _check_identity(world)
         before = sys.excepthook  # torch puts its own in place, which prefixes every line
         _team = Team(world)
         _own_the_end(_team, before)
     return _team
+
+
+def _check_identity(world: World) -> None:
+    """Refuses a process that has a worker's environment and is not the one that its agent started: two that send
+    gradients as one worker would change the training without a word.
+    """
+    agent, own = worlds.agent_pid(), os.getpid()
+    if world.launcher != "paceline" or agent is None:
+        return
+    started = PULSE.process()
+    if started is None:  # a worker that began another program in its place has closed it
+        started = own if (os.getppid(), os.getsid(0)) == (agent, own) else 0
+    if started != own:
+        which = f"process {started}" if started else "another process"
+        what = (
+            f"process {own} has the environment of worker {world.rank}, which is {which}: it cannot train in its place"
+        )
+        raise UsageError(what, _TWINS)
+
+
+def _refuse_in_child(team: Team) -> None:
+    """In a process that the worker forked: it takes no part in the training, and ends without a word to the agent."""
+    atexit.unregister(_end)
+    worker = team.operations.worker
+    team.operations.refusal = UsageError(
+        f"process {os.getpid()} was forked from worker {worker}, and is not it", _TWINS
+    )
 
 
 def _own_the_end(team: Team, before: Callable[..., Any]) -> None:
@@ -224,6 +257,7 @@ def _own_the_end(team: Team, before: Callable[..., Any]) -> None:
 
     sys.excepthook = hook
     atexit.register(_end, team, Exits())
+    os.register_at_fork(after_in_child=partial(_refuse_in_child, team))
     if team.world.launcher == "paceline":
         # The terminal's Ctrl-C is the agent's business; it tells us politely.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
