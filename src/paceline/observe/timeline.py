@@ -228,7 +228,7 @@ def _window(made: Timeline, steps: str | None) -> tuple[float, float]:
     those = [
         (begin, end)
         for begin, end, record in made.records
-        if record["step"] >= low and record["step"] - record["steps"] < high
+        if low <= (step := record.get("step") or 0) and step - (record.get("steps") or 1) < high
     ]
     if not those:
         raise UsageError(
