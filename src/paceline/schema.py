@@ -58,7 +58,7 @@ def find_wrong(value: Any, kind: Any) -> str:
     path: list[Any] = []
     for name, place in steps:
         path.append(name or (_key(value, kind, text, path) if place == "..." else int(place)))
-    why = (why or text).replace("`", "")
+    why = re.sub(" matching regex .*", " of another form", (why or text).replace("`", ""))
     return f"{_path_text(path)}{why[:1].lower()}{why[1:]}"
 
 
