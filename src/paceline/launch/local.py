@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import resource
@@ -55,8 +56,14 @@ def launch(options: LaunchOptions) -> int:
         options = _as_node(options)
     _check(options)
     compared = Summary(Path(options.against)) if options.against else None
-    with Notifier(options.notify, options.script, partial(_say, options)) as notifier:
-        return _join(options, notifier) if options.join else _launch(options, compared, notifier)
+    try:
+        with Notifier(options.notify, options.script, partial(_say, options)) as notifier:
+            return _join(options, notifier) if options.join else _launch(options, compared, notifier)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        what = f"the run folder {options.run_dir or 'below runs/'} could not be written to: {error.strerror}"
+        raise LaunchError(what, "free some space or choose another --run-dir") from error
 
 
 def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier) -> int:

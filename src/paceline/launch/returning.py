@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import http.client
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import LaunchError, UsageError
-from paceline.launch.coordinator_process import ADDRESS
+from paceline.errors import FormatError, LaunchError, UsageError
+from paceline.launch.coordinator_process import ADDRESS, listening_at
 from paceline.launch.joining import find
 from paceline.launch.options import LaunchOptions
 from paceline.observe.figures import plural, ranks
@@ -114,7 +113,7 @@ def _answers(address: tuple[str, int]) -> bool:
 
 def _how(folder: Path | None) -> str:
     ends = [] if folder is None else [e for e in read_journal(folder) if e["event"] in ("stopped", "finished")]
-    return f": {ends[-1]['event']} at step {ends[-1]['step']}" if ends else ""
+    return f": {ends[-1]['event']} at step {ends[-1].get('step')}" if ends else ""
 
 
 def logs(run: str, follow: bool, lines: int | None) -> int:
@@ -151,8 +150,8 @@ def _show(path: Path, whose: str, read: dict[Path, int], lines: int | None) -> N
 
 def _runs(folder: Path) -> bool:
     try:
-        said: Any = json.loads((folder / ADDRESS).read_text())
-    except (OSError, ValueError):
+        said = listening_at(folder)
+    except (OSError, FormatError):
         return False
     return _answers((said["host"], said["port"]))
 

@@ -185,8 +185,9 @@ class Reader:
     steps, neighbours are added up.
     """
 
-    def __init__(self, folder: Path, at: int = 0) -> None:
-        self._path, self.at, self.number = folder / NAME, at, 0
+    def __init__(self, folder: Path, at: int = 0, damaged: bool = True) -> None:
+        """Without `damaged`, lines with wrong fields are skipped: a training does not end for them."""
+        self._path, self.at, self.number, self._damage = folder / NAME, at, 0, damaged
         self.events: list[Event] = []
         self._steps, self._most = 0, APART
 
@@ -207,7 +208,9 @@ class Reader:
                 try:
                     event = read_event(line)
                 except ValueError as error:
-                    raise self._damaged(str(error)) from error
+                    if self._damage:
+                        raise self._damaged(str(error)) from error
+                    event = {}
                 start, self.at = self.at, self.at + len(line)
                 if event.get("event", "journal") != "journal":
                     self.number += 1

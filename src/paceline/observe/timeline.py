@@ -19,9 +19,11 @@ from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import NAME, Event, read_journal, thinned
 from paceline.observe.stacks import FOLDER
 from paceline.observe.team import lanes_of
+from paceline.schema import read_json
 
 RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of what concerns all, and the first threads of a worker
 TOLD = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
+GONE = "remove that file: the trace is made without it"
 MOST = 200_000  # records of steps of all workers, beyond which neighbours are added up
 Span = dict[str, Any]
 
@@ -49,11 +51,14 @@ def trace(folder: Path, out: Path | None, steps: str | None) -> str:
 
 def flights(folder: Path) -> list[tuple[Event, list[Event]]]:
     """(whose, collectives) of each file of the flight recorder in a run folder, and in those of other hosts in it."""
-    found = []
+    from paceline.forms import FlightHead, FlightRecord  # needs msgspec
+
+    found: list[tuple[Event, list[Event]]] = []
     for path in sorted([*folder.glob(f"{FOLDER}/*.jsonl"), *folder.glob(f"hosts/*/{FOLDER}/*.jsonl")]):
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        if lines:
-            found.append((lines[0], lines[1:]))
+        first, *rest = [line for line in path.read_bytes().splitlines() if line.endswith(b"}")] or [b""]
+        if first:
+            head = dict(read_json(first, FlightHead, str(path), GONE))
+            found.append((head, [dict(read_json(line, FlightRecord, str(path), GONE)) for line in rest]))
     return found
 
 
