@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +32,15 @@ from paceline.checkpoint.contents import inspect_run
 from paceline.checkpoint.export import export_model
 from paceline.checkpoint.files import ended_in, trainers_in
 from paceline.checkpoint.tree import unflatten
+from paceline.data import Tokens
 from paceline.errors import FormatError, PacelineError
+from paceline.launch.coordinator_process import ADDRESS, listening_at
 from paceline.observe.doctor import doctor
 from paceline.observe.journal import NAME
 from paceline.observe.live import Panels
 from paceline.observe.metrics import values_of
 from paceline.observe.page import Chosen
+from paceline.observe.reading import write_targets
 from paceline.observe.report import write_report
 from paceline.observe.runs import compare, runs
 from paceline.observe.scraping import families
@@ -450,3 +457,109 @@ def test_an_index_or_a_header_that_lies_is_taken_or_refused(tmp_path: Path) -> N
     fuzz(50, mutated(whole), lambda wrong: bring(as_json(wrong), folder))
     fuzz(25, garbled(as_json(whole)), lambda wrong: bring(wrong, folder))
     fuzz(25, mutated(header), lie)
+
+
+# -- small files of folders ------------------------------------------------------------------------------------------
+
+LISTENING = {"host": "127.0.0.1", "port": 29400, "epoch": 1}
+TARGETS = [{"targets": ["127.0.0.1:9100"]}]
+FLIGHT: list[dict[str, Any]] = [
+    {"worker": 0, "host": "a", "at": 1795764323.0},
+    {
+        "name": "step 1",
+        "group": "team",
+        "begun": 1795764323.0,
+        "ended": None,
+        "number": 1,
+        "site": "a.py:3",
+        "bytes": 9,
+    },
+    {"name": "figures", "group": "team", "begun": 1795764323.0, "ended": 1795764324.0, "number": 2, "failed": False},
+]
+TOKENS = {
+    "format": 1,
+    "dtype": "uint16",
+    "vocabulary": 50,
+    "end": 0,
+    "tokenizer": {"name": "a", "sha256": "b"},
+    "shards": [{"file": "00000.bin", "tokens": 4, "bytes": 8, "sha256": hashlib.sha256(bytes(8)).hexdigest()}],
+}
+
+
+def read_flights(folder: Path, data: Any) -> None:
+    (folder / "stacks").mkdir(exist_ok=True)
+    lines = data if isinstance(data, list) else [data]
+    (folder / "stacks/worker-0.jsonl").write_bytes(b"".join(as_json(line) + b"\n" for line in lines))
+    trace(folder, folder / "trace.json", None)
+
+
+def read_tokens(folder: Path, data: Any) -> None:
+    (folder / "tokens.json").write_bytes(as_json(data))
+    (folder / "00000.bin").write_bytes(bytes(8))
+    Tokens(folder, 2)[0]
+
+
+def read_listening(folder: Path, data: Any) -> None:
+    (folder / ADDRESS).write_bytes(as_json(data))
+    listening_at(folder)
+
+
+def read_targets(folder: Path, data: Any) -> None:
+    (folder / "metrics.json").write_bytes(as_json(data))
+    write_targets(folder, [], instead_of=["127.0.0.1:9100"])
+
+
+SMALL: dict[str, tuple[Any, Callable[[Path, Any], None]]] = {
+    "coordinator.json": (LISTENING, read_listening),
+    "metrics.json": (TARGETS, read_targets),
+    "stacks": (FLIGHT, read_flights),
+    "tokens.json": (TOKENS, read_tokens),
+}
+
+
+@pytest.mark.parametrize(("names", "examples"), in_each(SMALL))
+def test_a_changed_field_of_a_small_file_is_taken_or_refused(names: list[str], examples: int, tmp_path: Path) -> None:
+    write_events(tmp_path, EVENTS)
+    for name in names:
+        whole, read = SMALL[name]
+        assert refuse_or_do(lambda read=read, whole=whole: read(tmp_path, whole)) == ""
+        fuzz(examples, mutated(whole), lambda wrong, read=read: refuse_or_do(lambda: read(tmp_path, wrong)))
+
+
+# -- names that are not UTF-8, and full disks --------------------------------------------------------------------------
+
+
+def test_commands_take_the_name_of_a_folder_that_is_not_utf8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff"))
+    folder.mkdir()
+    write_events(folder, EVENTS)
+    for words in (["report"], ["explain"], ["doctor"], ["watch", "--once"], ["runs"], ["compare", folder], ["trace"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", *words, folder],
+            capture_output=True,
+            env={**os.environ, "LC_ALL": "C.UTF-8"},
+        )
+        assert (done.returncode, done.stderr) == (0, b""), words
+    view(folder)
+
+
+@pytest.mark.root
+def test_a_full_disk_is_said_when_a_run_begins_or_resumes(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "paceline-test", disk], check=True)
+    try:
+        (disk / "run").mkdir()
+        write_events(disk / "run", EVENTS)
+        with suppress(OSError), (disk / "rest").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", "run", "--run-dir", disk / "run", "train.py"],
+            capture_output=True,
+            text=True,
+        )
+        what = f"paceline: the run folder {disk}/run could not be written to: No space left on device"
+        assert (done.returncode, done.stderr) == (2, f"{what}; free some space or choose another --run-dir\n")
+    finally:
+        subprocess.run(["umount", disk], check=True)

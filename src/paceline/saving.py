@@ -425,7 +425,10 @@ class Saving:
         """
         if self.storage is None or saved.get("closed") is None or "model" in saved:
             return saved
-        line: dict[str, Any] = {"tree": {"trainers": [{}] * number + [{"closed": saved["closed"]}]}}
+        line: dict[str, Any] = {
+            "step": saved["closed"],
+            "tree": {"trainers": [{}] * number + [{"closed": saved["closed"]}]},
+        }
         last = ended_in(line, self.storage, say)[number]
         return {**unflatten(trainers_in(last.manifest)[number], last.tensors(mapped=True)), **saved}
 

@@ -220,10 +220,16 @@ def _find_wrong(manifest: Any) -> str:
 
 
 def trainers_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a checkpoint has saved of each trainer. CheckpointError: version 1 wrote it, or nothing of a run."""
+    """What a checkpoint has saved of each trainer. CheckpointError: no run of version 2 wrote it, or it is damaged."""
+    from paceline.checkpoint.forms import SavedTree  # needs msgspec
+
     if "tree" not in manifest:
         what = f"the checkpoint of step {manifest['step']} holds tensors, and no trainers"
         raise CheckpointError(what, "choose one that a run wrote")
+    if wrong := find_wrong({"tree": manifest["tree"]}, dict[str, SavedTree]):
+        raise CheckpointError(
+            f"the checkpoint of step {manifest['step']} is damaged: {wrong}", "take another checkpoint"
+        )
     found: list[dict[str, Any]] = manifest["tree"]["trainers"]
     return found
 

@@ -114,7 +114,7 @@ class Manifest(TypedDict):
     step: Size
     files: dict[str, SavedFile]
     tensors: dict[str, SavedTensor]
-    tree: NotRequired[SavedTree]
+    tree: NotRequired[Any]  # a SavedTree where a run wrote it
     written: NotRequired[str]
     plan: NotRequired[str]
     workers: NotRequired[Size]
