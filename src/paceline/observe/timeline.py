@@ -180,8 +180,8 @@ def _ties(spans: Sequence[Span]) -> Iterator[Span]:
     """Flows through the same collective on several workers, which begin where it does on each."""
     alike: dict[tuple[Any, ...], list[Span]] = defaultdict(list)
     for span in spans:
-        if number := span["args"]["number"]:
-            alike[span["args"]["group"], number, span["name"]].append(span)
+        if number := span["args"].get("number"):
+            alike[span["args"].get("group"), number, span["name"]].append(span)
     for number, together in enumerate(_meetings(alike)):
         for turn, span in enumerate(together):
             how = "s" if turn == 0 else "f" if turn == len(together) - 1 else "t"
