@@ -219,7 +219,7 @@ def _changes(summary: Summary, trainer: Any) -> list[_Change]:
     # Micro-batches that may be merged are divided as well: then those that are dealt evenly are, to the row.
     even = any("may be merged" in str(event.get("what")) for event in summary.decisions)
     even &= max(shares, default=0) - min(shares, default=0) <= 1
-    begin: Mapping[int, float] = {} if even or grid.get("unit", 1) > 1 else dict(enumerate(shares))
+    begin: Mapping[int, float] = {} if even or (grid.get("unit") or 1) > 1 else dict(enumerate(shares))
     later = [event for event in summary.shares if event.get("trainer") == trainer]
     parts = [
         (int(event.get("step") or 0), dict(zip(event["workers"], event["parts"], strict=False))) for event in later

@@ -91,7 +91,7 @@ class Summary:
         known = {e.get("trainer"): e for e in last if e["event"] == "figures"} or {0: {}}  # the last of each
         grids = {grid.get("trainer"): grid for grid in self.grids}
         plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
-        shown = (event for event in plans if event.get("workers", 1) > 1 or event.get("measured"))
+        shown = (event for event in plans if (event.get("workers") or 1) > 1 or event.get("measured"))
         self.explained = {event.get("trainer", 0): Explained.of(event) for event in shown if event.get("plan")}
         self.drawn = [told for told in self.explained.values() if told.workers > 1]
         self.codecs = list({event.get("trainer"): event for event in last if event["event"] == "codec"}.values())

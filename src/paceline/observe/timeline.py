@@ -74,7 +74,7 @@ class Timeline:
                 self.offsets[event["host"]] = event["offset"]
                 self.workers |= dict.fromkeys(event["workers"], event["host"])
             elif event["event"] == "worker":
-                self.workers[event["worker"]] = event["host"]
+                self.workers[event["worker"]] = event.get("host") or ""
             elif event["event"] == "step":
                 self.workers |= {int(w): "" for w in event.get("computed") or {} if int(w) not in self.workers}
         self.workers |= {about["worker"]: about["host"] for about, _ in flights}
