@@ -507,7 +507,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("checkpoints", saved),
             *(("lost", _lost(event)) for event in s.lost),
             *(
-                ("healed", f"{ranks(e['workers'])}, after step {e['step']}: {', '.join(e['tensors'])}")
+                ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")
                 for e in s.healed
             ),
             ("too late", _late(s.late)),
