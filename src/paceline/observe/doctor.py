@@ -304,8 +304,8 @@ def _called(records: Sequence[Event]) -> Iterator[str]:
 
 def _hangs(event: Event) -> Verdict:
     """It stands still now."""
-    worker, busy = event["worker"], "busy" if event["busy"] else "waiting"
-    line = f"no progress for {event['seconds']:.0f} s: {busy} at {event['line'] or 'an unknown line'}"
+    worker, busy = event["worker"], "busy" if event.get("busy") else "waiting"
+    line = f"no progress for {event['seconds']:.0f} s: {busy} at {event.get('line') or 'an unknown line'}"
     return Verdict("hang", f"worker {worker} hangs", worker, (line,), f"see RUN/stacks/worker-{worker}.txt")
 
 

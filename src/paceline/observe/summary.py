@@ -411,7 +411,7 @@ def _late(events: list[Event]) -> str:
     for island in sorted({str(i) for e in events for i in (*(e.get("late") or ()), *(e.get("missed") or ()))}):
         times = sum(int(island) in (event.get("late") or ()) for event in events)
         rows = sum((event.get("missed") or {}).get(island, [0, 0, 0])[2] for event in events)
-        rows += sum(event["rows"] for event in events if str(event.get("island")) == island)
+        rows += sum(event.get("rows") or 0 for event in events if str(event.get("island")) == island)
         told.append(f"island {island} for {plural(times, 'merge')}, {plural(rows, 'row')} not trained on")
     return "; ".join(told)
 
