@@ -31,15 +31,15 @@ class FlightHead(TypedDict):
 
     worker: Annotated[int, Meta(ge=0, le=2**40)]
     host: str
-    at: Annotated[float, Meta(ge=0, le=1e11)]
+    at: NotRequired[Annotated[float, Meta(ge=0, le=1e11)]]
 
 
 class FlightRecord(TypedDict):
     name: str
     group: str | None
-    begun: Annotated[float, Meta(ge=0, le=1e11)]
-    ended: Annotated[float, Meta(ge=0, le=1e11)] | None
-    number: Whole | None
+    begun: NotRequired[Annotated[float, Meta(ge=0, le=1e11)]]
+    ended: NotRequired[Annotated[float, Meta(ge=0, le=1e11)] | None]
+    number: NotRequired[Whole | None]
 
 
 class TokenShard(TypedDict):

@@ -141,11 +141,11 @@ class Timeline:
     def _collectives(self) -> Iterator[Span]:
         for about, records in self.flights:
             offset, free = self.offsets.get(about["host"], 0.0), list[float]()  # when each lane is free
-            for record in records:
+            for record in (record for record in records if "begun" in record):
                 begin = record["begun"] + offset
-                end = max(begin, (record["ended"] or about["at"]) + offset)
+                end = max(begin, (record.get("ended") or about.get("at") or record["begun"]) + offset)
                 args = {key: record.get(key) for key in ("group", "number", "site", "bytes", "failed")}
-                args |= {} if record["ended"] else {"ended": "not yet"}
+                args |= {} if record.get("ended") else {"ended": "not yet"}
                 place = {"pid": about["worker"] + 1, "tid": COLLECTIVES + _lane(free, begin, end)}
                 yield _span(record["name"], "collective", begin, end, args, **place)
 
