@@ -330,15 +330,18 @@ def test_errors_of_sources(tmp_path: Path) -> None:
         f"{folder} holds its weights in pytorch_model.bin, which may run code when it is read; {convert}"
     )
     index = folder / "model.safetensors.index.json"
-    for text in (
-        "",
-        "[]",
-        '{"weight_map": {"a": "../m.safetensors"}}',
-        '{"weight_map": {"a": 3}}',
-        '{"weight_map": 3}',
+    outside = "expected str of another form"
+    for text, why in (
+        ("", "Expecting value: line 1 column 1 (char 0)"),
+        ("[]", "expected object, got array"),
+        ('{"weight_map": {"a": "../m.safetensors"}}', f"weight_map.a: {outside}"),
+        ('{"weight_map": {"a": "b.safetensors", "c d": 3}}', 'weight_map["c d"]: expected str, got int'),
+        ('{"weight_map": 3}', "weight_map: expected object, got int"),
+        ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', 'the name "a" is there twice'),
+        ("[" * 100_000 + "]" * 100_000, "it is nested too deeply"),
     ):
         index.write_text(text)
-        assert refusal(CheckpointError, import_model, folder, run) == f"{index} is damaged; {again}"
+        assert refusal(CheckpointError, import_model, folder, run) == f"{index} is damaged: {why}; {again}"
     sharded(folder, {"a": torch.ones(2)}, {"b": torch.ones(2)})
     second = folder / "model-00002-of-00002.safetensors"
     second.unlink()

@@ -136,7 +136,10 @@ def test_a_run_elsewhere_is_watched_in_the_terminal(tmp_path: Path, capsys: pyte
         assert run.ask("/journal", Cookie=run.session().partition(";")[0])[0] == 401  # no page reads it
         assert run.ask("/journal?from=x", **given)[0] == 400
         assert run.ask("/journal?from=100", **given)[2].encode() == journal[100:]
-        assert run.ask(f"/journal?from={len(journal)}", **given)[2] == ""
+        for beyond in (len(journal), 999999999999999, 10**300):
+            assert run.ask(f"/journal?from={beyond}", **given)[::2] == (200, "")
+        for none in ("-1", "1.5", "%ff", "", "1" * 1000):
+            assert run.ask(f"/journal?from={none}", **given)[0] == 400
         watched = ["watch", "--once", "--key-file", str(tmp_path / KEY)]
         assert main([*watched, f"127.0.0.1:{run.port}"]) == main([*watched, str(tmp_path)]) == 0
         there, here = re.findall(r"(?s)(.*?\n)event \d+ of .*?\n", capsys.readouterr().out)

@@ -516,16 +516,16 @@ EVIL = "<script>alert('x')</script>\"&"
 def test_everything_of_the_users_is_escaped(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.write("start", script=EVIL, argv=[EVIL], plan=EVIL, plan_origin=EVIL, versions={EVIL: EVIL}, hosts=[EVIL])
-    journal.write("grid", text=EVIL, shares=[EVIL])
+    journal.write("grid", text=EVIL, shares=[1])
     journal.write("decision", what=EVIL, why=EVIL)
     for done in (1, 2):
-        for trainer in (EVIL, "b"):
+        for trainer in (0, 1):
             fields = {"time": {EVIL: 1.0}, "waited_for": {EVIL: 1.0}, "metrics": {EVIL: 1.0 * done}}
             journal.write("step", **step(done, trainer=trainer, **fields))
-        journal.write("evaluate", trainer=EVIL, step=done, results={EVIL: float(done)})
+        journal.write("evaluate", trainer=0, step=done, results={EVIL: float(done)})
         journal.write("log", step=done, values={EVIL: EVIL, "c": 1.0})
     journal.write("checkpoint", step=2, path=EVIL, seconds=1.0)
-    journal.write("failed", worker=EVIL, host=EVIL, cause=EVIL, text=EVIL)
+    journal.write("failed", worker=1, host=EVIL, cause=EVIL, text=EVIL)
     write_report(tmp_path)
     page = read_page(tmp_path)
     assert "script" not in {tag for tag, _ in page.tags}

@@ -59,6 +59,7 @@ BORROWED = (
     "torch",
     "numpy",
     "safetensors",
+    "msgspec",
     "tornado",
     "rich",
 )  # what the wheel requires, lent by the environment of the tests

@@ -249,7 +249,7 @@ def index_with(folder: Path, **changed: object) -> None:
     (folder / "tokens.json").write_text(json.dumps(told | changed))
 
 
-CONTRADICTS = "{t}/tokens.json contradicts itself or lacks a part; make it again with `paceline tokenize`"
+CONTRADICTS = "{t}/tokens.json contradicts itself or lacks a part{}; make it again with `paceline tokenize`"
 NO_FILE = "give a token file, or a folder that `paceline tokenize` has finished"
 SHARD = {"file": "00000.bin", "tokens": 10, "bytes": 20, "sha256": ""}
 REFUSED = [
@@ -333,15 +333,15 @@ REFUSED = [
         "{t}/tokens.json is no index of tokens; make it with `paceline tokenize`",
     ),
     *(
-        (lambda t, changed=changed: (index_with(t, **changed), Tokens(t, 2)), DatasetError, CONTRADICTS)
-        for changed in (
-            {"dtype": "float32"},
-            {"dtype": "uint32"},
-            {"shards": []},
-            {"shards": [SHARD | {"tokens": 9}]},
-            {"shards": [SHARD | {"file": "../00000.bin"}]},
-            {"shards": [{"file": "00000.bin"}]},
-            {"vocabulary": None},
+        (lambda t, wrong=wrong: (index_with(t, **wrong), Tokens(t, 2)), DatasetError, CONTRADICTS.replace("{}", why))
+        for wrong, why in (
+            ({"dtype": "float32"}, " (dtype: invalid enum value 'float32')"),
+            ({"dtype": "uint32"}, ""),
+            ({"shards": []}, " (shards: expected array of length >= 1)"),
+            ({"shards": [SHARD | {"tokens": 9}]}, ""),
+            ({"shards": [SHARD | {"file": "../00000.bin"}]}, " (shards[0].file: expected str of another form)"),
+            ({"shards": [{"file": "00000.bin"}]}, " (shards[0]: object missing required field tokens)"),
+            ({"vocabulary": None}, " (vocabulary: expected int, got null)"),
         )
     ),
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -469,6 +470,9 @@ def _misplaced(usage: str, arguments: Sequence[str] = (), quiet: bool = False, *
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # names of files need not be UTF-8
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     own: list[str] = []
     if words[:1] in (["check"], ["chaos"], ["explain"]) and "--" in words:  # argparse would refuse them behind options
         cut = words.index("--")

@@ -74,6 +74,10 @@ class CheckpointError(PacelineError):
     """A checkpoint cannot be written, read or verified."""
 
 
+class FormatError(PacelineError):
+    """A file or a message is not what its format says: which, and in which field."""
+
+
 class OutOfMemoryError(PacelineError):
     """A worker's memory is too small for what the plan makes it hold."""
 

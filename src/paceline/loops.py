@@ -82,6 +82,11 @@ class Phase:
     outer: Phase | None = None  # the loop in whose body this one was made
     site: str = ""  # the user's line, until it is gone through
 
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Phase:
+        """What `saved` gave, maybe to a later version, which knows of more."""
+        return cls(**{one.name: saved[one.name] for one in dataclasses.fields(cls) if one.name in saved})
+
     def saved(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("outer", "site")}
 

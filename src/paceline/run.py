@@ -129,15 +129,20 @@ class Run:
             step, self._from, tensors = found
             self.resumed: int | None = step
             self.tree = unflatten(self._from["tree"], tensors)
-            self.results = pytree.tree_map_only(torch.Tensor, torch.clone, list(self.tree["results"]))
-            self._streams = self._from["streams"]
+            self.results = pytree.tree_map_only(torch.Tensor, torch.clone, list(self.tree.get("results", ())))
+            self._streams = self._from.get("streams", [])
         else:
             self.resumed = None
         self.imported: str = self._from.get("imported", "") if self._from is not None else ""
         self.passing = self._from is not None and not self.imported  # what was done before is not done again
         if self._from is not None and self.passing:
-            refuse_other_script(self._from.get("script_name", ""), self._from["script"], self.folder or place)
-        if self._from is not None and self.passing and self.main and (changed := changed_since(self._from["script"])):
+            refuse_other_script(self._from.get("script_name", ""), self._from.get("script", ""), self.folder or place)
+        if (
+            self._from is not None
+            and self.passing
+            and self.main
+            and (changed := changed_since(self._from.get("script", "")))
+        ):
             self.say(changed)  # it continues
         self._may_handle = threading.current_thread() is threading.main_thread()
         # With an agent, SIGUSR2 is its word that the whole run is to stop; the others tell this worker alone to leave.

@@ -34,13 +34,14 @@ from paceline.checkpoint.files import (
     give_up,
     layout,
     new_attempt,
+    trainers_in,
     whole_shapes,
     with_ended,
     write_error,
 )
 from paceline.checkpoint.saver import Background, Part
 from paceline.checkpoint.storage import Folder, Storage
-from paceline.checkpoint.tree import flatten_pieces, pack, unflatten, unpack
+from paceline.checkpoint.tree import flatten_pieces, pack, reading, unflatten, unpack
 from paceline.errors import CheckpointError
 from paceline.pieces import Held
 from paceline.pulse import PULSE
@@ -424,16 +425,21 @@ class Saving:
         """
         if self.storage is None or saved.get("closed") is None or "model" in saved:
             return saved
-        line: dict[str, Any] = {"tree": {"trainers": [{}] * number + [{"closed": saved["closed"]}]}}
+        line: dict[str, Any] = {
+            "step": saved["closed"],
+            "tree": {"trainers": [{}] * number + [{"closed": saved["closed"]}]},
+        }
         last = ended_in(line, self.storage, say)[number]
-        return {**unflatten(last.manifest["tree"]["trainers"][number], last.tensors(mapped=True)), **saved}
+        return {**unflatten(trainers_in(last.manifest)[number], last.tensors(mapped=True)), **saved}
 
     @PULSE.waiting()
     def look(self, say: Callable[[str], None]) -> tuple[int, Any] | None:
         """Step and tree of the newest good checkpoint, as this worker sees it."""
         try:
             found = find_checkpoint(self.storage, say) if self.storage is not None else None
-            return None if found is None else (found.step, unflatten(found.manifest["tree"], found.tensors()))
+            if found is None or not trainers_in(found.manifest):
+                return None
+            return found.step, unflatten(found.manifest["tree"], found.tensors())
         except CheckpointError as error:
             say(str(error))
             return None
@@ -498,10 +504,11 @@ def user_streams() -> dict[str, Any]:
 
 def load_user_streams(saved: dict[str, Any]) -> None:
     """Brings back what `user_streams` returned."""
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
-    if "cuda" in saved and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["cuda"]), dtype=torch.uint8))
-    form, keys, gauss = saved["random"]
-    random.setstate((form, tuple(keys), gauss))
-    if "numpy" in saved and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(tuple(saved["numpy"]))
+    with reading():
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
+        if "cuda" in saved and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["cuda"]), dtype=torch.uint8))
+        form, keys, gauss = saved["random"]
+        random.setstate((form, tuple(keys), gauss))
+        if "numpy" in saved and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(tuple(saved["numpy"]))

@@ -50,7 +50,7 @@ from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
 from paceline.descriptions import Description, compare, describe_model, describe_optimizers
 from paceline.ended import Ended, refuse_calls, release
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
 from paceline.evaluate import Sweep, evaluate
 from paceline.following import PlateauFollower
 from paceline.hints import Hinting
@@ -791,6 +791,10 @@ class Trainer(Telling):
                 fits = adopted(self.model, mine["model"], self._number, self._run.imported, self._job.cuts)
                 self._replica.load({"model": fits})
             return
+        missing = {"model", "phases", "stopped", "state"} - mine.keys()
+        if missing and newcomer and "closed" not in mine:
+            what = f"the checkpoint holds no {min(missing)} of trainer {self._number}, which has done steps"
+            raise CheckpointError(what, "take another checkpoint, or start anew in another --run-dir")
         if newcomer and (step := self._run.resumed) is not None:
             checkpoint = f"checkpoint of step {step} in {self._run.folder or 'memory'}"
             refuse_another_model(self.model, mine["model"], self._number, checkpoint, self._job.cuts)
@@ -803,13 +807,13 @@ class Trainer(Telling):
             return
         self._replica.own.take(mine.get("own") or {})
         self._seed = self._job.seed = self._said.go_on(mine.get("said"), self._run.say)
-        self._phases = [Phase(**phase) for phase in mine["phases"]]
+        self._phases = [Phase.of(phase) for phase in mine["phases"]]
         self._stopped = mine["stopped"]
         self.best.restore(mine.get("best"))
         kept = pytree.tree_map_only(torch.Tensor, torch.clone, mine["state"])
         self.state.restore(kept, own_copies(kept, self._job, mine.get("whole") or ()))
         self.mark_copies()
-        if mine["grid"] and self._grid:
+        if mine.get("grid") and self._grid:
             before, now, done = Grid(*mine["grid"]), self._grid, self.steps_done
             self._grid = resumed_grid(before, now, self.plan.micro, done, self._run.say)
             self._stepper.regrid(self._grid, before.global_batch)

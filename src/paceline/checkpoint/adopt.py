@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,9 @@ from paceline.checkpoint.files import checkpoints_of, list_checkpoints, write_ch
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.tensorfile import size_text
 from paceline.checkpoint.tree import flatten
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, FormatError, UsageError
 from paceline.pieces import Cut
+from paceline.schema import read_json
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _GIVE = "give a .safetensors file, or a folder with model.safetensors or its index"
@@ -77,17 +77,16 @@ def _files(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
             raise UsageError(f"{source} is not a .safetensors file, and no other is read: they may run code", _CONVERT)
         yield source, None
     elif (source / _INDEX).exists():
+        from paceline.checkpoint.forms import Index  # needs msgspec
+
         by_file: dict[str, list[str]] = {}
         try:
-            for name, file in json.loads((source / _INDEX).read_bytes())["weight_map"].items():
+            for name, file in read_json(source / _INDEX, Index, str(source / _INDEX), _AGAIN)["weight_map"].items():
                 by_file.setdefault(file, []).append(name)
-            outside = [file for file in by_file if Path(file).name != file or not file.endswith(".safetensors")]
+        except FormatError as error:
+            raise CheckpointError(error.what, error.cure) from error
         except OSError as error:
             raise CheckpointError(f"{source / _INDEX} could not be read: {error.strerror}", _AGAIN) from error
-        except (ValueError, KeyError, TypeError, AttributeError):
-            outside = [_INDEX]
-        if outside:
-            raise CheckpointError(f"{source / _INDEX} is damaged", _AGAIN)
         yield from ((source / file, names) for file, names in by_file.items())
     elif (source / _SINGLE).exists():
         yield source / _SINGLE, None

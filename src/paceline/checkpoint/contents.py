@@ -26,12 +26,14 @@ from paceline.checkpoint.files import (
     ended_in,
     list_checkpoints,
     open_checkpoint,
+    trainers_in,
     with_ended,
 )
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tensorfile import DTYPES, size_text
-from paceline.checkpoint.tree import unflatten
-from paceline.errors import CheckpointError
+from paceline.checkpoint.tree import reading, unflatten
+from paceline.errors import CheckpointError, FormatError
+from paceline.schema import parse
 
 _KINDS = {name: dtype for dtype, name in DTYPES.items()}
 _OPEN = "not finished"
@@ -58,11 +60,13 @@ def inspect_run(run_dir: str | Path, step: int | None = None, tensors: bool = Fa
     if chosen is None:
         reasons = ", ".join(f"step {number} ({said})" for number, _, said in looks if step in (None, number))
         raise CheckpointError(f"no checkpoint in {storage} is whole: {reasons}", "restore one from a copy")
+    with reading():
+        facts = _facts(chosen)
     told = {
         "run": str(run_dir),
         "checkpoints": [_listing(storage, *look, sizes[look[1]]) for look in looks],
         "best": list(best_of(found for _, _, found in looks).values()),
-        **_facts(chosen),
+        **facts,
     }
     if tensors:
         told["tensors"] = {name: _tensor(entry) for name, entry in sorted(chosen.manifest["tensors"].items())}
@@ -80,8 +84,8 @@ def _look(storage: Storage, step: int, folder: str) -> Checkpoint | str:
 def _listing(storage: Storage, step: int, folder: str, found: Checkpoint | str, size: int) -> dict[str, Any]:
     damage = found if isinstance(found, str) else None
     written = ""
-    with suppress(OSError, ValueError, AttributeError):  # of a damaged one too, if that is not where the damage is
-        written = json.loads(storage.read(folder, MANIFEST)).get("written", "")
+    with suppress(OSError, FormatError, AttributeError):  # of a damaged one too, if that is not where the damage is
+        written = str(parse(storage.read(folder, MANIFEST), MANIFEST).get("written", ""))
     path = f"{storage}/{folder}"
     return {"step": step, "written": written, "bytes": size, "whole": damage is None, "damage": damage, "path": path}
 
@@ -94,7 +98,7 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
     tensors = {name: _tensor(entry) for name, entry in manifest["tensors"].items()}
     given = {name: manifest.get(name) for name in ("format", "plan", "workers", "versions", "imported")}
     files = [{"name": name, **entry} for name, entry in manifest["files"].items()]
-    trainers = [_trainer(saved, tensors) for saved in manifest["tree"]["trainers"]]
+    trainers = [_trainer(saved, tensors) for saved in trainers_in(manifest)]
     return {"step": found.step, **given, "trainers": trainers, "files": files}
 
 
@@ -114,7 +118,7 @@ def _trainer(saved: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     optimizers = saved.get("optimizers", [])
     groups = [group for optimizer in optimizers for group in optimizer["groups"]]
     trained = {name for group in groups for param in group["params"] for name in _names(model.get(param))}
-    weights = set(_names(model))
+    weights = {name for part in model.values() for name in _names(part)}  # a parameter may be called $tensor
     grid, state = saved.get("grid"), _entries(saved.get("state", {}))
     return {
         "steps": saved.get("steps", 0),

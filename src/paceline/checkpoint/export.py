@@ -28,6 +28,7 @@ from paceline.checkpoint.files import (
     grouped,
     list_checkpoints,
     open_checkpoint,
+    trainers_in,
     with_ended,
     write_cure,
 )
@@ -35,8 +36,9 @@ from paceline.checkpoint.storage import flush_folder, write_file
 from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks, write_tensors
 from paceline.checkpoint.tree import unflatten
 from paceline.comm.group import Group
-from paceline.errors import CheckpointError, PacelineError, UsageError
+from paceline.errors import CheckpointError, FormatError, PacelineError, UsageError
 from paceline.pieces import Held
+from paceline.schema import read_json
 
 _MODE = 0o666  # the user's umask decides who may read an export, as it does for any file of theirs
 _MARK = "paceline-export.json"  # says which files of a folder an export wrote, and the next one may replace
@@ -156,7 +158,7 @@ def export_model(
     if found is None:
         raise no_checkpoint(run_dir, step)
     ended = ended_in(found.manifest, found.storage, lines.append)
-    trainers = with_ended(found.manifest, ended)["tree"]["trainers"]
+    trainers = trainers_in(with_ended(found.manifest, ended))
     if not 0 <= trainer < len(trainers) or "model" not in trainers[trainer]:
         what = f"there is no trainer {trainer} in step {found.step} of {run_dir}, which has {len(trainers)}"
         raise UsageError(what, "count trainers from 0, in the order in which the script makes them")
@@ -247,8 +249,10 @@ def _refuse_others(out: Path) -> None:
     there = {path.name for path in out.iterdir()} if out.exists() else set()
     ours: set[str] = set()
     if _MARK in there:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            ours = {_MARK, *json.loads((out / _MARK).read_text())["files"]}
+        from paceline.checkpoint.forms import Mark  # needs msgspec
+
+        with contextlib.suppress(FormatError):
+            ours = {_MARK, *read_json(out / _MARK, Mark, _MARK)["files"]}
     if others := sorted(there - ours):
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         what = f"{out} holds what no export wrote: {', '.join(others[:3])}{more}"

@@ -28,8 +28,9 @@ from safetensors import SafetensorError, safe_open
 from paceline.checkpoint.deferred import Deferred
 from paceline.checkpoint.storage import Storage, storage_at
 from paceline.checkpoint.tensorfile import DTYPES, file_bytes, size_text, tensor_chunks
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, FormatError
 from paceline.pieces import Block, Cut, Held, Shards, assemble
+from paceline.schema import find_wrong, parse
 
 VERSION = 2
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
@@ -162,8 +163,8 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
     current = MANIFEST
     try:
         text = storage.read(folder, current)
-        manifest = json.loads(text)
-        version = manifest["format"]
+        manifest = parse(text, current)
+        version = manifest.get("format") if isinstance(manifest, dict) else None
         if isinstance(version, int) and version > VERSION:
             raise CheckpointError(
                 f"checkpoint of step {step} in {storage} has format version {version}, "
@@ -171,8 +172,12 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
                 "install the Paceline that wrote it, or choose another --run-dir",
             )
         body, _, seal = text.rpartition(_SEAL.encode())
-        if seal[:64].decode() != hashlib.sha256(body).hexdigest():
+        if version is None:
+            return f"{MANIFEST} cannot be read"
+        if seal[:64] != hashlib.sha256(body).hexdigest().encode():
             return f"{MANIFEST}: SHA-256 differs"
+        if wrong := _find_wrong(manifest):
+            return f"{MANIFEST}: {wrong}"
         if manifest["step"] != step:
             return f"{MANIFEST}: is of step {manifest['step']}"
         sizes = storage.sizes(folder)
@@ -192,9 +197,41 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
             cure = "see that it can be reached, then start again"
             raise CheckpointError(f"{storage}/{folder}/{current} could not be read: {error.strerror}", cure) from error
         return f"{current}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except FormatError:
         return f"{MANIFEST} cannot be read"
     return Checkpoint(step, storage, folder, manifest)
+
+
+def _find_wrong(manifest: Any) -> str:
+    """The first field of a manifest that is not what it must be, or names what is not there."""
+    from paceline.checkpoint.forms import Manifest  # needs msgspec
+
+    if wrong := find_wrong(manifest, Manifest):
+        return wrong
+    for name, entry in manifest["tensors"].items():
+        fits = ("parts" in entry) != ("file" in entry)
+        for file, at, shape in _places(entry) if fits else ():
+            ends = [*zip(at, shape, entry["shape"], strict=False)]
+            fits &= file in manifest["files"] and len(at) == len(shape) == len(entry["shape"])
+            fits &= all(begin + length <= whole for begin, length, whole in ends)
+        if not fits:
+            return f"tensors[{json.dumps(name)}] is not in the files"
+    return ""
+
+
+def trainers_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a checkpoint has saved of each trainer. CheckpointError: no run of version 2 wrote it, or it is damaged."""
+    from paceline.checkpoint.forms import SavedTree  # needs msgspec
+
+    if "tree" not in manifest:
+        what = f"the checkpoint of step {manifest['step']} holds tensors, and no trainers"
+        raise CheckpointError(what, "choose one that a run wrote")
+    if wrong := find_wrong({"tree": manifest["tree"]}, dict[str, SavedTree]):
+        raise CheckpointError(
+            f"the checkpoint of step {manifest['step']} is damaged: {wrong}", "take another checkpoint"
+        )
+    found: list[dict[str, Any]] = manifest["tree"]["trainers"]
+    return found
 
 
 def find_checkpoint(storage: Storage, say: Callable[[str], None], only: int | None = None) -> Checkpoint | None:
@@ -235,12 +272,12 @@ def ended_in(manifest: Mapping[str, Any], storage: Storage, say: Callable[[str],
     Raises CheckpointError where they are missing or damaged.
     """
     found = {}
-    for number, saved in enumerate(manifest["tree"]["trainers"]):
-        step = saved.get("closed") if isinstance(saved, dict) else None
+    for number, saved in enumerate(trainers_in(manifest)):
+        step = saved.get("closed")
         if step is not None:
             place = last_weights(storage, number)
             one = find_checkpoint(place, say, step)
-            if one is None:
+            if one is None or len(trainers_in(one.manifest)) <= number:
                 what = f"the weights that trainer {number} ended with are not in {place}/{folder_of(step)}"
                 raise CheckpointError(what, "restore them from a copy, or choose another --run-dir")
             found[number] = one
@@ -249,9 +286,9 @@ def ended_in(manifest: Mapping[str, Any], storage: Storage, say: Callable[[str],
 
 def with_ended(manifest: Mapping[str, Any], ended: Mapping[int, Checkpoint]) -> dict[str, Any]:
     """The manifest of a checkpoint, with the last weights of trainers that have ended in its tree and its tensors."""
-    trainers, tensors = list(manifest["tree"]["trainers"]), dict(manifest["tensors"])
+    trainers, tensors = list(trainers_in(manifest)), dict(manifest["tensors"])
     for number, one in ended.items():
-        trainers[number] = {**one.manifest["tree"]["trainers"][number], **trainers[number]}
+        trainers[number] = {**trainers_in(one.manifest)[number], **trainers[number]}
         tensors |= one.manifest["tensors"]
     return {**manifest, "tree": {**manifest["tree"], "trainers": trainers}, "tensors": tensors}
 

@@ -12,7 +12,8 @@ import collections
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -20,7 +21,7 @@ import torch
 
 from paceline.checkpoint.tensorfile import DTYPES
 from paceline.comm.shared import raw_bytes
-from paceline.errors import CheckpointError, UsageError, a
+from paceline.errors import CheckpointError, UsageError, a, first_line
 from paceline.pieces import Held
 
 _CURE = "keep numbers, text, tensors, or an object with state_dict()"
@@ -38,10 +39,12 @@ _TEXTS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
     int: ("$int", hex, lambda text: int(text, 16)),
     float: ("$float", lambda x: struct.pack(">d", x).hex(), lambda text: struct.unpack(">d", bytes.fromhex(text))[0]),
     bytes: ("$bytes", bytes.hex, bytes.fromhex),
-    torch.dtype: ("$dtype", lambda dtype: str(dtype).removeprefix("torch."), lambda name: getattr(torch, name)),
+    torch.dtype: ("$dtype", lambda dtype: str(dtype).removeprefix("torch."), lambda name: _dtype(name)),
     torch.device: ("$device", str, torch.device),
 }
 _READERS = {tag: read for tag, _, read in _TEXTS.values()}
+# What values raise that no `flatten` made.
+_MISREAD = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, struct.error)  # RecursionError is one
 _KEYS = (str, int, float, bool, type(None))
 _DEPTH = 100
 
@@ -161,15 +164,30 @@ def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The tree that `flatten` took apart: the same values, types (in their plain forms) and bits.
 
     Tensors are those given, not copies; one that occurred several times is the same object everywhere.
-    Raises CheckpointError where the skeleton names a tensor that is not there or a form that is not known.
+    Raises CheckpointError where the skeleton names a tensor that is not there or is none that `flatten` made.
     """
+    with reading():
+        return _unflatten(skeleton, tensors)
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """What a skeleton raises that `flatten` did not make becomes a CheckpointError."""
+    try:
+        yield
+    except _MISREAD as error:
+        what = f"the checkpoint holds a value that cannot be read ({type(error).__name__}: {first_line(error)[:80]})"
+        raise CheckpointError(what, "take another checkpoint") from error
+
+
+def _unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(skeleton, list):
-        return [unflatten(item, tensors) for item in skeleton]
+        return [_unflatten(item, tensors) for item in skeleton]
     if not isinstance(skeleton, dict):
         return skeleton
     tag = next(iter(skeleton), "")
     if not tag.startswith("$"):
-        return {key: unflatten(item, tensors) for key, item in skeleton.items()}
+        return {key: _unflatten(item, tensors) for key, item in skeleton.items()}
     value = skeleton[tag]
     if tag in _READERS:
         return _READERS[tag](value)
@@ -177,9 +195,9 @@ def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         case "$tensor" | "$array":
             return _fetch(skeleton, tensors)
         case "$tuple":
-            return tuple(unflatten(item, tensors) for item in value)
+            return tuple(_unflatten(item, tensors) for item in value)
         case "$dict":
-            return {unflatten(key, tensors): unflatten(item, tensors) for key, item in value}
+            return {_unflatten(key, tensors): _unflatten(item, tensors) for key, item in value}
         case "$scalar":
             return numpy.ndarray((), skeleton["dtype"], bytearray.fromhex(value))[()]
     raise CheckpointError(f"the checkpoint holds the unknown form {tag!r}", "read it with a newer Paceline")
@@ -194,8 +212,15 @@ def _fetch(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
         return numpy.ndarray(node["shape"], node["dtype"], bytearray(tensor.numpy().tobytes()))
     if "dtype" not in node:
         return tensor
-    dtype: torch.dtype = getattr(torch, node["dtype"])
+    dtype = _dtype(node["dtype"])
     return torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return found
 
 
 def pack(tree: Any) -> torch.Tensor:
@@ -221,7 +246,7 @@ def unpack(data: torch.Tensor, copy: bool = True) -> Any:
     skeleton, shapes = json.loads(bytes(data[8 : 8 + length].tolist()))
     tensors, at = {}, 8 + length
     for name, (dtype, shape) in shapes.items():
-        kind: torch.dtype = getattr(torch, dtype)
+        kind = _dtype(dtype)
         size = torch.Size(shape).numel() * kind.itemsize
         part = data[at : at + size].view(kind).view(shape)
         tensors[name] = part.clone() if copy else part

@@ -30,8 +30,9 @@ import numpy as np
 
 from paceline.checkpoint.storage import flush_folder
 from paceline.data.tokens import FORMAT, INDEX, read_index
-from paceline.errors import DatasetError, LaunchError, UsageError, first_line
+from paceline.errors import DatasetError, FormatError, LaunchError, UsageError, first_line
 from paceline.observe.figures import clock, number, plural, size_of
+from paceline.schema import parse, read_json
 
 PIECE = 1 << 20  # bytes of text that a process tokenizes at once
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -148,8 +149,8 @@ def _tokenizer(given: str) -> tuple[Any, bytes, str]:
     if path.is_file():
         text, name = path.read_bytes(), path.name
         try:
-            known = isinstance(json.loads(text)["model"], dict)
-        except (ValueError, KeyError, TypeError):
+            known = isinstance(parse(text, name)["model"], dict)
+        except (FormatError, KeyError, TypeError, IndexError):
             known = False
         if not known:
             raise UsageError(f"{given} is no tokenizer", "give a tokenizer.json of Hugging Face's tokenizers")
@@ -184,7 +185,9 @@ def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any
         if any(not path.name.startswith(".") for path in out.iterdir()):
             raise UsageError(f"{out} holds something else", "give a new folder as --out")
         _write(out / MADE_FROM, source)
-    before = json.loads((out / MADE_FROM).read_bytes())
+    from paceline.forms import MadeFrom  # needs msgspec
+
+    before = read_json(out / MADE_FROM, MadeFrom, str(out / MADE_FROM), "give a new folder as --out")
     differences = [
         f"{name} was {before['options'].get(name)!r} and is {value!r}"
         for name, value in source["options"].items()
@@ -230,11 +233,14 @@ def _make(
     out: Path, files: dict[str, tuple[int, int]], recipe: _Recipe, shard_tokens: int, workers: int
 ) -> dict[str, Any]:
     """Writes the shards that are missing; the parts of the index that tell of them."""
-    place: dict[str, int] = {"file": 0, "offset": 0, "skip": 0, "documents": 0}
+    place: dict[str, Any] = {"file": 0, "offset": 0, "skip": 0, "documents": 0}
     shards: list[dict[str, Any]] = []
     if (out / PROGRESS).exists():
-        progress = json.loads((out / PROGRESS).read_bytes())
-        place, shards = progress["next"], progress["shards"]
+        from paceline.forms import TokenProgress  # needs msgspec
+
+        cure = "remove it: the same command begins anew"
+        progress = read_json(out / PROGRESS, TokenProgress, str(out / PROGRESS), cure)
+        place, shards = dict(progress["next"]), [dict(shard) for shard in progress["shards"]]
     with ExitStack() as stack:
         pieces = _pieces(list(files), [size for size, _ in files.values()], place["file"], place["offset"])
         line = _Line([size for size, _ in files.values()], place, sum(shard["tokens"] for shard in shards))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import re
 from bisect import bisect_right
@@ -23,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.checkpoint.storage import failures
-from paceline.errors import DatasetError, UsageError, first_line
+from paceline.errors import DatasetError, FormatError, UsageError, first_line
+from paceline.schema import find_wrong, parse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,24 +192,20 @@ class Tokens:
 
 def read_index(text: bytes, where: str) -> dict[str, Any]:
     """Parses and checks ``tokens.json``. Raises DatasetError."""
+    from paceline.forms import TokenIndex  # needs msgspec
+
     try:
-        found = json.loads(text)
+        found = parse(text, where)
         version = found["format"]
-    except (ValueError, KeyError, TypeError):
+    except (FormatError, KeyError, TypeError, IndexError):
         raise DatasetError(f"{where} is no index of tokens", "make it with `paceline tokenize`") from None
     if version != FORMAT:
         what = f"{where} has format version {version}, and this Paceline reads {FORMAT}"
         raise DatasetError(what, "update Paceline, or make the folder again with `paceline tokenize`")
-    try:
-        width = np.dtype(found["dtype"]).itemsize
-        whole = found["dtype"] in DTYPES and found["vocabulary"] > 0 and {"end", "tokenizer"} <= set(found)
-        for shard in found["shards"]:  # a name leads nowhere but into the folder
-            plain = re.fullmatch(r"[\w-][\w.-]*", shard["file"]) is not None and isinstance(shard["sha256"], str)
-            whole = whole and plain and shard["tokens"] > 0 and shard["bytes"] == shard["tokens"] * width
-    except (KeyError, TypeError):
-        whole = False
-    if not whole or not found["shards"]:
-        raise DatasetError(f"{where} contradicts itself or lacks a part", "make it again with `paceline tokenize`")
+    wrong = find_wrong(found, TokenIndex)
+    if wrong or any(s["bytes"] != s["tokens"] * np.dtype(found["dtype"]).itemsize for s in found["shards"]):
+        why = f" ({wrong})" if wrong else ""
+        raise DatasetError(f"{where} contradicts itself or lacks a part{why}", "make it again with `paceline tokenize`")
     return dict(found)
 
 

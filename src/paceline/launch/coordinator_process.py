@@ -18,6 +18,7 @@ from typing import Any
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.processes import Child, die_with_us
 from paceline.observe.journal import NAME
+from paceline.schema import read_json
 from paceline.team.link import AWAY
 
 TAKE_OVER = "take-over"  # in the run folder: a wish that this host's agent keeps the coordinator from now on
@@ -49,8 +50,15 @@ def take_over(folder: Path) -> str:
 
 
 def _epoch(folder: Path) -> int:
-    path = folder / ADDRESS
-    return int(json.loads(path.read_text())["epoch"]) if path.exists() else 0
+    return listening_at(folder).get("epoch", 0) if (folder / ADDRESS).exists() else 0
+
+
+def listening_at(folder: Path) -> dict[str, Any]:
+    """Where the coordinator of a run listens, by its folder. OSError: it is not there; FormatError."""
+    from paceline.forms import Listening  # needs msgspec
+
+    cure = "restore it, or give HOST:PORT of the coordinator with --token-file"
+    return dict(read_json(folder / ADDRESS, Listening, str(folder / ADDRESS), cure))
 
 
 class CoordinatorProcess:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 import re
 import secrets
 import socket
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.coordinator_process import ADDRESS
+from paceline.launch.coordinator_process import listening_at
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.observe.traces import short
 from paceline.team.link import Link, RefusedError, UnsignedError
@@ -124,8 +123,8 @@ def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
     folder = Path(options.join)
     if folder.is_dir():
         try:
-            said = json.loads((folder / ADDRESS).read_text())
-        except (OSError, ValueError):
+            said = listening_at(folder)
+        except OSError:
             raise UsageError(f"no run to join was started in {folder}", "start it first, without --join") from None
         token = Path(options.token_file) if options.token_file else folder / NAME
         return (said["host"], said["port"]), read_token(token), folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import resource
@@ -41,6 +42,7 @@ from paceline.team.token import keep_token, make_token, read_token
 from paceline.world import parse_save_every, parse_shares, read_nodes, take_token, trainjob_server, variable
 
 PORT, PATIENCE = 29400, 300.0  # of the first of several nodes; seconds in which it is to begin
+FULL = errno.ENOSPC, errno.EDQUOT
 FILES = 8  # that are open for a worker: three pipes, two sockets, its log, its pidfd, its pulse
 
 
@@ -55,8 +57,14 @@ def launch(options: LaunchOptions) -> int:
         options = _as_node(options)
     _check(options)
     compared = Summary(Path(options.against)) if options.against else None
-    with Notifier(options.notify, options.script, partial(_say, options)) as notifier:
-        return _join(options, notifier) if options.join else _launch(options, compared, notifier)
+    try:
+        with Notifier(options.notify, options.script, partial(_say, options)) as notifier:
+            return _join(options, notifier) if options.join else _launch(options, compared, notifier)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        what = f"the run folder {options.run_dir or 'below runs/'} could not be written to: {error.strerror}"
+        raise LaunchError(what, "free some space or choose another --run-dir") from error
 
 
 def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier) -> int:
@@ -173,6 +181,8 @@ def _made() -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in FULL:  # which `launch` says
+            raise
         raise LaunchError(f"the run folder cannot be made ({error})", "give another --run-dir") from error
 
 

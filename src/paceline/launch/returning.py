@@ -117,7 +117,7 @@ def _answers(address: tuple[str, int], token: bytes) -> bool:
 
 def _how(folder: Path | None) -> str:
     ends = [] if folder is None else [e for e in read_journal(folder) if e["event"] in ("stopped", "finished")]
-    return f": {ends[-1]['event']} at step {ends[-1]['step']}" if ends else ""
+    return f": {ends[-1]['event']} at step {ends[-1].get('step')}" if ends else ""
 
 
 def logs(run: str, follow: bool, lines: int | None) -> int:

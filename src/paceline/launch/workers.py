@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import LaunchError
+from paceline.errors import FormatError, LaunchError
 from paceline.launch.failure import SIGNALS, USAGE, WEIGHTS
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.output import Output
@@ -30,6 +30,7 @@ from paceline.observe.journal import Journal
 from paceline.observe.stacks import Hung
 from paceline.observe.traces import before_the_trace, read_trace
 from paceline.pulse import View
+from paceline.schema import parse
 from paceline.team.coordinator import STOPPED
 from paceline.world import SERVERS, starts_cold, worker_environment
 
@@ -392,14 +393,15 @@ class Workers:
         *lines, worker.unread = (worker.unread + data).split(b"\n")
         for line in lines:
             try:
-                event = json.loads(line)
-                kind = event["event"]
-            except (ValueError, TypeError, KeyError):  # the script's own writing to a wrong descriptor
+                event = parse(line, "an event")
+                kind = str(event["event"])
+                pids = [int(pid) for pid in event["pids"]] if kind == "loaders" else []
+            except (FormatError, ValueError, TypeError, LookupError):  # the script's own writing to a wrong descriptor
                 continue
             worker.events[kind] = event
-            worker.loaders |= set(event["pids"]) if kind == "loaders" else set()
+            worker.loaders |= {*pids}
             if kind == "cold":
-                self._starts_cold(event["why"])
+                self._starts_cold(str(event.get("why")))
             self._told(worker, event)
 
     def _ended(self, worker: Worker) -> None:

@@ -143,7 +143,9 @@ def doctor(folder: Path) -> str:
 
 def usual_step(summary: Summary) -> UsualStep | None:
     """Of the first trainer's records; None where there is none yet, or of more workers than they tell of."""
-    records = [r for r in next(iter(summary.steps.values()), []) if r.get("steps") and r.get("computed")]
+    records = [
+        r for r in next(iter(summary.steps.values()), []) if r.get("steps") and r.get("computed") and r.get("seconds")
+    ]
     team = [record for record in records if record["computed"].keys() == records[-1]["computed"].keys()]
     if not team:
         return None
@@ -196,7 +198,7 @@ def _dealt(workers: Sequence[int], changes: Sequence[_Change], record: Event) ->
     """How many global batches each worker has computed in a record, in all, as they were dealt after each of the steps
     of `changes`. Where nobody says, all have equal parts.
     """
-    last, parts = int(record["step"]), dict.fromkeys(workers, 0.0)
+    last, parts = int(record.get("step") or 0), dict.fromkeys(workers, 0.0)
     first = last - record["steps"]
     for place in range(max(0, bisect_right(changes, first, key=lambda change: change[0]) - 1), len(changes)):
         at, said = changes[place]
@@ -217,9 +219,11 @@ def _changes(summary: Summary, trainer: Any) -> list[_Change]:
     # Micro-batches that may be merged are divided as well: then those that are dealt evenly are, to the row.
     even = any("may be merged" in str(event.get("what")) for event in summary.decisions)
     even &= max(shares, default=0) - min(shares, default=0) <= 1
-    begin: Mapping[int, float] = {} if even or grid.get("unit", 1) > 1 else dict(enumerate(shares))
+    begin: Mapping[int, float] = {} if even or (grid.get("unit") or 1) > 1 else dict(enumerate(shares))
     later = [event for event in summary.shares if event.get("trainer") == trainer]
-    parts = [(int(event["step"]), dict(zip(event["workers"], event["parts"], strict=False))) for event in later]
+    parts = [
+        (int(event.get("step") or 0), dict(zip(event["workers"], event["parts"], strict=False))) for event in later
+    ]
     return [(0, begin), *sorted(parts, key=lambda change: change[0])]
 
 
@@ -300,8 +304,8 @@ def _called(records: Sequence[Event]) -> Iterator[str]:
 
 def _hangs(event: Event) -> Verdict:
     """It stands still now."""
-    worker, busy = event["worker"], "busy" if event["busy"] else "waiting"
-    line = f"no progress for {event['seconds']:.0f} s: {busy} at {event['line'] or 'an unknown line'}"
+    worker, busy = event["worker"], "busy" if event.get("busy") else "waiting"
+    line = f"no progress for {event['seconds']:.0f} s: {busy} at {event.get('line') or 'an unknown line'}"
     return Verdict("hang", f"worker {worker} hangs", worker, (line,), f"see RUN/stacks/worker-{worker}.txt")
 
 

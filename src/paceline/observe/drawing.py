@@ -152,7 +152,7 @@ def _schedule(told: Explained) -> Box:
             inner += _rect("k4" if ahead else "k5", x + 0.5, down, max(wide - 1, 0.5), 20, what)
             inner += _text(x + wide / 2, down + 14, str(action.micro_batch), "on", "middle") * (wide > 14)
         if told.waited is not None:
-            most = [took(max(told.measured[rank][key] for rank in some)) for key in ("seconds", "waited")]
+            most = [took(max(told.measured[rank].get(key) or 0.0 for rank in some)) for key in ("seconds", "waited")]
             inner += _text(NAMED + STEP + 10, down + 14, ", waited ".join(most), "soft")
         down += 26
     return NAMED + STEP + 150 * (told.waited is not None), down, inner

@@ -86,6 +86,8 @@ class Explained:
         self.stages, self.predicted, self.measured = (
             list[Event](event.get(name) or ()) for name in ("stages", "predicted", "measured")
         )
+        if min(len(self.predicted or self.measured), len(self.measured or self.predicted)) < self.mesh.replica:
+            self.predicted = self.measured = []  # they are those of another team
         waited = sum(one.get("waited") or 0.0 for one in self.measured)
         busy = sum(one.get("seconds") or 0.0 for one in self.measured)
         self.waited = waited / (waited + busy) if busy else None  # the part of a step, as measured
@@ -105,9 +107,14 @@ class Explained:
 
     def schedule(self, most: int) -> Simulated:
         """A step of a unit with the seconds of its stages where they are known, or as if all took equally long."""
-        taken = [(stage["forward"], stage["backward"]) for stage in self.stages if "forward" in stage]
+        taken = [
+            (stage["forward"], stage["backward"]) for stage in self.stages if {"forward", "backward"} <= stage.keys()
+        ]
+        taken = taken if len(taken) == self.kind[1] * self.kind[2] and sum(map(sum, taken)) > 0 else []
         if self.waited is not None:  # a backward takes about twice as long as a forward
-            taken = [(s, 2 * s) for s in (self.measured[some[0]]["seconds"] for some in self.lines)] * self.kind[2]
+            taken = [
+                (s, 2 * s) for s in (self.measured[some[0]].get("seconds") or 0.0 for some in self.lines)
+            ] * self.kind[2]
         forward, backward = zip(*(taken or [(1.0, 2.0)] * self.kind[1] * self.kind[2]), strict=True)
         return simulate(table(*self.kind, min(self.each, most)), forward, backward)
 

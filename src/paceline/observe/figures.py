@@ -21,6 +21,11 @@ def number(value: float | None) -> str:
     return f"{value:#.4g}" if abs(value) >= 0.1 else f"{value:.3g}"
 
 
+def rounded(value: float) -> float:
+    """`value` rounded to a whole number; infinity as it is."""
+    return round(value) if math.isfinite(value) else value
+
+
 def clock(seconds: float) -> str:
     """Time left: `0:34`, `12:05`, `1:02:03`."""
     whole = round(seconds)

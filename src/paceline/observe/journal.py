@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.errors import UsageError
+from paceline.errors import FormatError, UsageError
 
 VERSION = 1
 NAME = "journal.jsonl"
@@ -152,8 +152,9 @@ class Journal:
             event = event_of(line) if b'"st' in line else {}
             if event.get("event") == "start":
                 most = min(most, event.get("resumed_from") or 0)
-            elif event.get("event") == "step" and event.get("trainer") == trainer and event["step"] <= most:
-                return int(event["step"])
+            step: int = event.get("step") or 0
+            if event.get("event") == "step" and event.get("trainer") == trainer and step <= most:
+                return step
             if not most:
                 break
         return 0
@@ -182,12 +183,13 @@ def added(before: Event, after: Event) -> Event:
 
 
 def event_of(line: bytes) -> Event:
-    """What a line holds; nothing where a crash tore it."""
+    """What a line holds; nothing where a crash tore it, or something changed it: a run goes on without."""
+    from paceline.observe.events import read_event  # needs msgspec
+
     try:
-        event = json.loads(line)
+        return read_event(line)
     except ValueError:
         return {}
-    return event if isinstance(event, dict) and "event" in event else {}
 
 
 def lines_from_end(path: Path, since: int = 0) -> Iterator[bytes]:
@@ -215,15 +217,19 @@ class Reader:
     steps, neighbours are added up.
     """
 
-    def __init__(self, folder: Path, at: int = 0) -> None:
-        self._path, self.at, self.number = folder / NAME, at, 0
+    def __init__(self, folder: Path, at: int = 0, damaged: bool = True) -> None:
+        """Without `damaged`, lines with wrong fields are skipped: a training does not end for them."""
+        self._path, self.at, self.number, self._damage = folder / NAME, at, 0, damaged
         self.events: list[Event] = []
         self._steps, self._most = 0, APART
 
     def news(self) -> Iterator[tuple[int, Event]]:
         """The events since the last time, each with the byte where its line begins. Lines torn by a crash in mid-write
-        are skipped, one without its end is left for later. UsageError: the journal is of a later version.
+        are skipped, one without its end is left for later. UsageError: the journal is of a later version; FormatError:
+        a field of an event is not what it must be.
         """
+        from paceline.observe.events import read_event  # needs msgspec
+
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -231,14 +237,24 @@ class Reader:
             for line in file:
                 if not line.endswith(b"\n"):
                     return
+                try:
+                    event = read_event(line)
+                except ValueError as error:
+                    if self._damage:
+                        raise self._damaged(str(error)) from error
+                    event = {}
                 start, self.at = self.at, self.at + len(line)
-                event = event_of(line)
                 if event.get("event", "journal") != "journal":
                     self.number += 1
                     yield start, event
                 elif event.get("version", VERSION) > VERSION:
                     what = f"{self._path} is of version {event['version']}, this Paceline reads up to {VERSION}"
                     raise UsageError(what, "install a newer Paceline")
+
+    def _damaged(self, why: str) -> FormatError:
+        with self._path.open("rb") as file:
+            number = 1 + sum(file.read(min(BLOCK, self.at - at)).count(b"\n") for at in range(0, self.at, BLOCK))
+        return FormatError(f"{self._path} is damaged in line {number}: {why}", "remove that line; the others are read")
 
     def read(self) -> list[Event]:
         """All events until now, oldest first; none where there is no journal."""

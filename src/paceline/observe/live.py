@@ -17,6 +17,7 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import os
 import re
 import secrets
 from collections import deque
@@ -29,6 +30,7 @@ from typing import Any
 from tornado.iostream import StreamClosedError
 from tornado.web import RequestHandler
 
+from paceline.errors import PacelineError
 from paceline.observe.drawing import STYLE as DRAWN
 from paceline.observe.journal import NAME
 from paceline.observe.limited import know
@@ -194,7 +196,10 @@ class Page(RequestHandler):
         self.finish(why + "\n")
 
     async def get(self) -> None:
-        await getattr(self, f"_{self.request.path.strip('/') or 'shell'}")()
+        try:
+            await getattr(self, f"_{self.request.path.strip('/') or 'shell'}")()
+        except PacelineError as error:  # the journal is damaged, or of a later version
+            self._refuse(500, str(error))
 
     async def _shell(self) -> None:
         self.finish(SHELL)
@@ -210,13 +215,13 @@ class Page(RequestHandler):
     async def _journal(self) -> None:
         """At most so many bytes at a time."""
         begin = self.get_query_argument("from", "0")
-        if not re.fullmatch("[0-9]{1,15}", begin):
+        if not re.fullmatch("[0-9]{1,999}", begin):
             self._refuse(400, "from= is no number")
             return
         self.set_header("Content-Type", "application/octet-stream")
         piece = b""
         with suppress(FileNotFoundError), (self._views.folder / NAME).open("rb") as file:
-            file.seek(int(begin))
+            file.seek(min(int(begin), file.seek(0, os.SEEK_END)))  # no further than there is: seek() may refuse that
             piece = file.read(PIECE)
         if self._signature:
             self.set_header(ANSWER, sign_answer(self._views.key.encode(), self._signature, 200, piece))

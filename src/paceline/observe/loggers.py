@@ -13,13 +13,15 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.errors import UsageError
+from paceline.errors import FormatError, UsageError
 from paceline.observe.journal import Event, Reader, replace_file
 from paceline.observe.metrics import values_of
+from paceline.schema import read_json
 
 EVERY = 0.25  # seconds between two looks at the journal
 NAME = "loggers.json"  # in the run folder: how far each logger is
@@ -69,7 +71,8 @@ class Loggers:
         assert self._folder is not None
         path, known = self._folder / NAME, dict[str, Any]()
         if path.exists():
-            known = json.loads(path.read_text())
+            with suppress(FormatError):  # how far they were is not known: they are told anew
+                known = read_json(path, dict[str, tuple[int, int]], NAME)
         now = {**known, **{fed.name: fed.hand_on(known.get(fed.name)) for fed in self._all}}
         self._looked = time.monotonic()
         if now != known:
@@ -89,7 +92,7 @@ class _Fed:
         """What is new in the journal; `known` is how far another process was. Returns how far we are."""
         if self._reader is None:
             self._at, self._step = known or (0, 0)
-            self._reader = Reader(self._folder, self._at)
+            self._reader = Reader(self._folder, self._at, damaged=False)
             self._rewind(self._step)
         for start, event in self._reader.news():
             self._event(start, event)
@@ -102,7 +105,8 @@ class _Fed:
             self._rewind(self._step)
         prefix = f"trainer {event['trainer']}/" if event.get("trainer") else ""
         if event["event"] == "config":
-            self._config |= {prefix + name: value for name, value in event["values"].items() if value is not None}
+            values = event.get("values") or {}
+            self._config |= {prefix + name: value for name, value in values.items() if value is not None}
         media = event["event"] == "media" and callable(getattr(self.logger, "media", None))
         values, step = values_of(event), event.get("step", self._step)
         if not (values or media) or step is None:
@@ -116,7 +120,7 @@ class _Fed:
             told = {key: value for key, value in event.items() if key not in ("at", "event", "trainer", "step", "name")}
             if "file" in told:
                 told["file"] = str(self._folder / told["file"])
-            self.logger.media(step, prefix + event["name"], told)
+            self.logger.media(step, prefix + str(event.get("name")), told)
         else:
             self.logger.write(step, {prefix + tag: value for tag, value in values.items()})
 

@@ -61,11 +61,12 @@ def _a_second(field: str) -> Callable[[Event], Values]:
 
 
 def _a_step(record: Event) -> Values:
-    return {"": record["seconds"] / record["steps"]} if record.get("steps") else {}
+    return {"": (record.get("seconds") or 0.0) / record["steps"]} if record.get("steps") else {}
 
 
 def _parts(record: Event) -> Values:
-    return {part: seconds / record["steps"] for part, seconds in (record.get("time") or {}).items() if record["steps"]}
+    steps = record.get("steps")
+    return {part: seconds / steps for part, seconds in (record.get("time") or {}).items()} if steps else {}
 
 
 def _memory(event: Event) -> Values:
@@ -168,7 +169,7 @@ METRICS = (
     ),
     Metric(
         *("paceline_checkpoint_step", "1", "the step of the newest checkpoint"),
-        of=lambda s: {"": s.checkpoints[-1]["step"]} if s.checkpoints else {},
+        of=lambda s: {"": s.checkpoints[-1].get("step")} if s.checkpoints else {},
     ),
     Metric("paceline_running", "1", "1 until the run has ended", of=lambda s: {"": float(s.outcome is None)}),
     Metric(

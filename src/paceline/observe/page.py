@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.observe.charts import Points, bar, bars, colour, line_chart, stacked_bar
 from paceline.observe.drawing import draw
-from paceline.observe.figures import duration, number, plural, shares_of, size_of, total
+from paceline.observe.figures import duration, number, plural, rounded, shares_of, size_of, total
 from paceline.observe.journal import Event
 from paceline.observe.summary import Rows, Summary, facts
 from paceline.observe.team import HEAD as HEADINGS
@@ -202,7 +202,7 @@ def _header(summary: Summary, name: str) -> str:
     first, last = summary.workers, len(summary.formed[-1].get("workers") or []) if summary.formed else summary.workers
     figures: Rows = [
         *((number(b), f"loss {trainer}".strip() + f", from {number(a)}") for trainer, (a, b) in summary.losses.items()),
-        (number(round(speed)) if speed else "", "samples/s"),
+        (number(rounded(speed)) if speed else "", "samples/s"),
         (f"{gain:.2f}{TIMES}" if gain else "", f"as fast as {plural(summary.compare.get('workers') or 1, 'worker')}"),
         (f"{steps:,}" if steps else "", f"steps, {summary.samples:,} samples"),
         (duration(summary.wall_seconds) if steps else "", "so far" if summary.running else "from start to end"),
@@ -291,15 +291,17 @@ def _medium(folder: Path, event: Event) -> str:
     """A picture or histogram, by its event."""
     name, step = str(event.get("name")), event.get("step")
     if event.get("kind") == "histogram":
-        others = f", {event['others']} not finite" if event["others"] else ""
-        about = f"step {step}, mean {number(event['mean'])}, deviation {number(event['deviation'])}{others}"
-        inner = bars(name, event["edges"], event["counts"])
+        others = f", {event['others']} not finite" if event.get("others") else ""
+        about = f"step {step}, mean {number(event.get('mean'))}, deviation {number(event.get('deviation'))}{others}"
+        edges, counts = event.get("edges", ()), event.get("counts", ())
+        inner = bars(name, edges, counts) if len(edges) == len(counts) + 1 > 1 else ""
     else:
-        about, path = f"step {step}, {event['width']} x {event['height']}", folder / str(event["file"])
+        width, file = event.get("width", 0), str(event.get("file"))
+        about = f"step {step}, {width} x {event.get('height', 0)}"
         try:
-            inner = _picture(name, path, event["width"] < TINY)
-        except OSError:
-            inner = f"<p>{escape(str(event['file']))} is not there any more</p>"
+            inner = _picture(name, folder / file, width < TINY)
+        except (OSError, ValueError):  # a name with a NUL is none
+            inner = f"<p>{escape(file)} is not there any more</p>"
     return f'<figure><figcaption><b>{escape(name)}</b></figcaption><p class="soft">{escape(about)}</p>{inner}</figure>'
 
 

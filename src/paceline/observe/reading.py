@@ -7,7 +7,9 @@ import json
 import secrets
 from pathlib import Path
 
+from paceline.errors import FormatError
 from paceline.observe.journal import replace_file
+from paceline.schema import read_json
 from paceline.team.token import NAME as TOKEN
 
 KEY = "reading_key"
@@ -34,8 +36,14 @@ def write_targets(folder: Path, targets: list[str], instead_of: list[str] | None
     these are there.
     """
     path, half = folder / TARGETS, folder / f".{TARGETS}"
-    if instead_of is not None and (not path.exists() or json.loads(path.read_text()) != _told(instead_of)):
-        return
+    if instead_of is not None:
+        from paceline.forms import Targets  # needs msgspec
+
+        try:
+            if read_json(path, list[Targets], TARGETS) != _told(instead_of):
+                return
+        except (FileNotFoundError, FormatError):  # it is not ours any more
+            return
     half.write_text(json.dumps(_told(targets)) + "\n")
     half.replace(path)
 

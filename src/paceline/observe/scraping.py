@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from tornado.web import RequestHandler
 
+from paceline.errors import PacelineError
 from paceline.observe.limited import know
 from paceline.observe.metrics import METRICS
 from paceline.observe.summary import Newest, Summary
@@ -64,9 +65,16 @@ class ScrapeHandler(RequestHandler):
         know(self)
         encode, kind = choose_encoder(self.request.headers.get("Accept", ""))
         last = self._ended.is_set() and not self._scraped.is_set()
-        if last:
-            self._figures.look()
+        try:
+            if last:
+                self._figures.look()
+            text = encode(self._figures)
+        except PacelineError as error:  # the journal is damaged, or of a later version
+            self.set_status(500)
+            self.set_header("Content-Type", "text/plain; charset=utf-8")
+            self.finish(f"{error}\n")
+            return
         self.set_header("Content-Type", kind)
-        self.finish(encode(self._figures))
+        self.finish(text)
         if last:
             self._scraped.set()

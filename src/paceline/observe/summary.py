@@ -88,10 +88,10 @@ class Summary:
         self.grids = _once(events, "grid", "phase")
         self.shares = [event for event in last if event["event"] == "shares"]
         self.memory = [event for event in last if event["event"] == "memory"]
-        known = {e["trainer"]: e for e in last if e["event"] == "figures"} or {0: {}}  # the last of each
+        known = {e.get("trainer"): e for e in last if e["event"] == "figures"} or {0: {}}  # the last of each
         grids = {grid.get("trainer"): grid for grid in self.grids}
         plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
-        shown = (event for event in plans if event.get("workers", 1) > 1 or event.get("measured"))
+        shown = (event for event in plans if (event.get("workers") or 1) > 1 or event.get("measured"))
         self.explained = {event.get("trainer", 0): Explained.of(event) for event in shown if event.get("plan")}
         self.drawn = [told for told in self.explained.values() if told.workers > 1]
         self.codecs = list({event.get("trainer"): event for event in last if event["event"] == "codec"}.values())
@@ -156,7 +156,8 @@ class Summary:
             superseded = event["event"] == "step" and id(event) not in kept
             seconds = event.get("account" if event["event"] == "step" else "seconds") or {}
             for name, value in seconds.items() if event["event"] in ("step", "account") else ():
-                spent["redone" if superseded else name] += value or 0.0
+                name = "redone" if superseded else name
+                spent[name] = spent.get(name, 0.0) + value
         waited = min(spent["steps"], sum(self.waited_for.values()))
         spent["steps"] -= waited
         spent["waiting"] += waited
@@ -305,8 +306,8 @@ def _sent(told: list[Event]) -> dict[str, float]:
     """Bytes from host to host, by ``a to b``, the most first: what each agent told last. A host that nobody is on, or
     that has told nothing yet, is its address.
     """
-    newest = {event["agent"]: event for event in told if event.get("sent")}
-    names = {address: str(event["host"]) for event in newest.values() for address in event["here"]}
+    newest = {event["agent"]: event for event in told if event.get("sent") and event.get("agent")}
+    names = {address: str(event["host"]) for event in newest.values() for address in event.get("here", ())}
     found = Counter[str]()
     for event in newest.values():
         for address, count in event["sent"].items():
@@ -410,7 +411,7 @@ def _late(events: list[Event]) -> str:
     for island in sorted({str(i) for e in events for i in (*(e.get("late") or ()), *(e.get("missed") or ()))}):
         times = sum(int(island) in (event.get("late") or ()) for event in events)
         rows = sum((event.get("missed") or {}).get(island, [0, 0, 0])[2] for event in events)
-        rows += sum(event["rows"] for event in events if str(event.get("island")) == island)
+        rows += sum(event.get("rows") or 0 for event in events if str(event.get("island")) == island)
         told.append(f"island {island} for {plural(times, 'merge')}, {plural(rows, 'row')} not trained on")
     return "; ".join(told)
 
@@ -457,7 +458,9 @@ def facts(summary: Summary) -> dict[str, Rows]:
     ]
     evaluation = s.evaluations[-1] if s.evaluations else {}
     found = (evaluation.get("results") or {}).items()
-    values = ", ".join(f"{name} {number(v)}" for name, v in found if not isinstance(v, (list, dict)))
+    values = ", ".join(
+        f"{name} {v if isinstance(v, str) else number(v)}" for name, v in found if not isinstance(v, (list, dict))
+    )
     done = f"{plural(s.steps_done, 'step')}, {plural(s.samples, 'sample')} in {duration(s.wall_seconds)}"
     rate = f"{number(round(s.samples_per_second, 1))} samples/s" if s.samples_per_second else ""
     if s.speedup:
@@ -504,7 +507,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("checkpoints", saved),
             *(("lost", _lost(event)) for event in s.lost),
             *(
-                ("healed", f"{ranks(e['workers'])}, after step {e['step']}: {', '.join(e['tensors'])}")
+                ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")
                 for e in s.healed
             ),
             ("too late", _late(s.late)),

@@ -19,9 +19,11 @@ from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import NAME, Event, read_journal, thinned
 from paceline.observe.stacks import FOLDER
 from paceline.observe.team import lanes_of
+from paceline.schema import read_json
 
 RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of what concerns all, and the first threads of a worker
 TOLD = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
+GONE = "remove that file: the trace is made without it"
 MOST = 200_000  # records of steps of all workers, beyond which neighbours are added up
 Span = dict[str, Any]
 
@@ -49,11 +51,14 @@ def trace(folder: Path, out: Path | None, steps: str | None) -> str:
 
 def flights(folder: Path) -> list[tuple[Event, list[Event]]]:
     """(whose, collectives) of each file of the flight recorder in a run folder, and in those of other hosts in it."""
-    found = []
+    from paceline.forms import FlightHead, FlightRecord  # needs msgspec
+
+    found: list[tuple[Event, list[Event]]] = []
     for path in sorted([*folder.glob(f"{FOLDER}/*.jsonl"), *folder.glob(f"hosts/*/{FOLDER}/*.jsonl")]):
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        if lines:
-            found.append((lines[0], lines[1:]))
+        first, *rest = [line for line in path.read_bytes().splitlines() if line.endswith(b"}")] or [b""]
+        if first:
+            head = dict(read_json(first, FlightHead, str(path), GONE))
+            found.append((head, [dict(read_json(line, FlightRecord, str(path), GONE)) for line in rest]))
     return found
 
 
@@ -69,7 +74,7 @@ class Timeline:
                 self.offsets[event["host"]] = event["offset"]
                 self.workers |= dict.fromkeys(event["workers"], event["host"])
             elif event["event"] == "worker":
-                self.workers[event["worker"]] = event["host"]
+                self.workers[event["worker"]] = event.get("host") or ""
             elif event["event"] == "step":
                 self.workers |= {int(w): "" for w in event.get("computed") or {} if int(w) not in self.workers}
         self.workers |= {about["worker"]: about["host"] for about, _ in flights}
@@ -136,11 +141,11 @@ class Timeline:
     def _collectives(self) -> Iterator[Span]:
         for about, records in self.flights:
             offset, free = self.offsets.get(about["host"], 0.0), list[float]()  # when each lane is free
-            for record in records:
+            for record in (record for record in records if "begun" in record):
                 begin = record["begun"] + offset
-                end = max(begin, (record["ended"] or about["at"]) + offset)
+                end = max(begin, (record.get("ended") or about.get("at") or record["begun"]) + offset)
                 args = {key: record.get(key) for key in ("group", "number", "site", "bytes", "failed")}
-                args |= {} if record["ended"] else {"ended": "not yet"}
+                args |= {} if record.get("ended") else {"ended": "not yet"}
                 place = {"pid": about["worker"] + 1, "tid": COLLECTIVES + _lane(free, begin, end)}
                 yield _span(record["name"], "collective", begin, end, args, **place)
 
@@ -175,8 +180,8 @@ def _ties(spans: Sequence[Span]) -> Iterator[Span]:
     """Flows through the same collective on several workers, which begin where it does on each."""
     alike: dict[tuple[Any, ...], list[Span]] = defaultdict(list)
     for span in spans:
-        if number := span["args"]["number"]:
-            alike[span["args"]["group"], number, span["name"]].append(span)
+        if number := span["args"].get("number"):
+            alike[span["args"].get("group"), number, span["name"]].append(span)
     for number, together in enumerate(_meetings(alike)):
         for turn, span in enumerate(together):
             how = "s" if turn == 0 else "f" if turn == len(together) - 1 else "t"
@@ -228,7 +233,7 @@ def _window(made: Timeline, steps: str | None) -> tuple[float, float]:
     those = [
         (begin, end)
         for begin, end, record in made.records
-        if record["step"] >= low and record["step"] - record["steps"] < high
+        if low <= (step := record.get("step") or 0) and step - (record.get("steps") or 1) < high
     ]
     if not those:
         raise UsageError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from paceline.errors import first_line
+from paceline.errors import PacelineError, first_line
 from paceline.observe.figures import total
 from paceline.observe.metrics import values_of
 from paceline.observe.summary import Newest, Summary
@@ -78,12 +78,12 @@ async def report(folder: Path, server: Mapping[str, str], ended: Event) -> None:
     newest, sent, told = Newest(folder, EVERY, status), -1, False
     while True:
         last = ended.is_set()
-        number, body = await asyncio.to_thread(newest.get, last)
         try:
+            number, body = await asyncio.to_thread(newest.get, last)
             if number > sent:
                 await asyncio.to_thread(post, server, body)
                 sent = number
-        except (OSError, HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError, PacelineError) as error:
             if not told:
                 print(f"Kubeflow Trainer does not take how far the run is ({first_line(error)})", flush=True)
             told = True

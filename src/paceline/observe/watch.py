@@ -18,7 +18,7 @@ from rich.text import Text
 
 from paceline.errors import LaunchError, UsageError
 from paceline.observe.charts import thin
-from paceline.observe.figures import duration, number, plural, rate_of, shares_of, size_of
+from paceline.observe.figures import duration, number, plural, rate_of, rounded, shares_of, size_of
 from paceline.observe.journal import NAME
 from paceline.observe.summary import Newest, Rows, Summary, facts
 from paceline.observe.team import HEAD, a_step, happened, members, slowest
@@ -172,7 +172,7 @@ def _figures(summary: Summary) -> Rows:
         rows.append((f"figures {trainer}".strip(), ", ".join(told)))
         if last.get("seconds") and last.get("samples"):
             speed = f"{number(round(last['samples'] / last['seconds'], 1))} samples/s"
-            tokens = f", {number(round(last['tokens'] / last['seconds']))} tokens/s" if last.get("tokens") else ""
+            tokens = f", {number(rounded(last['tokens'] / last['seconds']))} tokens/s" if last.get("tokens") else ""
             parts = " ".join(f"{name} {share:.0%}" for name, share in shares_of(last.get("time") or {}))
             step = f", {a_step(last['seconds'] / last['steps'])} a step ({parts})" if last.get("steps") else ""
             rows.append((f"speed {trainer}".strip(), speed + tokens + step))
