@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Never
 
 import torch
-from rich.console import Console
 from torch.backends.cpu import get_cpu_capability
 
 from paceline.agreement import Agreement
@@ -28,6 +27,7 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.comm.torch_private import pytree, untested
+from paceline.console import say
 from paceline.descriptions import OF_MODEL, refuse_difference
 from paceline.ended import Ended, release
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
@@ -41,6 +41,7 @@ from paceline.observe.memory import advice, whole_memory
 from paceline.observe.profiling import Profiles
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
+from paceline.observe.terminal import Terminal
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
 from paceline.script import (
     VERSIONS,
@@ -713,8 +714,8 @@ class Run:
             self.progress.close()
             if done and self.folder is not None and self.took_step and not failed:
                 self.journal.close()
-                console = Console(stderr=True)
-                print(write_report(self.folder, console.width, console.is_terminal, short=True), file=sys.stderr)
+                console = Terminal(stderr=True)
+                say(write_report(self.folder, console.width, console.is_terminal, short=True))
         self.journal.close()
         if not failed and not self._left:
             self.refuse_untouched()

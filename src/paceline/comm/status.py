@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from paceline.console import say
 from paceline.errors import CollectiveMismatchError, PacelineError, PeerLostError, first_line
 
 T = TypeVar("T")
@@ -124,10 +125,9 @@ class Side:
             self._said_late = True
             sequence = self.here["sequence"]
             late = missing or [r for r, place in enumerate(places) if place is None or place["sequence"] < sequence]
-            print(
+            say(
                 f"paceline: worker {self.name} has waited {waited:.0f} s in {self.here['name']} "
                 f"({self.here['site']}) for {workers([self.names[rank] for rank in late])}",
-                file=sys.stderr,
             )
 
     def _trouble(self, places: Sequence[dict[str, Any] | None]) -> PacelineError | None:

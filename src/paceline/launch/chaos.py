@@ -7,9 +7,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.console import say
 from paceline.errors import UsageError
 from paceline.launch.check import LIMIT, Case, apart
 from paceline.launch.options import LaunchOptions
@@ -37,9 +39,9 @@ def chaos(options: LaunchOptions, steps: int, losses: int, seed: int, faults: st
         raise UsageError(f"there is no such worker: {', '.join(outside)}", f"name workers 0 to {workers - 1}")
     with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder, Kept() as kept:
         options = replace(options, max_restarts=2 * len(schedule), kept=kept)
-        print(f"{plural(steps, 'step')} undisturbed ...", file=sys.stderr, flush=True)
+        say(f"{plural(steps, 'step')} undisturbed ...")
         calm = Case.run(Path(folder, "calm"), options, steps)
-        print(f"{plural(steps, 'step')} with {', '.join(map(str, schedule))} ...", file=sys.stderr, flush=True)
+        say(f"{plural(steps, 'step')} with {', '.join(map(str, schedule))} ...")
         wild = Case.run(Path(folder, "wild"), options, steps, PACELINE_CHAOS=",".join(map(str, schedule)))
         return _verdict(calm, wild, schedule, steps, exact=plan is not None and Plan.parse(plan).exact)
 
@@ -56,20 +58,20 @@ def draw(workers: int, steps: int, losses: int, seed: int) -> list[Fault]:
 
 
 def _verdict(calm: Case, wild: Case, schedule: Sequence[Fault], steps: int, exact: bool) -> int:
-    events = read_journal(wild.folder)
+    tell, events = partial(say, out=sys.stdout), read_journal(wild.folder)
     fired = {str(entry["fault"]): entry for entry in read_log(wild.folder)}
-    print(f"\n{'loss':24} {'noticed after':>14} {'team formed after':>18} {'back after':>11}")
+    tell(f"\n{'loss':24} {'noticed after':>14} {'team formed after':>18} {'back after':>11}")
     for fault in schedule:
-        print(_row(fault, fired.get(str(fault)), events))
+        tell(_row(fault, fired.get(str(fault)), events))
     counted = sum(event["steps"] for event in effective_steps(events))
     distance = apart(calm.weights(), wild.weights())
     same = counted == steps and distance <= (0.0 if exact else LIMIT.get(calm.dtype, 1e-2))
-    print(f"time     {duration(_seconds(wild))} for {plural(steps, 'step')}, undisturbed {duration(_seconds(calm))}")
-    print(
+    tell(f"time     {duration(_seconds(wild))} for {plural(steps, 'step')}, undisturbed {duration(_seconds(calm))}")
+    tell(
         f"steps    {plural(counted, 'step')} counted, each once" if counted == steps else f"steps    {counted} counted"
     )
-    print(f"weights  {distance:.1e} apart, relative to their norm" + ("" if exact else "; with `exact` it would be 0"))
-    print(
+    tell(f"weights  {distance:.1e} apart, relative to their norm" + ("" if exact else "; with `exact` it would be 0"))
+    tell(
         "lost     nothing"
         if same
         else "lost     NOT nothing: run `paceline check` to see whether the script is to blame"

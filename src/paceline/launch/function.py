@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from paceline.console import say
 from paceline.errors import LaunchError, UsageError, first_line
 from paceline.launch.engines.engine import Engine, Host
 from paceline.launch.engines.launcher import HostJob, Launcher
@@ -123,7 +124,7 @@ def _packed(function: Callable[..., Any], arguments: tuple[Any, ...], name: str)
         largest = max(sizes, key=lambda name: sizes[name], default="")
         what = f"{name} carries {len(packed) / 1e6:,.0f} MB to each worker"
         which = f", of which {largest} has {sizes[largest] / 1e6:,.0f}" if largest else ""
-        print(f"note: {what}{which}; load it inside of the function", file=sys.stderr)
+        say(f"note: {what}{which}; load it inside of the function")
     return packed
 
 

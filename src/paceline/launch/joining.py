@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from paceline.console import in_one_line
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.coordinator_process import ADDRESS
 from paceline.launch.options import LaunchOptions
@@ -123,7 +124,9 @@ def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
         try:
             said = json.loads((folder / ADDRESS).read_text())
         except (OSError, ValueError):
-            raise UsageError(f"no run to join was started in {folder}", "start it first, without --join") from None
+            raise UsageError(
+                f"no run to join was started in {in_one_line(folder)}", "start it first, without --join"
+            ) from None
         token = Path(options.token_file) if options.token_file else folder / NAME
         return (said["host"], said["port"]), read_token(token), folder
     if ":" not in options.join:

@@ -8,7 +8,6 @@ holds, to take the state of another over, or to attempt it again.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -20,6 +19,7 @@ import torch
 
 from paceline.checkpoint.tree import flatten, pack, raw, unflatten, unpack
 from paceline.comm.group import Group
+from paceline.console import say
 from paceline.errors import PeerLostError, UsageError
 from paceline.observe.account import Account
 from paceline.pulse import PULSE
@@ -319,7 +319,7 @@ class Operations:
         if not slept and not self.waiting:
             raise LeftError
         if not self.waiting:
-            print(f"paceline: worker {self.worker} slept through a change of the team, and ends", file=sys.stderr)
+            say(f"paceline: worker {self.worker} slept through a change of the team, and ends")
             os._exit(REFUSED)
 
     def _resolve(self, attempt: Attempt | None) -> None:
