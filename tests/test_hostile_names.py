@@ -294,4 +294,4 @@ def test_figures_for_prometheus_hold_a_name_as_text(runs: Path) -> None:
 
     text = generate_latest(Collects()).decode()  # type: ignore[arg-type]
     assert not OBEYED.search(text)
-    assert 'run="a\\\\nb\\\\x1b]0;own' in text
+    assert 'run="a\\nb\\\\x1b]0;own' in text  # a line end as the format itself escapes it

@@ -64,6 +64,7 @@ from paceline.team.commands import Generation
 from paceline.team.coordinator import STOPPED
 from paceline.team.operations import Attempt, LeftError, Taken, settling
 from paceline.team.team import Team, join
+from paceline.world import doubt_threads
 
 
 class Run:
@@ -315,6 +316,8 @@ class Run:
             self.say(f"resuming from step {self.resumed} of {where}{change if before != plan else ''}")
         if origin != "default":
             self.say(f"plan: {plan} (from {origin})")
+        for doubt in doubt_threads(torch.get_num_threads()) if world.launcher != "paceline" else ():
+            self.say(doubt)
         for text in refused_exports(script_text()) if self.main else ():
             self.say(text)
         if newer := untested(torch.__version__):

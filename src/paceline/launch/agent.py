@@ -179,6 +179,8 @@ class Agent:
             host, port = self._link.address
             where = f" for the run at {host}:{port}, {ranks(self._workers.numbers)}{where}"
         self.say(f"{plural(self._options.workers, 'worker')}{what}{where}")
+        for doubt in self._workers.doubts:
+            self.say(doubt)
         for text, why in done if self._ending.first else ():
             self._journal.write("decision", what=f"workers: {text}", why=why)
         self._workers.prepare(self._start)

@@ -37,7 +37,16 @@ from paceline.plan import Plan
 from paceline.team.lease import parse_store
 from paceline.team.link import Link
 from paceline.team.token import keep_token, make_token, read_token
-from paceline.world import parse_save_every, parse_shares, read_nodes, take_token, trainjob_server, variable
+from paceline.world import (
+    parse_save_every,
+    parse_shares,
+    read_nodes,
+    standstill,
+    starts_cold,
+    take_token,
+    trainjob_server,
+    variable,
+)
 
 PORT, PATIENCE = 29400, 300.0  # of the first of several nodes; seconds in which it is to begin
 FILES = 8  # that are open for a worker: three pipes, two sockets, its log, its pidfd, its pulse
@@ -219,6 +228,7 @@ def _check(options: LaunchOptions) -> None:
         parse_shares(options.shares, options.workers)
     if options.listen is not None:
         address_of(options.listen)
+    starts_cold(), standstill()  # UsageError: these variables cannot be read
     if options.tensorboard is not None:
         TensorBoard()
     check_serving(options.metrics, options.page)
