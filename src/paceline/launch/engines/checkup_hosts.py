@@ -102,6 +102,8 @@ def _take(connection: socket.socket, secret: str) -> None:
 
 def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
     """The way to another host: bytes a second, and seconds there and back; or why there is none."""
+    if not address:
+        return {"refused": "it has no address in a network"}
     try:
         with socket.create_connection((address, port), PATIENCE) as link:
             link.settimeout(ANSWER)
