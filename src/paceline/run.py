@@ -418,7 +418,7 @@ class Run:
             double = in_pieces({name: p.double() for name, p in params.items()}, job.cuts, job.place)
         write_together(double, Path(f"{out}.safetensors"), self.main, job.replica, self.team.group)
         dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
-        self.answer({"dtype": dtype, "mixes": mixes})
+        self.answer({"dtype": dtype, "mixes": mixes, "steps": self.step})
 
     def answer(self, told: Any) -> Never:
         """Hands over what such a run was made for, and ends the script."""

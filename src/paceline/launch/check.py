@@ -64,12 +64,13 @@ def rehearse(folder: Path, options: LaunchOptions, order: dict[str, Any], **envi
 @dataclass(frozen=True)
 class Case:
     """A run of a few steps, and where it left its weights. `mixes`: what is said of a loss that is not a sum over
-    rows.
+    rows; `steps`: how many the team had made at its end.
     """
 
     folder: Path
     dtype: str
     mixes: str
+    steps: int
 
     @staticmethod
     def run(folder: Path, options: LaunchOptions, steps: int, reverse: bool = False, **environment: str) -> Case:

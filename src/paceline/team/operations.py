@@ -24,7 +24,7 @@ from paceline.errors import PeerLostError, UsageError
 from paceline.observe.account import Account
 from paceline.pulse import PULSE
 from paceline.step import Moment, StateLostError, Status, Transaction, resolve, spread
-from paceline.team.chaos import Chaos, parse_faults
+from paceline.team.chaos import Chaos
 from paceline.team.commands import Coming, Generation, Orders
 from paceline.team.migration import Learner, Migration, Taker, digests
 from paceline.world import World
@@ -109,8 +109,7 @@ class Operations:
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
         self._last: Any = None  # what was settled last, and the result
         self._told = False
-        faults = parse_faults(world.chaos)
-        self._chaos = Chaos(faults, world.rank, Path(world.run_dir or ".")) if faults else None
+        self._chaos = Chaos(world.chaos, world.rank, Path(world.run_dir or ".")) if world.chaos.strip(", ") else None
         self._entering = threading.Lock()
         self.migration = Migration(self.worker)
         self.ahead = True  # the sums of steps, which newcomers are sent, are known here
@@ -154,7 +153,7 @@ class Operations:
         """A moment at which a rehearsal may let something happen."""
         PULSE.beat()
         if self._chaos is not None and self.holder is not None:
-            self._chaos.reached(moment, self.holder.step)
+            self._chaos.reached(moment, self.holder.step, len(self.members))
 
     def _heard(self, order: Generation) -> None:
         with self._entering:
@@ -306,6 +305,8 @@ class Operations:
                 self._group.form(order.world(self.world, self.worker), lambda: self.orders.newer(self.number, True))
                 self._resolve(attempt if self._tx.done == done else None)
                 self.members, self.hold, self._detection = order.members, order.hold, order.detection
+                if self._chaos is not None:
+                    self._chaos.formed()
                 if self.holder is not None:
                     self.holder.formed(order, time.monotonic() - began)
                 break
