@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -116,6 +117,59 @@ def test_hosts_one_of_which_does_not_come(tmp_path: Path) -> None:
     assert re.fullmatch(r"a to b: [\d,]+ Mbit/s, [\d.]+ ms there and back", said[2])
     assert "BAD   c does not answer: it says nothing" in said
     assert said[-1] == "1 thing to mend"
+
+
+LAN = "ip link set lo up; ip link add lan type veth peer name far; "
+LAN += "ip addr add 10.9.9.1/24 dev lan; ip link set far up; ip link set lan up; "
+
+
+def in_own_network(network: str, command: str, folder: Path) -> list[str]:
+    """What a command of the shell says where there is no network but this one, and no route beyond it."""
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", f"{network} {command}"],
+        cwd=folder,
+        env=environment(PATH=f"{folder}:/usr/sbin:/usr/bin:/sbin:/bin"),
+        capture_output=True,
+        text=True,
+    )
+    assert not done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.root
+def test_a_host_without_a_default_route_is_reached_in_its_own_network(tmp_path: Path) -> None:
+    doctor, name = f"{sys.executable} -m paceline doctor", socket.gethostname()
+    said = in_own_network(LAN, doctor, tmp_path)
+    reached = f"{name} is reached at 10.9.9.1, in its own network: there is no default route"
+    assert next(line for line in said if "10.9.9.1" in line)[6:].startswith(reached)
+    assert said[-1] == "a run can begin"
+    said = in_own_network("", doctor, tmp_path)
+    assert f"note  {name} has no address in a network: workers of this host alone can meet" in said
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("known", [True, False], ids=["reached through ssh", "by another name"])
+def test_hosts_without_a_default_route_can_meet(known: bool, tmp_path: Path) -> None:
+    """Nothing else is said under a link that was measured."""
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    way = "export SSH_CONNECTION='10.9.9.1 5 10.9.9.1 22'; " if known else ""
+    command = f"{way}{sys.executable} -m paceline doctor --hosts a,b --python {sys.executable}"
+    said = in_own_network(LAN, command, tmp_path)
+    assert re.fullmatch(r"a to b: [\d,]+ Mbit/s, [\d.]+ ms there and back", said[2])
+    assert [line for line in said if "meet" in line or "BAD" in line] == []
+    assert said[-1] == "a run can begin"
+
+
+@pytest.mark.root
+def test_hosts_without_any_network_have_no_link(tmp_path: Path) -> None:
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    command = f"{sys.executable} -m paceline doctor --hosts a,b --python {sys.executable}"
+    said = in_own_network("ip link set lo up;", command, tmp_path)
+    cure = "open the ports between the hosts: any, or those of --listen and of the coordinator"
+    assert f"BAD   a does not reach b (it has no address in a network): {cure}" in said
+    assert not any("Mbit/s" in line for line in said)
 
 
 @pytest.mark.slow

@@ -365,7 +365,7 @@ def test_dry_runs_show_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == (
         "#!/bin/sh\n#SBATCH --job-name=paceline-train\n#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=1\n"
         "#SBATCH --requeue\n#SBATCH --open-mode=append\n#SBATCH --signal=B:USR2@120\n"
-        "#SBATCH --output=/c d/runs/a/slurm-%j.out\n#SBATCH --time=1:00:00 -p gpu\n"
+        '#SBATCH "--output=/c d/runs/a/slurm-%j.out"\n#SBATCH --time=1:00:00 -p gpu\n'
         "cd '/c d' || exit\nexec /py -m paceline launch slurm -N 4 '--engine=--time=1:00:00 -p gpu' "
         "--python /py --cwd '/c d' --run-dir runs/a --env KEY train.py --lr 1\n"
     )

@@ -164,6 +164,40 @@ def test_ctrl_c_ends_the_cell_and_nothing_else(tmp_path: Path) -> None:
     assert list((tmp_path / "run/checkpoints").glob("step-*/manifest.json"))
 
 
+def generates() -> Any:
+    paceline.join()
+    return (row for row in range(3))
+
+
+def test_a_value_that_cannot_be_sent_back_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError, match=r"^generates ended with exit code 2; see above, or run/logs$"):
+        paceline.launch(generates, run_dir="run")
+    what = "generates returned a generator, which cannot be sent back (cannot pickle 'generator' object)"
+    said = f"  UsageError: {what}; return numbers, text or tensors, and keep what cannot travel inside\n"
+    assert said in capsys.readouterr().err
+
+
+class OnlyThere:
+    """What it is pickled as cannot be made."""
+
+    def __reduce__(self) -> Any:
+        return int, ("x",)
+
+
+def returns_it() -> OnlyThere:
+    paceline.join()
+    return OnlyThere()
+
+
+def test_a_value_that_cannot_be_made_again_here_is_named() -> None:
+    with pytest.raises(LaunchError) as raised:
+        paceline.launch(returns_it, run_dir="run")
+    assert str(raised.value) == (
+        "what returns_it returned cannot be made again here (ValueError: invalid literal for int() with base 10: 'x'); "
+        "return numbers, text or tensors of the CPU; what it saved is in run"
+    )
+
+
 def test_what_cannot_be_sent() -> None:
     lock = threading.Lock()
     with pytest.raises(UsageError) as raised:

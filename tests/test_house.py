@@ -21,7 +21,21 @@ MOST_LINES, MOST_IN_FUNCTION, MOST_PARAMETERS = 53_000, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [
-    {"plan", "mesh", "pieces", "errors", "world", "greeting", "polling", "pulse", "flight", "step", "schema", "forms"},
+    {
+        "console",
+        "plan",
+        "mesh",
+        "pieces",
+        "errors",
+        "world",
+        "greeting",
+        "polling",
+        "pulse",
+        "flight",
+        "step",
+        "schema",
+        "forms",
+    },
     {"comm"},
     {"strategies"},
     {"data", "checkpoint", "team", "observe"},

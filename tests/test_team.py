@@ -16,7 +16,7 @@ from conftest import enter_group
 from launching import SCRIPTS, paceline, train_basics, without_an_agent
 from once import once
 
-from paceline.launch.chaos import draw
+from paceline.launch.chaos import _lost, draw
 from paceline.observe.journal import effective_steps, read_journal
 from paceline.observe.summary import Summary, facts
 from paceline.team.chaos import parse_faults, read_log
@@ -243,6 +243,37 @@ def test_the_rehearsal_shows_each_loss_and_that_nothing_else_was(tmp_path):
     assert steps == "steps    14 steps counted, each once"
     assert weights.startswith("weights  0.0e+00 apart")
     assert lost == "lost     nothing"
+
+
+LATE = "import time, os, sys\nif os.path.exists(sys.argv[1]): time.sleep(1.5)\nopen(sys.argv[1], 'w').close()\n"
+LATE += "from basics import *\nlist(make().steps(data, epochs=1000))\n"
+
+
+def test_drawn_losses_wait_until_others_can_go_on(tmp_path):
+    """Those that take their places import for longer than all steps take."""
+    (tmp_path / "train.py").write_text(LATE)
+    options = ("--workers", "2", "--steps", "40", "--losses", "2")
+    done = paceline("chaos", "train.py", *options, "--", tmp_path / "begun", cwd=tmp_path)
+    rows = done.stdout.splitlines()
+    assert len([row for row in rows if "@" in row and "did not happen" not in row]) == 2, done.stdout
+    assert "steps    40 steps counted, each once" in rows
+    assert rows[-1] == "lost     nothing"
+
+
+def test_what_nobody_survives_is_said_to_be_lost(tmp_path):
+    """With the exit code that the last line has in words."""
+    (tmp_path / "train.py").write_text("from basics import *\nlist(make().steps(data, epochs=1000))\n")
+    options = ("--workers", "2", "--steps", "8", "--faults", "kill:0@3.loading,kill:1@3.loading")
+    done = paceline("chaos", "train.py", *options, cwd=tmp_path, code=1)
+    last = done.stdout.splitlines()[-1]
+    assert last == "lost     the run: it ended before its last step, with exit code 137"
+
+
+@pytest.mark.parametrize("code", [0, 1, 137])
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("same", [False, True])
+def test_a_rehearsal_loses_nothing_where_its_run_ended_well_with_the_same_weights(code, has_weights, same):
+    assert (_lost(code, has_weights, same) == "") == (code == 0 and has_weights and same)
 
 
 @pytest.mark.parametrize(

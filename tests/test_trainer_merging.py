@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from alone import MERGED, OBSERVED, ONE_BY_ONE, TOLERANCE, by_hand, decisions, happened, same, trainer
 from by_hand import built, grid, in_order
 from cases import Cramped, Language, cross_entropy, mlp, next_token, rows, tokens
+from launching import train_basics
 from oracle import apart
 from public import Late, slope, steep
 from torch import nn
@@ -28,6 +30,9 @@ NOT_A_SUM = (
     "computes over the whole batch; return (sum, count), or where it is to be over the whole batch, as a contrastive "
     'one, say loss_over="batch" to the Trainer'
 )
+
+
+AGAIN = "if it was a single failure, stop and resume the run: it tries again"
 
 
 def notes(run: Any) -> list[str]:
@@ -215,7 +220,9 @@ def test_a_forward_that_fails_once_it_is_merged_goes_on_one_by_one(run):
 
     mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
     assert mine.model.sizes == [16] * 4 + [4] * 8 * 6
-    assert decisions(run)[ONE_BY_ONE] == "several micro-batches together fail (AssertionError: made for four rows)"
+    why = f"at test_trainer_merging.py:{forward.__code__.co_firstlineno + 1} (AssertionError: made for four rows)"
+    assert decisions(run)[ONE_BY_ONE] == f"several micro-batches together fail {why}"
+    assert notes(run) == [f"micro-batches are computed one by one from now on: several together failed {why}; {AGAIN}"]
     same(mine, by_hand(Sizes(built(mlp))).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
 
 
@@ -225,7 +232,8 @@ def test_micro_batches_are_not_divided_where_a_part_of_one_fails(run):
         return model(batch[0])
 
     mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
-    why = "a part of one fails (AssertionError: at least four rows)"
+    where = f"test_trainer_merging.py:{forward.__code__.co_firstlineno + 1}"
+    why = f"a part of one fails at {where} (AssertionError: at least four rows)"
     assert decisions(run)["micro-batches are not divided among workers"] == why
     assert MERGED in decisions(run)
     assert mine._stepper.balance is not None
@@ -256,7 +264,11 @@ def with_noise_of_four(model: nn.Module, batch: Any) -> torch.Tensor:
 def test_a_forward_that_cannot_be_merged_is_not(forward, loss, why, run):
     """Observing whether it can must not fail what would train."""
     mine = merging(built(mlp), loss, rows(1, 96, 10), forward=forward)
-    assert decisions(run)[ONE_BY_ONE] == f"two micro-batches together fail ({why})"
+    found = re.fullmatch(r"two micro-batches together fail (at \w+\.py:\d+ \((.*)\))", decisions(run)[ONE_BY_ONE])
+    assert found is not None
+    assert found[2] == why
+    said = f"micro-batches are computed one by one from now on: two together failed {found[1]}; {AGAIN}"
+    assert (said in notes(run)) == (loss is not steep)  # which fails as it does because of how it is tried
     assert MERGED not in decisions(run)
     assert set(mine.model.sizes) == {4}
     same(mine, by_hand(Sizes(built(mlp)), loss=loss, forward=forward).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
@@ -341,3 +353,25 @@ def test_a_single_micro_batch_that_does_not_fit_into_memory_fails():
     with pytest.raises(OutOfMemoryError, match=r"what forward and backward keep did not fit: .* \(out of memory\)"):
         list(mine.steps(rows(1, 160, 10)))
     assert mine.steps_done == 0
+
+
+ONCE = """
+def forward(model, batch):
+    if len(batch[0]) > 3 and not t.main and not failed:
+        failed.append(True)
+        raise RuntimeError("slow disk")
+    return model(batch[0])
+failed = []
+t = make(forward=forward)
+list(t.steps(data))
+"""
+
+
+def test_a_single_failure_of_a_merged_piece_is_said_on_the_console(tmp_path: Path) -> None:
+    """With its line, once, whichever worker it was."""
+    said = train_basics(tmp_path, ONCE).stderr
+    line = (
+        "micro-batches are computed one by one from now on: two together failed at train.py:6 (RuntimeError: slow disk)"
+    )
+    assert said.count(f"{line}; {AGAIN}\n") == 1
+    assert said.count("one by one") == 1

@@ -7,11 +7,15 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from launching import paceline
+from warm import environment
 
-from paceline.launch.tuning import surround
+from paceline.errors import shown
+from paceline.launch.tuning import doubts, surround
+from paceline.world import THREADS, doubt_threads
 
 
 def test_cores_are_shared_out_and_each_worker_keeps_its_own():
@@ -33,6 +37,54 @@ def test_what_the_user_set_stays():
     variables, _, done = surround(3, given, [0, 1])
     assert (variables, done) == ({}, [])
     assert "MALLOC_MMAP_THRESHOLD_" not in surround(1, {"GLIBC_TUNABLES": ""}, [0])[0]
+
+
+NO_NUMBERS = ["banana", "-1", "0", "1e3", "1.5", "", "2 3", "\u0663"]
+
+
+@pytest.mark.parametrize("name", THREADS)
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_what_is_no_number_of_threads_is_replaced_and_said(name: str, value: str) -> None:
+    assert surround(2, {name: value}, [0, 1, 4, 5])[0][name] == "2"
+    said = f"{name}={shown(value)} is no number of threads"
+    assert doubts(2, {name: value}, [0, 1, 4, 5]) == [f"{said}: each worker has 2 instead"]
+    assert doubt_threads(7, {name: value}) == [f"{said}, and torch uses 7: give one in digits, or unset it"]
+
+
+def test_more_threads_than_cores_are_said_and_kept() -> None:
+    for given in ({}, {"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": " 2,1"}, {"MKL_NUM_THREADS": "1"}):
+        assert doubts(2, given, [0, 1, 4, 5]) == []
+        assert doubt_threads(1, given) == []
+    assert "OMP_NUM_THREADS" not in surround(2, {"OMP_NUM_THREADS": "3"}, [0, 1, 4, 5])[0]
+    said = "is more threads than cores, for 2 workers on 4 cores: 2 would be faster; unset it for that"
+    assert doubts(2, {"OMP_NUM_THREADS": "3"}, [0, 1, 4, 5]) == [f"OMP_NUM_THREADS=3 {said}"]
+    cores = len(os.sched_getaffinity(0))
+    said = f"OMP_NUM_THREADS=999 is more threads than this process has cores, which are {cores}: unset it"
+    assert doubt_threads(999, {"OMP_NUM_THREADS": "999"}) == [said]
+
+
+SAYS = "from basics import *\nt = make()\nlist(t.steps(data, count=1))\nif t.main: print(torch.get_num_threads())\n"
+
+
+def test_a_run_says_what_it_does_instead(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAYS)
+    done = paceline("run", "--workers", "2", "train.py", cwd=tmp_path, OMP_NUM_THREADS="banana")
+    each = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert (
+        done.stderr.splitlines()[1] == f"OMP_NUM_THREADS=banana is no number of threads: each worker has {each} instead"
+    )
+    assert done.stdout == f"{each}\n"
+
+
+@pytest.mark.slow
+def test_a_script_alone_says_what_torch_does_instead(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAYS)
+    env = environment(OMP_NUM_THREADS="-1", PACELINE_COLD_START="1")
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    said = f"OMP_NUM_THREADS=-1 is no number of threads, and torch uses {done.stdout.strip()}"
+    assert f"\n{said}: give one in digits, or unset it\n" in done.stderr
 
 
 def test_workers_find_them_and_the_run_explains_them(tmp_path):

@@ -87,8 +87,8 @@ def test_what_scripts_say_cannot_move_the_cursor(tmp_path: Path) -> None:
     journal.write("failed", worker=1, host="h\x1b[31m", cause="no\x1b[1A", code=1, text="")
     journal.close()
     text = seen(tmp_path)
-    assert "a?[2J?[bold]b.py" in text
-    assert "x?]0;title? 1.500" in text
+    assert r"a\x1b[2J\x07[bold]b.py" in text
+    assert r"x\x1b]0;title\x07 1.500" in text
     assert all(char.isprintable() or char == "\n" for char in text)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import UsageError
-from paceline.world import World, read_world
+from paceline.errors import UsageError, shown
+from paceline.world import World, began, inherited_warm, read_world
 
 PLACE = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 OMPI = {
@@ -121,6 +122,38 @@ def test_ports_of_starts_are_spread_below_those_that_systems_hand_out():
     ports = [read_world({**SLURM, "SLURM_JOB_ID": str(job)}).store[1] for job in range(1, 2001)]
     assert 10_000 <= min(ports) <= max(ports) < 30_000
     assert len(set(ports)) > 1850  # drawn at random it would be 1903 on average
+
+
+NUMBERS = ("STORE_FD", "EVENTS_FD", "ORDERS_FD", "JOIN_TIMEOUT", "KEEP", "MAX_STEPS")
+PACELINE = {"PACELINE_RANK": "0", "PACELINE_WORLD_SIZE": "2", "PACELINE_STORE": "127.0.0.1:5"}
+
+
+@pytest.mark.parametrize("value", ["banana", "-1", "1e3", "1.5", "\u0663", "9" * 13, "a\x1b[2J"])
+@pytest.mark.parametrize("name", [*NUMBERS, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"])
+def test_a_variable_that_is_no_number_is_named(name: str, value: str) -> None:
+    least = int(name in ("JOIN_TIMEOUT", "KEEP", "MAX_STEPS"))
+    said = f"PACELINE_{name}={shown(value)} is no whole number from {least} to 999,999,999,999; give one, in digits"
+    with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
+        read_world({**PACELINE, f"PACELINE_{name}": value})
+
+
+@pytest.mark.parametrize("name", ["TENSORBOARD", "HEAL"])
+def test_a_variable_that_is_yes_or_no_is_0_or_1(name: str) -> None:
+    for value, meant in {"0": False, "": False, "1": True}.items():
+        assert getattr(read_world({**PACELINE, f"PACELINE_{name}": value}), name.lower()) is meant
+    with pytest.raises(
+        UsageError, match=f"^PACELINE_{name}=no is neither 0 nor 1; give one of these, or leave it out$"
+    ):
+        read_world({**PACELINE, f"PACELINE_{name}": "no"})
+
+
+@pytest.mark.parametrize("value", ["", ":", "a:b", "a:-1"])
+def test_what_only_the_agent_sets_is_no_raw_error_either(value: str) -> None:
+    env = {**PACELINE, "PACELINE_MIRROR": value or ":a", "PACELINE_BEGAN": value, "PACELINE_STORE": value or ":"}
+    with pytest.raises(UsageError, match="is no whole number from"):
+        read_world(env)
+    assert began(env) is None
+    assert inherited_warm({"PACELINE_WARM": value}) is None
 
 
 def test_torchruns_second_attempt_is_told_from_its_first():

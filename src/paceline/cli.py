@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli_runs import late, returning, showing
+from paceline.console import say
 from paceline.errors import LaunchError, PacelineError, UsageError, shown
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
@@ -511,22 +512,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.get("arguments", [])[:1] == ["--"]:  # sets them apart, and is none of them
             del options["arguments"][0]
         elif "--" not in words and (note := _misplaced(usage(), **options)):
-            print(note, file=sys.stderr)
+            say(note)
         if words[0].startswith("launch "):
             options["words"] = [*words[0].split(), *words[1:]]
         done: int | str = command(**options)
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        say(f"paceline: {error}")
         return 2
     except OSError as error:
         if error.filename is None:  # it is not about something that the user named
             raise
         why = f"{shown(str(error.filename))} cannot be used ({error.strerror})"
-        print(f"paceline: {why}; see to that, or give another path", file=sys.stderr)
+        say(f"paceline: {why}; see to that, or give another path")
         return 2
     if isinstance(done, int):
         return done
-    print(done)
+    say(done, sys.stdout)
     return 0
 
 

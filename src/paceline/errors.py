@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
+
+from paceline.console import quoted
 
 _LINE = 80
 _NOTE = "raised in "
@@ -88,7 +89,7 @@ class LaunchError(PacelineError):
 
 def shown(text: str) -> str:
     """What a user gave, quoted as a shell would need it; of what is longer than a line its beginning."""
-    return shlex.quote(text if len(text) <= _LINE else f"{text[:_LINE]}...")
+    return quoted(text if len(text) <= _LINE else f"{text[:_LINE]}...")
 
 
 class Noting:

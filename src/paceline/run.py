@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Never
 
 import torch
-from rich.console import Console
 from torch.backends.cpu import get_cpu_capability
 
 from paceline.agreement import Agreement
@@ -28,6 +27,7 @@ from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.comm.torch_private import pytree, untested
+from paceline.console import say
 from paceline.descriptions import OF_MODEL, refuse_difference
 from paceline.ended import Ended, release
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
@@ -41,6 +41,7 @@ from paceline.observe.memory import advice, whole_memory
 from paceline.observe.profiling import Profiles
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
+from paceline.observe.terminal import Terminal
 from paceline.saving import Saving, Subject, load_user_streams, user_streams
 from paceline.script import (
     VERSIONS,
@@ -63,6 +64,7 @@ from paceline.team.commands import Generation
 from paceline.team.coordinator import STOPPED
 from paceline.team.operations import Attempt, LeftError, Taken, settling
 from paceline.team.team import Team, join
+from paceline.world import doubt_threads
 
 
 class Run:
@@ -319,6 +321,8 @@ class Run:
             self.say(f"resuming from step {self.resumed} of {where}{change if before != plan else ''}")
         if origin != "default":
             self.say(f"plan: {plan} (from {origin})")
+        for doubt in doubt_threads(torch.get_num_threads()) if world.launcher != "paceline" else ():
+            self.say(doubt)
         for text in refused_exports(script_text()) if self.main else ():
             self.say(text)
         if newer := untested(torch.__version__):
@@ -419,7 +423,7 @@ class Run:
             double = in_pieces({name: p.double() for name, p in params.items()}, job.cuts, job.place)
         write_together(double, Path(f"{out}.safetensors"), self.main, job.replica, self.team.group)
         dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
-        self.answer({"dtype": dtype, "mixes": mixes})
+        self.answer({"dtype": dtype, "mixes": mixes, "steps": self.step})
 
     def answer(self, told: Any) -> Never:
         """Hands over what such a run was made for, and ends the script."""
@@ -718,8 +722,8 @@ class Run:
             self.progress.close()
             if done and self.folder is not None and self.took_step and not failed:
                 self.journal.close()
-                console = Console(stderr=True)
-                print(write_report(self.folder, console.width, console.is_terminal, short=True), file=sys.stderr)
+                console = Terminal(stderr=True)
+                say(write_report(self.folder, console.width, console.is_terminal, short=True))
         self.journal.close()
         if not failed and not self._left:
             self.refuse_untouched()

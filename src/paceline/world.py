@@ -104,6 +104,38 @@ def _number(env: Mapping[str, str], name: str, default: int, least: int = 0) -> 
     return parse_whole(f"{name}=", text, least) if text else default
 
 
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    """Whether a variable that is 0 or 1 is 1. UsageError: it is neither."""
+    text = env.get(name, "")
+    if text not in ("", "0", "1"):
+        raise UsageError(f"{name}={shown(text)} is neither 0 nor 1", "give one of these, or leave it out")
+    return text == "1"
+
+
+# Variables by which OpenMP and MKL are told how many threads to make: a list has one number a nested level.
+_ONE = r"\s*\+?0*([1-9][0-9]*)\s*"
+THREADS = {"OMP_NUM_THREADS": rf"{_ONE}(?:,\s*[0-9]+\s*)*", "MKL_NUM_THREADS": _ONE}
+
+
+def threads_asked(env: Mapping[str, str] = os.environ) -> dict[str, int | None]:
+    """How many threads the variables of `THREADS` that are set ask for; None: it is no number, and is ignored."""
+    found = {name: re.fullmatch(form, env[name], re.ASCII) for name, form in THREADS.items() if name in env}
+    return {name: int(match[1]) if match else None for name, match in found.items()}
+
+
+def doubt_threads(used: int, env: Mapping[str, str] = os.environ) -> list[str]:
+    """What is to be said of numbers of threads that the environment asks for, where torch `used` so many."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = []
+    for name, number in threads_asked(env).items():
+        what = f"{name}={shown(env[name])}"
+        if number is None:
+            found.append(f"{what} is no number of threads, and torch uses {used}: give one in digits, or unset it")
+        elif number > cores and used > cores:
+            found.append(f"{what} is more threads than this process has cores, which are {cores}: unset it")
+    return found
+
+
 def _first(env: Mapping[str, str], *names: str, default: int) -> int:
     for name in names:
         if env.get(name):
@@ -138,7 +170,7 @@ def _address(env: Mapping[str, str], launcher: str, rank: int) -> tuple[tuple[st
     """
     if env.get("PACELINE_STORE"):
         host, _, port = env["PACELINE_STORE"].rpartition(":")
-        return (host, int(port)), ""
+        return (host, parse_whole(f"PACELINE_STORE={shown(host)}:", port)), ""
     host, number = _derived(env, launcher)
     host = env.get("MASTER_ADDR") or host
     if host and env.get("MASTER_PORT"):
@@ -185,8 +217,8 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
     local_rank = _first(env, names[2], default=rank)
     local_size = _tasks_here(env) if launcher == "srun" else 0
     store, job = _address(env, launcher, rank) if size > 1 or newcomer else (None, "")
-    fd = env.get("PACELINE_STORE_FD")
-    events, orders = env.get("PACELINE_EVENTS_FD"), env.get("PACELINE_ORDERS_FD")
+    fds = {name: _number(env, f"PACELINE_{name}_FD", -1) for name in ("STORE", "EVENTS", "ORDERS")}
+    store_fd, events, orders = (fd if fd >= 0 else None for fd in fds.values())
     shares = env.get("PACELINE_SHARES")
     every, _, mirror = env.get("PACELINE_MIRROR", "").partition(":")
     return World(
@@ -196,26 +228,26 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
         local_size=local_size or _first(env, names[3], default=size),
         launcher=launcher,
         store=store,
-        store_fd=int(fd) if fd else None,
+        store_fd=store_fd,
         store_is_ours=env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true",
         job=job,
         join_timeout=_number(env, "PACELINE_JOIN_TIMEOUT", 300, least=1),
         run_dir=env.get("PACELINE_RUN_DIR") or None,
         plan=env.get("PACELINE_PLAN") or None,
-        events_fd=int(events) if events else None,
+        events_fd=events,
         shares=parse_shares(shares, size) if shares else None,
         save_every=env.get("PACELINE_SAVE_EVERY") or "60s",
         keep=_number(env, "PACELINE_KEEP", 2, least=1),
         checkpoints=env.get("PACELINE_CHECKPOINTS") or None,
-        mirror=(int(every), mirror) if mirror else None,
+        mirror=(parse_whole("PACELINE_MIRROR=", every, 1), mirror) if mirror else None,
         max_steps=_number(env, "PACELINE_MAX_STEPS", 0, least=1) or None,
         check=env.get("PACELINE_CHECK") or None,
-        orders_fd=int(orders) if orders else None,
+        orders_fd=orders,
         newcomer=newcomer,
         hold=bool(env.get("PACELINE_HOLD")),
         chaos=env.get("PACELINE_CHAOS", ""),
-        tensorboard=bool(env.get("PACELINE_TENSORBOARD")),
-        heal=bool(env.get("PACELINE_HEAL")),
+        tensorboard=_flag(env, "PACELINE_TENSORBOARD"),
+        heal=_flag(env, "PACELINE_HEAL"),
     )
 
 
@@ -267,7 +299,7 @@ def assume(environment: Mapping[str, str]) -> None:
 def began(env: Mapping[str, str] = os.environ) -> float | None:
     """Unix seconds of when our agent began to start us."""
     text = env.get("PACELINE_BEGAN", "")
-    return float(text) if text else None
+    return float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]*)?", text) else None
 
 
 def pulse_descriptor(env: Mapping[str, str] = os.environ) -> int | None:
@@ -289,7 +321,7 @@ def standstill(env: Mapping[str, str] = os.environ) -> float:
 
 def starts_cold(env: Mapping[str, str] = os.environ) -> bool:
     """Whether the user wants every worker started from nothing."""
-    return env.get("PACELINE_COLD_START", "0") not in ("", "0")
+    return _flag(env, "PACELINE_COLD_START")
 
 
 def inherited_warm(env: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
@@ -298,7 +330,7 @@ def inherited_warm(env: Mapping[str, str] = os.environ) -> tuple[int, int] | Non
     """
     pid, _, descriptor = env.get("PACELINE_WARM", "").partition(":")
     os.environ.pop("PACELINE_WARM", None)
-    return (int(pid), int(descriptor)) if pid else None
+    return (int(pid), int(descriptor)) if pid.isdecimal() and descriptor.isdecimal() else None
 
 
 def gpus(env: Mapping[str, str] = os.environ) -> int:

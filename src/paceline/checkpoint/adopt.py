@@ -17,6 +17,7 @@ from paceline.checkpoint.files import checkpoints_of, list_checkpoints, write_ch
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.tensorfile import size_text
 from paceline.checkpoint.tree import flatten
+from paceline.console import in_one_line, quoted
 from paceline.errors import CheckpointError, FormatError, UsageError
 from paceline.pieces import Cut
 from paceline.schema import read_json
@@ -53,28 +54,34 @@ def import_model(
     manifest = {"tree": flatten(tree(), "")[1], "plan": "", "script": "", "workers": 0, "streams": []}
     storage = checkpoints_of(run_dir)
     if list_checkpoints(storage):
-        raise CheckpointError(f"{run_dir} has a checkpoint already", "import into a new run folder")
+        raise CheckpointError(f"{in_one_line(run_dir)} has a checkpoint already", "import into a new run folder")
     try:
         lock = hold_lock(run_dir)
     except OSError as error:
         cure = "see that it is a folder that you may write to, or choose another one"
-        raise CheckpointError(f"the run folder {run_dir} could not be made: {error.strerror}", cure) from error
+        raise CheckpointError(
+            f"the run folder {in_one_line(run_dir)} could not be made: {error.strerror}", cure
+        ) from error
     try:
         write_checkpoint(storage, 0, tensors, {**manifest, "imported": str(source)})
     finally:
         os.close(lock)
     size = size_text(sum(tensor.nbytes for tensor in tensors.values()))
     text = f"{len(tensors)} tensors, {size}" + (f", floating point as {dtype}" if dtype else "")
-    return f"imported {source} to {run_dir}: {text}; `paceline run --run-dir {run_dir} SCRIPT` begins with them"
+    done = f"imported {in_one_line(source)} to {in_one_line(run_dir)}: {text}"
+    return f"{done}; `paceline run --run-dir {quoted(str(run_dir))} SCRIPT` begins with them"
 
 
 def _files(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
     """Each safetensors file of the source, and the names in it that count (None: all)."""
     if not source.exists():
-        raise UsageError(f"there is no {source}", _GIVE)
+        raise UsageError(f"there is no {in_one_line(source)}", _GIVE)
     if source.is_file():
         if source.suffix != ".safetensors":
-            raise UsageError(f"{source} is not a .safetensors file, and no other is read: they may run code", _CONVERT)
+            raise UsageError(
+                f"{in_one_line(source)} is not a .safetensors file, and no other is read: they may run code",
+                _CONVERT,
+            )
         yield source, None
     elif (source / _INDEX).exists():
         from paceline.checkpoint.forms import Index  # needs msgspec
@@ -91,9 +98,11 @@ def _files(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
     elif (source / _SINGLE).exists():
         yield source / _SINGLE, None
     elif others := sorted(path.name for path in source.glob("*.bin*")):
-        raise UsageError(f"{source} holds its weights in {others[0]}, which may run code when it is read", _CONVERT)
+        raise UsageError(
+            f"{in_one_line(source)} holds its weights in {others[0]}, which may run code when it is read", _CONVERT
+        )
     else:
-        raise UsageError(f"{source} holds neither {_SINGLE} nor {_INDEX}", _GIVE)
+        raise UsageError(f"{in_one_line(source)} holds neither {_SINGLE} nor {_INDEX}", _GIVE)
 
 
 def _read(files: Sequence[tuple[Path, list[str] | None]]) -> dict[str, torch.Tensor]:
@@ -115,7 +124,7 @@ def _renamed(names: Sequence[str], renames: Sequence[str], source: Path) -> dict
         if not equals:
             raise UsageError(f"--map {text} names no new prefix", "write --map OLD=NEW, or --map OLD= to remove one")
         if not any(name.startswith(old) for name in names):
-            what = f"--map {text} fits nothing: no name in {source} begins with {old}"
+            what = f"--map {text} fits nothing: no name in {in_one_line(source)} begins with {old}"
             raise UsageError(what, f"they are {_some(sorted(names))}")
     made: dict[str, str] = {}
     for name in names:
@@ -166,7 +175,7 @@ def adopted(
     kinds = _other_names_and_shapes(wanted, whole, cuts)
     kinds |= {"of another dtype": dtypes, "tied in the model and different here": apart}
     cure = "import them again into a new run folder, with --map where names differ and --dtype where dtypes do"
-    _refuse(f"the weights imported from {source} do not fit the model of trainer {trainer}", kinds, cure)
+    _refuse(f"the weights imported from {in_one_line(source)} do not fit the model of trainer {trainer}", kinds, cure)
     return whole
 
 

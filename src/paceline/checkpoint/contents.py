@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -32,7 +29,9 @@ from paceline.checkpoint.files import (
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tensorfile import DTYPES, size_text
 from paceline.checkpoint.tree import reading, unflatten
+from paceline.console import in_one_line, say
 from paceline.errors import CheckpointError, FormatError
+from paceline.observe.terminal import Terminal, TextPage
 from paceline.schema import parse
 
 _KINDS = {name: dtype for dtype, name in DTYPES.items()}
@@ -52,7 +51,7 @@ def inspect_run(run_dir: str | Path, step: int | None = None, tensors: bool = Fa
         raise no_checkpoint(run_dir, step)
     sizes = {folder: sum(storage.sizes(folder).values()) for _, folder in listed}
     if sum(sizes.values()) > _LARGE:
-        print(f"verifying {size_text(sum(sizes.values()))}", file=sys.stderr)
+        say(f"verifying {size_text(sum(sizes.values()))}")
     looks = [(number, folder, _look(storage, number, folder)) for number, folder in listed]
     chosen = next(
         (found for _, _, found in looks if isinstance(found, Checkpoint) and step in (None, found.step)), None
@@ -199,16 +198,15 @@ def _type_of(saved: list[Any], tensors: dict[str, Any]) -> str:
 
 
 def _tables(told: dict[str, Any]) -> str:
-    ahead = Console()
-    out = io.StringIO()
-    colour = ahead.is_terminal
-    width = ahead.width if colour else 240  # what goes to a file or a pipe is not folded
-    console = Console(file=out, width=width, force_terminal=colour, color_system="standard" if colour else None)
+    ahead = Terminal()
+    console = TextPage(
+        ahead.width if ahead.is_terminal else 240, ahead.is_terminal
+    )  # in a file or a pipe nothing is folded
     listing = [(row["step"], row["written"], size_text(row["bytes"]), _state(row)) for row in told["checkpoints"]]
     console.print(_table(("step", "written", "size", "state"), listing, right=(0, 2)))
     for mark in told["best"]:
         console.print(Text("\nbest of trainer {trainer}: {name} {value:.6g} at step {step}".format(**mark)))
-    console.print(Text(f"\nstep {told['step']} of {told['run']}", style="bold"))
+    console.print(Text(f"\nstep {told['step']} of {in_one_line(told['run'])}", style="bold"))
     versions = ", ".join(f"{name} {value}" for name, value in (told["versions"] or {}).items())
     facts = [("format", told["format"]), ("plan", told["plan"]), ("workers", told["workers"] or "")]
     console.print(_grid([*facts, ("versions", versions), ("imported", told["imported"] or "")]))
@@ -220,7 +218,7 @@ def _tables(told: dict[str, Any]) -> str:
     if "tensors" in told:
         named = [(name, t["dtype"], t["shape"], f"{t['bytes']:,}") for name, t in told["tensors"].items()]
         console.print("", _table(("tensor", "dtype", "shape", "bytes"), named, right=(3,)))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return console.text
 
 
 def _state(row: dict[str, Any]) -> str:
@@ -257,7 +255,7 @@ def _grid(rows: Iterable[tuple[str, Any]]) -> Table:
     table.add_column(overflow="fold")
     for name, value in rows:
         if value != "":
-            table.add_row(name, Text(str(value)))
+            table.add_row(in_one_line(name), Text(in_one_line(value)))
     return table
 
 
@@ -266,5 +264,5 @@ def _table(names: tuple[str, ...], rows: Iterable[tuple[Any, ...]], right: tuple
     for place, name in enumerate(names):
         table.add_column(name, justify="right" if place in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(value)) for value in row))
+        table.add_row(*(Text(in_one_line(value)) for value in row))
     return table

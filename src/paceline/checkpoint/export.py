@@ -36,6 +36,7 @@ from paceline.checkpoint.storage import flush_folder, write_file
 from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks, write_tensors
 from paceline.checkpoint.tree import unflatten
 from paceline.comm.group import Group
+from paceline.console import in_one_line
 from paceline.errors import CheckpointError, FormatError, PacelineError, UsageError
 from paceline.pieces import Held
 from paceline.schema import read_json
@@ -160,7 +161,9 @@ def export_model(
     ended = ended_in(found.manifest, found.storage, lines.append)
     trainers = trainers_in(with_ended(found.manifest, ended))
     if not 0 <= trainer < len(trainers) or "model" not in trainers[trainer]:
-        what = f"there is no trainer {trainer} in step {found.step} of {run_dir}, which has {len(trainers)}"
+        what = (
+            f"there is no trainer {trainer} in step {found.step} of {in_one_line(run_dir)}, which has {len(trainers)}"
+        )
         raise UsageError(what, "count trainers from 0, in the order in which the script makes them")
     source = ended.get(trainer, found)
     state = deferred(lambda: unflatten(trainers[trainer]["model"], source.tensors(mapped=True)), kind)
@@ -171,7 +174,7 @@ def export_model(
         files = _write_folder(out, state, found, most if layout != "dcp" else None)
         text = f"{size_text(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}"
     text += f", floating point as {dtype}" if dtype else ""
-    text += f", from step {found.step} of {run_dir}"
+    text += f", from step {found.step} of {in_one_line(run_dir)}"
     text += f", the best {mark['name']}: {mark['value']:.6g}" if best else ""
     lines.append(f"wrote {out}: {len(state)} tensors, {text}")
     return "\n".join(lines)
@@ -181,7 +184,7 @@ def _best(run_dir: str | Path, trainer: int) -> dict[str, Any]:
     storage = checkpoints_of(run_dir)
     best = best_of(open_checkpoint(storage, *one, hashes=False) for one in list_checkpoints(storage))
     if trainer not in best:
-        what = f"no checkpoint in {run_dir} is the best of trainer {trainer} yet"
+        what = f"no checkpoint in {in_one_line(run_dir)} is the best of trainer {trainer} yet"
         raise CheckpointError(what, "call trainer.keep_best(NAME) before the loop, or leave --best out")
     return best[trainer]
 
@@ -191,7 +194,7 @@ def no_checkpoint(run_dir: str | Path, step: int | None) -> CheckpointError:
     others = ", ".join(str(number) for number, _ in reversed(list_checkpoints(checkpoints_of(run_dir))))
     cure = f"choose one of the steps {others}" if others else "give the --run-dir of a run that saved one"
     which = "checkpoint" if step is None else f"checkpoint of step {step}"
-    return CheckpointError(f"there is no {which} in {run_dir}", cure)
+    return CheckpointError(f"there is no {which} in {in_one_line(run_dir)}", cure)
 
 
 def parse_size(text: str) -> int:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from paceline.console import in_one_line
 from paceline.errors import LaunchError
 
 PATIENCE = 5.0  # seconds in which forked children of a dead holder, who share its lock, may still be ending
@@ -38,7 +39,7 @@ def hold_lock(folder: Path, patience: float = 0.0) -> int:
                 time.sleep(0.05)
                 continue
             os.close(fd)
-            what = f"the run folder {folder} is in use by process {pid or '?'} on {host or '?'}"
+            what = f"the run folder {in_one_line(folder)} is in use by process {pid or '?'} on {host or '?'}"
             raise LaunchError(what, "wait for that run to end, stop it, or give another --run-dir") from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)

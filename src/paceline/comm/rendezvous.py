@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.comm.status import LATE, MANY, PAUSE, beside, there, workers
+from paceline.console import say
 from paceline.errors import LaunchError, PeerLostError, first_line
 from paceline.world import World, way_to
 
@@ -112,7 +112,7 @@ def _wait_for_all(store: dist.Store, world: World, given_up: Callable[[], bool])
                         f"worker {world.rank} waited {waited:.0f} s for {missing}, which did not come",
                         "see their logs: every worker must be started, with the same number of workers",
                     )
-                print(f"paceline: worker {world.rank} has waited {waited:.0f} s for {missing}", file=sys.stderr)
+                say(f"paceline: worker {world.rank} has waited {waited:.0f} s for {missing}")
         if world.rank == 0:
             store.set("joined/all", "1")
     except RuntimeError as error:  # the store went

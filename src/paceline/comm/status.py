@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from paceline.console import say
 from paceline.errors import CollectiveMismatchError, PacelineError, PeerLostError, first_line
 
 T = TypeVar("T")
@@ -40,11 +43,23 @@ def call_site() -> str:
     """``file:line`` of the nearest frame that is the user's: neither ours nor torch's."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_OURS) and "contextlib" not in name:
+        if _is_users(frame):
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def raise_site(error: BaseException) -> str:
+    """``file:line`` of the innermost line of the user's that an exception came through; of any, where none is."""
+    passed = [*walk_tb(error.__traceback__)]
+    frame, line = next((one for one in reversed(passed) if _is_users(one[0])), passed[-1])
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}"
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether the code is neither ours nor torch's."""
+    name = frame.f_code.co_filename
+    return not name.startswith(_OURS) and "contextlib" not in name
 
 
 class Side:
@@ -124,10 +139,9 @@ class Side:
             self._said_late = True
             sequence = self.here["sequence"]
             late = missing or [r for r, place in enumerate(places) if place is None or place["sequence"] < sequence]
-            print(
+            say(
                 f"paceline: worker {self.name} has waited {waited:.0f} s in {self.here['name']} "
                 f"({self.here['site']}) for {workers([self.names[rank] for rank in late])}",
-                file=sys.stderr,
             )
 
     def _trouble(self, places: Sequence[dict[str, Any] | None]) -> PacelineError | None:

@@ -29,6 +29,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from paceline.checkpoint.storage import flush_folder
+from paceline.console import Coloured, say
 from paceline.data.tokens import FORMAT, INDEX, read_index
 from paceline.errors import DatasetError, FormatError, LaunchError, UsageError, first_line
 from paceline.observe.figures import clock, number, plural, size_of
@@ -432,9 +433,4 @@ class _Line:
         text = f"{size_of(self._done)} of {size_of(total)}  {number(self._tokens)} tokens"
         text += f"  {size_of(speed)}/s  {clock((total - self._done) / speed)} left" if speed else ""
         with suppress(OSError):  # whoever read it is gone
-            print(
-                f"\r\033[K{text}" if self._live else text,
-                end="" if self._live and not last else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(Coloured(f"\r\033[K{text}") if self._live else text, end="" if self._live and not last else "\n")

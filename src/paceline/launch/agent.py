@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.console import in_one_line, quoted
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.checkup import at_launch
 from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess
@@ -34,7 +35,7 @@ from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
-from paceline.observe.traces import short
+from paceline.observe.traces import named, short
 from paceline.pulse import DONE, LOADED
 from paceline.team.lease import Lease
 from paceline.team.link import AWAY, Link
@@ -179,11 +180,13 @@ class Agent:
     def _prepare(self) -> None:
         done = self._workers.done
         what = f" ({', '.join(text for text, _ in done)})" if done else ""
-        where = f", run folder {short(self._folder)}"
+        where = f", run folder {named(self._folder)}"
         if not self._ending.first:
             host, port = self._link.address
             where = f" for the run at {host}:{port}, {ranks(self._workers.numbers)}{where}"
         self.say(f"{plural(self._options.workers, 'worker')}{what}{where}")
+        for doubt in self._workers.doubts:
+            self.say(doubt)
         for text, why in done if self._ending.first else ():
             self._journal.write("decision", what=f"workers: {text}", why=why)
         self._workers.prepare(self._start)
@@ -370,7 +373,7 @@ class Agent:
             error = ""
         elif what := self._script.changed():
             cure = "start the same command again" + (" to use it" if what != "is gone" else " once it is there")
-            how = f"{self._options.script} {what} since the run began: {cure}"
+            how = f"{in_one_line(self._options.script)} {what} since the run began: {cure}"
             error = f"{ranks(sorted(lives))} {'is' if len(lives) == 1 else 'are'} not started again: {how}"
         else:
             try:
@@ -408,7 +411,7 @@ class Agent:
         away = self._link.away > AWAY and (self._coordinator is None or self._away)  # our own is replaced
         if away and not self._away:
             host, port = self._link.home
-            then = f"if its host is lost, `paceline run --take-over {short(self._folder)}` goes on without it"
+            then = f"if its host is lost, `paceline run --take-over {quoted(short(self._folder))}` goes on without it"
             then = then if self._lease is None else "if its host is lost, etcd gives it to another one"
             self.say(f"no word from the coordinator at {host}:{port}: this host's workers wait for it; {then}")
         elif self._away and not away:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.console import say
 from paceline.errors import UsageError
-from paceline.launch.check import LIMIT, Case, apart
+from paceline.launch.check import LIMIT, Case, apart, rehearse
 from paceline.launch.options import LaunchOptions
 from paceline.launch.warm import Kept
 from paceline.observe.figures import duration, plural
 from paceline.observe.journal import effective_steps, read_journal
 from paceline.plan import Plan
-from paceline.team.chaos import Fault, parse_faults, read_log
+from paceline.team.chaos import APART, Fault, parse_faults, read_log
 
 KINDS = ("kill", "kill", "kill", "stop", "raise", "exit")  # one of them is drawn
 MOMENTS = ("loading", "forward", "backward", "reduced")
@@ -37,11 +40,15 @@ def chaos(options: LaunchOptions, steps: int, losses: int, seed: int, faults: st
         raise UsageError(f"there is no such worker: {', '.join(outside)}", f"name workers 0 to {workers - 1}")
     with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder, Kept() as kept:
         options = replace(options, max_restarts=2 * len(schedule), kept=kept)
-        print(f"{plural(steps, 'step')} undisturbed ...", file=sys.stderr, flush=True)
+        say(f"{plural(steps, 'step')} undisturbed ...")
         calm = Case.run(Path(folder, "calm"), options, steps)
-        print(f"{plural(steps, 'step')} with {', '.join(map(str, schedule))} ...", file=sys.stderr, flush=True)
-        wild = Case.run(Path(folder, "wild"), options, steps, PACELINE_CHAOS=",".join(map(str, schedule)))
-        return _verdict(calm, wild, schedule, steps, exact=plan is not None and Plan.parse(plan).exact)
+        say(f"{plural(steps, 'step')} with {', '.join(map(str, schedule))} ...")
+        text = ("" if faults else APART) + ",".join(map(str, schedule))
+        there, order = Path(folder, "wild"), {"steps": steps, "reverse": False}
+        code, found = rehearse(there, options, order, PACELINE_CHAOS=text)
+        wild = Case(there / "run", **found) if found else None
+        exact = plan is not None and Plan.parse(plan).exact
+        return _verdict(calm, wild, there / "run", schedule, steps, exact, code)
 
 
 def draw(workers: int, steps: int, losses: int, seed: int) -> list[Fault]:
@@ -55,31 +62,46 @@ def draw(workers: int, steps: int, losses: int, seed: int) -> list[Fault]:
     return found
 
 
-def _verdict(calm: Case, wild: Case, schedule: Sequence[Fault], steps: int, exact: bool) -> int:
-    events = read_journal(wild.folder)
-    fired = {str(entry["fault"]): entry for entry in read_log(wild.folder)}
-    print(f"\n{'loss':24} {'noticed after':>14} {'team formed after':>18} {'back after':>11}")
+def _verdict(
+    calm: Case, wild: Case | None, folder: Path, schedule: Sequence[Fault], steps: int, exact: bool, code: int
+) -> int:
+    """What is printed of the run in `folder`, which ended with this code and left its weights, if it is `wild`; 0 where
+    nothing was lost, which the last line says as well.
+    """
+    tell, events = partial(say, out=sys.stdout), read_journal(folder)
+    fired = {str(entry["fault"]): entry for entry in read_log(folder)}
+    tell(f"\n{'loss':24} {'noticed after':>14} {'team formed after':>18} {'back after':>11}")
     for fault in schedule:
-        print(_row(fault, fired.get(str(fault)), events))
-    counted = sum(event["steps"] for event in effective_steps(events))
-    distance = apart(calm.weights(), wild.weights())
-    same = counted == steps and distance <= (0.0 if exact else LIMIT.get(calm.dtype, 1e-2))
-    print(f"time     {duration(_seconds(wild))} for {plural(steps, 'step')}, undisturbed {duration(_seconds(calm))}")
-    print(
+        tell(_row(fault, fired.get(str(fault)), events))
+    # Not the sum of the journal's records: what worker 0 had not written yet goes with it, and its steps do not.
+    counted = wild.steps if wild is not None else max((e["step"] for e in effective_steps(events)), default=0)
+    took = [duration(_seconds(one)) for one in (folder, calm.folder)]
+    tell(f"time     {took[0]} for {plural(steps, 'step')}, undisturbed {took[1]}")
+    tell(
         f"steps    {plural(counted, 'step')} counted, each once" if counted == steps else f"steps    {counted} counted"
     )
-    print(f"weights  {distance:.1e} apart, relative to their norm" + ("" if exact else "; with `exact` it would be 0"))
-    print(
-        "lost     nothing"
-        if same
-        else "lost     NOT nothing: run `paceline check` to see whether the script is to blame"
-    )
-    return 0 if same else 1
+    limit = 0.0 if exact else LIMIT.get(calm.dtype, 1e-2)
+    distance = math.inf if wild is None else apart(calm.weights(), wild.weights())
+    if wild is not None:
+        more = "" if exact else "; with `exact` it would be 0"
+        tell(f"weights  {distance:.1e} apart, relative to their norm{more}")
+    lost = _lost(code, wild is not None, counted == steps and distance <= limit)
+    tell(f"lost     {lost or 'nothing'}")
+    return 1 if lost else 0
+
+
+def _lost(code: int, has_weights: bool, same: bool) -> str:
+    """What was lost, in words; empty where nothing was."""
+    if not has_weights:
+        return f"the run: it ended before its last step, with exit code {code}"
+    if not same:
+        return "NOT nothing: run `paceline check` to see whether the script is to blame"
+    return f"no step, but the run ended with exit code {code}: see above" if code else ""
 
 
 def _row(fault: Fault, entry: dict[str, Any] | None, events: Sequence[dict[str, Any]]) -> str:
     if entry is None:
-        return f"{fault!s:24} did not happen: the worker was not there any more"
+        return f"{fault!s:24} did not happen: the run ended before this worker and another one were there"
 
     def after(kind: str, there: bool | None = None) -> str:
         later = (e for e in events if e["event"] == kind and e["at"] >= entry["at"])
@@ -90,7 +112,7 @@ def _row(fault: Fault, entry: dict[str, Any] | None, events: Sequence[dict[str, 
     return f"{fault!s:24} {after('lost', True):>14} {after('formed', False):>18} {after('formed', True):>11}"
 
 
-def _seconds(case: Case) -> float:
+def _seconds(folder: Path) -> float:
     """From the first step's record to the last one's."""
-    at = [event["at"] for event in effective_steps(read_journal(case.folder))]
-    return float(at[-1] - at[0])
+    at = [event["at"] for event in effective_steps(read_journal(folder))]
+    return float(at[-1] - at[0]) if at else 0.0

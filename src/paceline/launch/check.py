@@ -6,9 +6,11 @@ import json
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.console import in_one_line, say
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.ending import INTERRUPTED
 from paceline.launch.local import launch
@@ -41,7 +43,7 @@ def check(options: LaunchOptions, steps: int) -> int:
             (f"{workers} workers", several, False),
         )
         for number, (name, options, reverse) in enumerate(cases):
-            print(f"{steps} steps with {name} ...", file=sys.stderr, flush=True)
+            say(f"{steps} steps with {name} ...")
             results.append(Case.run(Path(folder) / str(number), options, steps, reverse))
         return _verdict(results, workers, steps)
 
@@ -62,12 +64,13 @@ def rehearse(folder: Path, options: LaunchOptions, order: dict[str, Any], **envi
 @dataclass(frozen=True)
 class Case:
     """A run of a few steps, and where it left its weights. `mixes`: what is said of a loss that is not a sum over
-    rows.
+    rows; `steps`: how many the team had made at its end.
     """
 
     folder: Path
     dtype: str
     mixes: str
+    steps: int
 
     @staticmethod
     def run(folder: Path, options: LaunchOptions, steps: int, reverse: bool = False, **environment: str) -> Case:
@@ -77,7 +80,7 @@ class Case:
         code, found = rehearse(folder, options, {"steps": steps, "reverse": reverse}, **environment)
         if code or not found:
             why = f"exit code {code}" if code else f"it ended before step {steps}"
-            what = f"{options.script} could not be checked with {options.workers} worker(s): {why}"
+            what = f"{in_one_line(options.script)} could not be checked with {options.workers} worker(s): {why}"
             raise LaunchError(what, "see above, or give --steps a smaller number")
         return Case(folder / "run", **found)
 
@@ -95,28 +98,29 @@ def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 
 def _verdict(results: list[Case], workers: int, steps: int) -> int:
+    tell = partial(say, out=sys.stdout)
     one, other, many = (result.weights() for result in results)
     rounding, spread, cross = apart(one, other), apart(one, many), apart(other, many)
     dtype = results[0].dtype
     limit = max(MARGIN * rounding, FLOOR.get(dtype, 1e-6))
     steady = rounding <= LIMIT.get(dtype, 1e-2)
     same = steady and spread <= limit
-    print(f"after {steps} steps, norm of the difference over all weights, relative to their norm:")
-    print(f"  {'one worker, and one worker summing in another order':52} {rounding:.1e}   (what rounding looks like)")
-    print(f"  {f'one worker, and {workers} workers':52} {spread:.1e}")
-    print(f"  {f'one worker in another order, and {workers} workers':52} {cross:.1e}")
+    tell(f"after {steps} steps, norm of the difference over all weights, relative to their norm:")
+    tell(f"  {'one worker, and one worker summing in another order':52} {rounding:.1e}   (what rounding looks like)")
+    tell(f"  {f'one worker, and {workers} workers':52} {spread:.1e}")
+    tell(f"  {f'one worker in another order, and {workers} workers':52} {cross:.1e}")
     mixes = results[0].mixes
     if same:
-        print(f"verdict: the same training on {workers} workers as on one" + (f", but {mixes}" if mixes else ""))
+        tell(f"verdict: the same training on {workers} workers as on one" + (f", but {mixes}" if mixes else ""))
     elif not steady:
-        print("verdict: two runs with one worker already differ by more than rounding")
-        print(
+        tell("verdict: two runs with one worker already differ by more than rounding")
+        tell(
             "  Look for what is drawn outside of the seeds: data made at random by the script, the time, a process id."
         )
     else:
         worst = sorted(one, key=lambda name: -float((one[name] - many[name]).norm()))[:3]
-        print(f"verdict: NOT the same training; furthest apart: {', '.join(worst)}")
-        print("  Look for what depends on the worker: rows drawn outside of the dataset, state kept in the forward.")
+        tell(f"verdict: NOT the same training; furthest apart: {', '.join(worst)}")
+        tell("  Look for what depends on the worker: rows drawn outside of the dataset, state kept in the forward.")
     if mixes and not same:
-        print(f"  Besides, {mixes}")
+        tell(f"  Besides, {mixes}")
     return 0 if same and not mixes else 1

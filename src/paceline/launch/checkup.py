@@ -4,6 +4,7 @@ No torch.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import mmap
 import os
@@ -11,6 +12,7 @@ import re
 import resource
 import shutil
 import socket
+import struct
 import sys
 import tempfile
 import time
@@ -22,7 +24,16 @@ from pathlib import Path
 
 from paceline.errors import PacelineError
 from paceline.observe.figures import plural, size_of
-from paceline.world import address_towards, gloo_interface, gpus, memory_free, read_nodes, read_world, slurm_job
+from paceline.world import (
+    address_towards,
+    gloo_interface,
+    gpus,
+    memory_free,
+    reached_at,
+    read_nodes,
+    read_world,
+    slurm_job,
+)
 
 SHM = Path("/dev/shm")
 LEAST_SHM = 1 << 30  # bytes from which on nothing is said
@@ -30,6 +41,7 @@ COPIED = 32 << 20  # bytes of the copy that is tried
 FILES = 1024  # descriptors that hundreds of workers and loaders are short of
 SLOW = 0.5  # seconds of a flush, from which on it is told
 TORCH = (2, 13)
+_SIOCGIFADDR = 0x8915  # of netdevice(7)
 
 
 @dataclass(frozen=True)
@@ -139,19 +151,40 @@ def _graphics() -> Iterator[Finding]:
 
 
 def own_address() -> str:
-    """From which this host reaches others, by the route that it would take; empty where there is none."""
+    """At which others reach this host: that of its default route, or without one that of its first network; empty
+    where it has none.
+    """
     with suppress(OSError):
         return address_towards("192.0.2.1")  # an address of documentation
-    return ""
+    return next(iter(_network_addresses()), "")
+
+
+def _network_addresses() -> list[str]:
+    """Of this host's interfaces but the loopback, in their order."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in found if not address.startswith("127.")]
+
+
+def _has_default_route() -> bool:
+    try:
+        address_towards("192.0.2.1")
+        return True
+    except OSError:
+        return False
 
 
 def _address() -> Iterator[Finding]:
-    name, address, chosen = socket.gethostname(), own_address(), gloo_interface()
+    name, address, chosen = socket.gethostname(), reached_at() or own_address(), gloo_interface()
     names = [interface for _, interface in socket.if_nameindex()]
     if chosen and not any(one.strip() in names for one in chosen.split(",")):
         yield Finding(f"GLOO_SOCKET_IFNAME={chosen}", f"there is no such interface, but {', '.join(names)}; unset it")
     if not address:
-        yield Finding(f"{name} has no route to other hosts", note="workers of this host alone can meet")
+        yield Finding(f"{name} has no address in a network", note="workers of this host alone can meet")
         return
     with socket.socket() as listener:
         listener.bind((address, 0))
@@ -160,7 +193,8 @@ def _address() -> Iterator[Finding]:
         resolved = socket.gethostbyname(name)
     loops = resolved.startswith("127.")
     more = f"the name {name} means {resolved} here; Paceline takes the address, other tools may not" if loops else ""
-    yield Finding(f"{name} is reached at {address}", note=more)
+    alone = "" if _has_default_route() else ", in its own network: there is no default route"
+    yield Finding(f"{name} is reached at {address}{alone}", note=more)
 
 
 def _files() -> Iterator[Finding]:

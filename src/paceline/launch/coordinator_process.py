@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.console import in_one_line
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.processes import Child, die_with_us
 from paceline.observe.journal import NAME
@@ -35,14 +36,17 @@ def take_over(folder: Path) -> str:
     before = _epoch(folder)
     asked = folder / TAKE_OVER
     if not (folder / "lock").exists():
-        raise UsageError(f"{folder} is no run folder", "give that of a `paceline run --join` on this host")
+        raise UsageError(f"{in_one_line(folder)} is no run folder", "give that of a `paceline run --join` on this host")
     asked.touch(0o600)
     end = time.monotonic() + PATIENCE
     while asked.exists() and time.monotonic() < end:
         time.sleep(0.05)
     if asked.exists():
         asked.unlink()
-        raise UsageError(f"nobody uses {folder}", "start `paceline run --join` again, or resume from its checkpoint")
+        raise UsageError(
+            f"nobody uses {in_one_line(folder)}",
+            "start `paceline run --join` again, or resume from its checkpoint",
+        )
     if _epoch(folder) == before:
         what = "there is nothing to take over: the coordinator answers, or an etcd decides who keeps it"
         raise UsageError(what, "see `curl HOST:PORT/status`")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.console import Coloured, command_line, in_one_line, printable
 from paceline.errors import UsageError
 from paceline.launch.failure import Failure, culprit, failure_block
 from paceline.launch.options import LaunchOptions
@@ -20,7 +20,7 @@ from paceline.launch.workers import Worker
 from paceline.observe.journal import Event, Journal
 from paceline.observe.memory import advice
 from paceline.observe.report import write_report
-from paceline.observe.traces import short
+from paceline.observe.traces import named, short
 from paceline.team.coordinator import STOPPED
 
 INTERRUPTED = 130
@@ -105,7 +105,7 @@ class Ending:
     @property
     def _name(self) -> str:
         """What the workers ran."""
-        return self._options.module or Path(self._options.script).name or "the function"
+        return in_one_line(self._options.module or Path(self._options.script).name or "the function")
 
     def warn_of_strangers(self, workers: Sequence[Worker]) -> None:
         """For people: that workers have run for long, and none has joined a team."""
@@ -140,7 +140,7 @@ class Ending:
         newest = self._newest_checkpoint()
         again = "continue with"
         if told.get("checkpoint") and (self.first or (self._folder / told["checkpoint"]).exists()):
-            saved = f" after step {told['step']}; saved {short(self._folder / told['checkpoint'])}"
+            saved = f" after step {told['step']}; saved {named(self._folder / told['checkpoint'])}"
         elif told.get("checkpoint"):
             saved = f" after step {told['step']}; saved {told['checkpoint']} in the folder of the run's first worker"
         elif newest is not None:
@@ -153,7 +153,7 @@ class Ending:
         """No worker is left here that was of the team, and nobody says that it came to its end."""
         what = "no worker is left here, and there is no word that the run is finished"
         cure = "see the console where it began; if it ended there, start it again, then run"
-        text = f"{what}\nlogs: {short(self._folder / 'logs')}{os.sep}\nnext: {cure} `{self._command()}`"
+        text = f"{what}\nlogs: {named(self._folder / 'logs')}{os.sep}\nnext: {cure} `{self._command()}`"
         self._say(f"\n{text}", always=True)
         self._journal.write("failed", worker=None, host=socket.gethostname(), cause=what, code=1, text=text)
         return 1
@@ -177,9 +177,10 @@ class Ending:
         cause, host = culprit(failures), socket.gethostname()
         if cause.step is None:  # it did not say
             cause.step = workers[0].events.get("step", {}).get("step")
-        text = failure_block(cause, failures, stopped, host, Path(short(self._folder / "logs")), self._then(cause))
+        text = failure_block(cause, failures, stopped, host, Path(named(self._folder / "logs")), self._then(cause))
         title, _, rest = text.partition("\n")
-        self._say(f"\n\x1b[1;31m{title}\x1b[0m\n{rest}" if self._coloured else f"\n{text}", always=True)
+        red = Coloured(f"\n\x1b[1;31m{printable(title)}\x1b[0m\n{printable(rest)}")
+        self._say(red if self._coloured else f"\n{text}", always=True)
         told = {"worker": cause.rank, "host": host, "step": cause.step, "cause": cause.what, "code": cause.code}
         self._journal.write("failed", **told, text=text)
         return cause.code
@@ -218,7 +219,7 @@ class Ending:
             "--steps": options.max_steps if done < (options.max_steps or 0) else None,
         }
         flags = [part for name, value in given.items() if value is not None for part in (name, str(value))]
-        return shlex.join(["paceline", "run", *flags, *options.program])
+        return command_line(["paceline", "run", *flags, *options.program])
 
 
 def strangers(workers: Sequence[Worker]) -> bool:

@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.console import in_one_line
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.check import rehearse
 from paceline.launch.options import LaunchOptions
@@ -28,7 +29,7 @@ def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> E
         code, found = rehearse(Path(folder) / "one", options, {"explain": [str(plan), workers]})
     if code or not found:
         why = f"exit code {code}" if code else "it ended before its first step"
-        raise LaunchError(f"{options.script} could not be run up to its first step: {why}", "see above")
+        raise LaunchError(f"{in_one_line(options.script)} could not be run up to its first step: {why}", "see above")
     if "refused" in found:
         raise UsageError(*found["refused"])
     return Explained.of(found)

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from paceline.console import say
 from paceline.launch.processes import die_with, name_process
 from paceline.pulse import PULSE
 from paceline.world import World, assume, worker_environment
@@ -314,7 +315,7 @@ def _run(script: str, module: str) -> None:
     path = "<frozen runpy>" if module else os.path.abspath(script)
     file = library.fmemopen(text, len(text), b"rb") if module else library.fopen(os.fsencode(path), b"rb")
     if not file:
-        print(f"{sys.executable}: can't open file {path!r}", file=sys.stderr)
+        say(f"{sys.executable}: can't open file {path!r}")
         raise SystemExit(2)
     if run(file, os.fsencode(path), 1, None):
         sys.excepthook = lambda *_: None

@@ -15,13 +15,16 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from paceline.errors import LaunchError, UsageError, first_line
+from paceline.console import say
+from paceline.errors import LaunchError, UsageError, a, first_line
 from paceline.launch.engines.engine import Engine, Host
 from paceline.launch.engines.launcher import HostJob, Launcher
 from paceline.observe.figures import plural
 from paceline.world import read_call, read_world
 
 T = TypeVar("T")
+# What pickle raises for values that it cannot pack, and their own methods for it.
+UNPICKLABLE = (TypeError, ValueError, AttributeError, RuntimeError, pickle.PickleError)
 LARGE = 100_000_000  # bytes that a function may carry without a word
 WAIT = 300  # seconds for an engine to place all hosts, and then for these to answer
 
@@ -71,7 +74,12 @@ def launch(
     if code or not launcher.value:
         how = f"ended with exit code {code}" if code else "did not return on worker 0"
         raise LaunchError(f"{name} {how}", f"see above, or {run_dir}/logs")
-    return pickle.loads(launcher.value)  # type: ignore[no-any-return]
+    try:
+        return pickle.loads(launcher.value)  # type: ignore[no-any-return]
+    except (*UNPICKLABLE, ImportError, LookupError, EOFError) as error:
+        what = f"what {name} returned cannot be made again here ({type(error).__name__}: {first_line(error)})"
+        cure = f"return numbers, text or tensors of the CPU; what it saved is in {run_dir}"
+        raise LaunchError(what, cure) from error
 
 
 class _Here(Engine):
@@ -113,7 +121,7 @@ def _packed(function: Callable[..., Any], arguments: tuple[Any, ...], name: str)
         raise UsageError("paceline.launch needs cloudpickle", "pip install 'paceline[notebook]'") from error
     try:
         packed: bytes = cloudpickle.dumps((function, arguments))
-    except (TypeError, pickle.PicklingError, RuntimeError, AttributeError) as error:
+    except UNPICKLABLE as error:
         cure = "make inside of the function what cannot travel: files, locks, a Trainer, a loader"
         raise UsageError(f"{name} cannot be sent to workers ({first_line(error)})", cure) from error
     if len(packed) > LARGE:
@@ -123,7 +131,7 @@ def _packed(function: Callable[..., Any], arguments: tuple[Any, ...], name: str)
         largest = max(sizes, key=lambda name: sizes[name], default="")
         what = f"{name} carries {len(packed) / 1e6:,.0f} MB to each worker"
         which = f", of which {largest} has {sizes[largest] / 1e6:,.0f}" if largest else ""
-        print(f"note: {what}{which}; load it inside of the function", file=sys.stderr)
+        say(f"note: {what}{which}; load it inside of the function")
     return packed
 
 
@@ -135,8 +143,14 @@ def _called(call: str, result: str) -> None:
     if read_world().rank == 0:
         import cloudpickle
 
+        try:
+            packed = cloudpickle.dumps(value)
+        except UNPICKLABLE as error:
+            name = getattr(function, "__name__", type(function).__name__)
+            what = f"{name} returned {a(type(value).__name__)}, which cannot be sent back ({first_line(error)})"
+            raise UsageError(what, "return numbers, text or tensors, and keep what cannot travel inside") from error
         with open(result, "wb") as file:
-            cloudpickle.dump(value, file)
+            file.write(packed)
 
 
 if __name__ == "__main__":

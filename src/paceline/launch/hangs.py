@@ -18,7 +18,7 @@ from paceline.launch.workers import Worker, Workers
 from paceline.observe.figures import called
 from paceline.observe.journal import Journal
 from paceline.observe.stacks import Hung, computed, is_traced
-from paceline.observe.traces import short
+from paceline.observe.traces import named
 from paceline.pulse import BEATS, DONE, FREE, USUAL, WAITS, View
 from paceline.world import standstill
 
@@ -140,7 +140,7 @@ class Hangs:
             worker.hung = hung
             worker.process.signal(signal.SIGKILL)
             return
-        log = short(self._folder / "logs" / f"{called(worker.rank)}.log")
+        log = named(self._folder / "logs" / f"{called(worker.rank)}.log")
         where = "" if self._alone_here else f" on {socket.gethostname()}"
         stands = f"worker {worker.rank} has made no progress for {hung.seconds:.0f} s: {hung.state}"
         text = f"{stands} at {hung.place or hung.where}\n  all its stacks: {log}{where}"

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from paceline.console import in_one_line, say
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.coordinator_process import listening_at
 from paceline.launch.options import GIVEN, LaunchOptions
@@ -125,7 +126,9 @@ def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
         try:
             said = listening_at(folder)
         except OSError:
-            raise UsageError(f"no run to join was started in {folder}", "start it first, without --join") from None
+            raise UsageError(
+                f"no run to join was started in {in_one_line(folder)}", "start it first, without --join"
+            ) from None
         token = Path(options.token_file) if options.token_file else folder / NAME
         return (said["host"], said["port"]), read_token(token), folder
     if ":" not in options.join:
@@ -180,7 +183,7 @@ def _introduced(link: Link, patience: float) -> list[int]:
             if time.monotonic() > end or error.code == 401:
                 raise
             if not told:
-                print(f"{error}: waiting for the run to begin there", file=sys.stderr, flush=True)
+                say(f"{in_one_line(error)}: waiting for the run to begin there")
             told = True
         except OSError:
             if time.monotonic() > end:

@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,10 +18,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import is_url, storage_at
+from paceline.console import in_one_line, say
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
 from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
@@ -35,11 +33,21 @@ from paceline.observe.journal import Journal
 from paceline.observe.loggers import TensorBoard
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
+from paceline.observe.terminal import Terminal
 from paceline.plan import Plan
 from paceline.team.lease import parse_store
 from paceline.team.link import Link
 from paceline.team.token import keep_token, make_token, read_token
-from paceline.world import parse_save_every, parse_shares, read_nodes, take_token, trainjob_server, variable
+from paceline.world import (
+    parse_save_every,
+    parse_shares,
+    read_nodes,
+    standstill,
+    starts_cold,
+    take_token,
+    trainjob_server,
+    variable,
+)
 
 PORT, PATIENCE = 29400, 300.0  # of the first of several nodes; seconds in which it is to begin
 FULL = errno.ENOSPC, errno.EDQUOT
@@ -86,12 +94,12 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
                     notifier.end(_folder(options), code)
                     return code
                 notifier.failed, options = False, replace(options, begin=1)
-                print(f"starting again with {source} ({restarts} of {options.max_restarts})", file=sys.stderr)
+                say(f"starting again with {source} ({restarts} of {options.max_restarts})")
 
 
 def _say(options: LaunchOptions, text: str) -> None:
     if not options.quiet:
-        print(text, file=sys.stderr)
+        say(text)
 
 
 def _as_node(options: LaunchOptions) -> LaunchOptions:
@@ -140,7 +148,7 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
         }
         link.run |= {"same": likeness(options), "given": given}
         link.run["served"] = [options.metrics, options.page, str(folder.absolute())]
-        with Progress(Console(stderr=True), live=None if options.debug is None else False) as progress:
+        with Progress(Terminal(stderr=True), live=None if options.debug is None else False) as progress:
             agent = Agent(options, folder, journal, progress, link, numbers, listener, serving)
             agent.serve()
             with signals() as wakeup:
@@ -160,7 +168,7 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
     with (
         Serving(metrics, page, trainjob_server(), partial(_say, options), Path(begun)) as serving,
         _held(folder, options.patience, notifier) if own else _open(folder, notifier) as journal,
-        Progress(Console(stderr=True)) as progress,
+        Progress(Terminal(stderr=True)) as progress,
     ):
         if own:
             keep_token(folder, token)  # it may be this host that is joined one day
@@ -212,7 +220,9 @@ def _check(options: LaunchOptions) -> None:
     """Refuses what can be refused before any worker starts."""
     if not Path(options.script).is_file():
         how = "is not a file" if Path(options.script).exists() else "does not exist"
-        raise UsageError(f"the script {options.script} {how}", "give the path of the Python file that trains")
+        raise UsageError(
+            f"the script {in_one_line(options.script)} {how}", "give the path of the Python file that trains"
+        )
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES
     if options.workers > most:
         what = f"{options.workers:,} workers need more open files than this process may have"
@@ -228,6 +238,7 @@ def _check(options: LaunchOptions) -> None:
         parse_shares(options.shares, options.workers)
     if options.listen is not None:
         address_of(options.listen)
+    starts_cold(), standstill()  # UsageError: these variables cannot be read
     if options.tensorboard is not None:
         TensorBoard()
     check_serving(options.metrics, options.page)
@@ -239,13 +250,13 @@ def _check(options: LaunchOptions) -> None:
     if options.save_every is not None:
         parse_save_every(options.save_every)
     if Path(options.run_dir or ".").is_file():
-        raise UsageError(f"--run-dir {options.run_dir} is a file", "give a folder, or leave it out")
+        raise UsageError(f"--run-dir {in_one_line(options.run_dir)} is a file", "give a folder, or leave it out")
     if not _is_utf8(options.run_dir or ""):
         what = f"--run-dir {options.run_dir!a} is no UTF-8, and checkpoints cannot be read from such a path"
         raise UsageError(what, "give another name")
     if is_url(options.run_dir or ""):
-        what = f"--run-dir {options.run_dir} is no folder, and logs and the journal need one"
-        raise UsageError(what, f"give --checkpoints {options.run_dir} instead")
+        what = f"--run-dir {in_one_line(options.run_dir)} is no folder, and logs and the journal need one"
+        raise UsageError(what, f"give --checkpoints {in_one_line(options.run_dir)} instead")
     if options.checkpoints is not None:
         storage_at(options.checkpoints)
 

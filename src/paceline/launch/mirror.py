@@ -2,30 +2,68 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import secrets
 import shutil
-import tempfile
+import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
-_PREFIX = "paceline-mirror-"
+PREFIX = "paceline-mirror-"
+# Waits for the end of its standard input, which is ours, however we end. Workers may be writing for a moment longer.
+_REMOVE = 'read -r _; for _ in 1 2 3 4 5; do rm -rf -- "$1" && exit; sleep 0.2; done'
 
 
 @contextmanager
 def mirror(steps: int | None) -> Iterator[dict[str, str]]:
-    """The variables that tell a worker of it; without `steps` none. It is gone afterwards, and so is what killed agents
-    left.
+    """The variables that tell a worker of it; without `steps` none. It is gone afterwards, also where this process is
+    killed: another one, which hears of it, removes it then. What neither could remove, as when both are killed, the
+    next run does.
     """
+    remove_abandoned()
     if steps is None:
         yield {}
         return
-    for path in MEMORY.glob(f"{_PREFIX}*"):
-        if not os.path.exists(f"/proc/{path.name.removeprefix(_PREFIX).partition('-')[0]}"):
-            shutil.rmtree(path, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=MEMORY)
+    folder = MEMORY / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+    made = folder.with_name(f".{folder.name}")  # others see it once it is locked
+    made.mkdir(mode=0o700)
+    lock = _lock(made)
+    made.rename(folder)
+    command = ["sh", "-c", _REMOVE, "sh", str(folder)]
+    none = subprocess.DEVNULL
+    remover = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=none, stderr=none, start_new_session=True, cwd="/"
+    )
     try:
         yield {"PACELINE_MIRROR": f"{steps}:{folder}"}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        remover.stdin.close()  # type: ignore[union-attr]
+        remover.wait()
+        if lock is not None:
+            os.close(lock)
+
+
+def remove_abandoned() -> None:
+    """Removes mirrors that no process holds, as their locks tell to all containers that share the memory."""
+    for path in MEMORY.glob(f"{PREFIX}*"):
+        lock = _lock(path)
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the lock of a folder until it is closed; None: another process does, or another user."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return None
+        return descriptor
+    return None

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.console import coloured, last_painted, without_colours
 from paceline.observe.figures import called, ranks
 from paceline.observe.traces import TRACEBACK
 from paceline.polling import wait_for
@@ -97,12 +98,11 @@ class Output:
 
     def _line(self, rank: int, stream: str, line: bytes) -> None:
         feed = self._feeds[rank]
-        # A line that was painted over with carriage returns is shown as a terminal would in the end.
-        text = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
+        text = last_painted(line)
         feed.tail.append(text)
         if stream == "stdout":
             if rank == self.shown and self._raw is None:
-                self._show(text)
+                self._show(coloured(text))
             return
         feed.errors.append(text)
         if rank == self.shown and self._held is not None:
@@ -117,7 +117,7 @@ class Output:
         elif rank == self.shown and text.endswith(TRACEBACK):
             self._held, self._release = [text], time.monotonic() + HOLD
         elif rank == self.shown:
-            self._show(text)
+            self._show(coloured(text))
 
     def _warn(self, rank: int, text: str) -> None:
         workers = self._warnings.setdefault(text, set())
@@ -139,7 +139,7 @@ class Output:
         if self._held is not None and not self._failing and self._release <= now:
             held, self._held = self._held, None
             for text in held:
-                self._show(text)
+                self._show(coloured(text))
 
     def again(self, rank: int) -> None:
         """Another process takes its place: what the one before wrote is not its own."""
@@ -158,7 +158,7 @@ class Output:
 
     def tail(self, rank: int, most: int = 15) -> list[str]:
         """The last lines of a worker's log, of this start."""
-        lines = list(self._feeds[rank].tail)
+        lines = [without_colours(line) for line in self._feeds[rank].tail]
         while lines and not lines[-1].strip():
             lines.pop()
         return [line if len(line) <= 400 else line[:400] + " ..." for line in lines[-most:]]

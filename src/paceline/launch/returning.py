@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.console import Coloured, coloured, in_one_line, last_painted, printable, say
 from paceline.errors import LaunchError, PacelineError, UsageError
 from paceline.launch.coordinator_process import ADDRESS
 from paceline.launch.joining import NO_TOKEN, find
@@ -16,7 +17,7 @@ from paceline.observe.journal import read_journal
 from paceline.observe.profiling import FOLDER as PROFILES
 from paceline.observe.profiling import profile_of
 from paceline.observe.stacks import FOLDER
-from paceline.observe.traces import short
+from paceline.observe.traces import named
 from paceline.team.link import RefusedError, UnsignedError, Wire, ask_challenge, ask_once
 from paceline.team.stands import table
 from paceline.world import parse_whole
@@ -31,11 +32,11 @@ def stop(run: str, token_file: str | None, wait: bool) -> int:
     """
     address, token, folder = _found(run, token_file)
     said = _ask(address, token, "/stop", {}, "stopped")
-    _say(f"{run} has done {plural(said['step'], 'step')}: it stops after the one under way, and saves")
+    say(f"{in_one_line(run)} has done {plural(said['step'], 'step')}: it stops after the one under way, and saves")
     while wait and _answers(address, token):
         time.sleep(LOOK)
     if wait:
-        _say(f"{run} has ended{_how(folder)}")
+        say(f"{in_one_line(run)} has ended{_how(folder)}")
     return 0
 
 
@@ -48,7 +49,7 @@ def stacks(run: str, token_file: str | None) -> str:
     while said["waits"] and time.monotonic() < end:
         time.sleep(AGAIN)
         said = _ask(address, token, "/stacks", {"asked": said["asked"]}, "asked")
-    where = said["folder"] if folder is None else short(folder / FOLDER)
+    where = said["folder"] if folder is None else named(folder / FOLDER)
     lines = [f"{agent} does not answer" for agent in said["waits"]]
     lines = [f"{plural(len(said['workers']), 'worker')}:", *table(said["workers"]), *lines]
     return "\n".join([*lines, f"all stacks and last collectives: {where}" + ("" if folder else f" on {address[0]}")])
@@ -62,27 +63,27 @@ def profile(run: str, steps: int, workers: str | None, token_file: str | None) -
     some = [parse_whole("--workers ", number, 0) for number in workers.split(",")] if workers is not None else None
     said = _ask(address, token, "/profile", {"steps": steps, "workers": some}, "profiled")
     which = said["workers"]
-    _say(f"profiling {plural(steps, 'step')} of {ranks(which)}")
+    say(f"profiling {plural(steps, 'step')} of {ranks(which)}")
     there = folder or Path(said["folder"])
     if folder is None:
-        _say(f"it will be in {there / PROFILES / str(said['asked'])} on the hosts of these workers")
+        say(f"it will be in {there / PROFILES / str(said['asked'])} on the hosts of these workers")
         return 0
     while missing := [worker for worker in which if not profile_of(there, said["asked"], worker).exists()]:
         if not _answers(address, token):
-            what = f"{run} has ended before there was a profile of {ranks(missing)}"
+            what = f"{in_one_line(run)} has ended before there was a profile of {ranks(missing)}"
             raise LaunchError(
                 what, "ask for fewer steps; what workers on other hosts have written is in their run folders"
             )
         time.sleep(LOOK)
     for worker in which:
-        print(short(profile_of(there, said["asked"], worker)))
+        say(named(profile_of(there, said["asked"], worker)), sys.stdout)
     return 0
 
 
 def _found(run: str, token_file: str | None) -> tuple[tuple[str, int], bytes, Path | None]:
     """Where the coordinator of a run that goes on is, its token, and its folder if that is here."""
     if Path(run).is_dir() and not (Path(run) / ADDRESS).exists():
-        what = f"no run was started in {run}, or it keeps no coordinator"
+        what = f"no run was started in {in_one_line(run)}, or it keeps no coordinator"
         raise UsageError(what, "give the folder of one that goes on")
     return find(LaunchOptions(script="", join=run, token_file=token_file))
 
@@ -126,7 +127,9 @@ def logs(run: str, follow: bool, lines: int | None) -> int:
     """
     folder = Path(run)
     if not (folder / "logs").is_dir():
-        raise UsageError(f"there are no logs in {folder}", "give the folder of a run that was begun, on its host")
+        raise UsageError(
+            f"there are no logs in {in_one_line(folder)}", "give the folder of a run that was begun, on its host"
+        )
     read: dict[Path, int] = {}
     while True:
         ended = not (follow and _runs(folder))
@@ -144,12 +147,12 @@ def _show(path: Path, whose: str, read: dict[Path, int], lines: int | None) -> N
         file.seek(read.get(path, 0))
         data = file.read()
     whole = data[: data.rfind(b"\n") + 1]
-    new = whole.decode(errors="replace").splitlines()
+    new = whole.split(b"\n")[:-1]
     if path not in read and lines is not None:
         new = new[len(new) - min(lines, len(new)) :]
     read[path] = read.get(path, 0) + len(whole)
     for line in new:
-        print(f"{whose}{line}", flush=True)
+        say(Coloured(printable(whose) + coloured(last_painted(line))), sys.stdout)
 
 
 def _runs(folder: Path) -> bool:
@@ -158,7 +161,3 @@ def _runs(folder: Path) -> bool:
     except PacelineError:
         return False
     return _answers(address, token)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

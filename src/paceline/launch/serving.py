@@ -20,7 +20,7 @@ from paceline.launch.joining import address_of
 from paceline.launch.processes import Child
 from paceline.observe.journal import replace_file
 from paceline.observe.reading import KEY, reading_key, write_targets
-from paceline.observe.traces import short
+from paceline.observe.traces import named
 from paceline.polling import can_read
 
 FAREWELL = 12.0  # seconds to tell of the end: in a pod all ends with us
@@ -109,12 +109,12 @@ class Serving(AbstractContextManager["Serving"]):
             given["targets"] = [f"{host}:{port}"]
             for folder in folders:
                 write_targets(folder, given["targets"])
-            where = short(folders[0] / KEY)
+            where = named(folders[0] / KEY)
             self._say(f"figures for Prometheus: http://{host}:{port}/metrics, with the key in {where}")
             return
         for folder in folders:
             replace_file(folder / PAGE, f"http://{host}:{port}/#{key}\n")
-        where = short(folders[0] / PAGE)
+        where = named(folders[0] / PAGE)
         self._say(f"live page: http://{host}:{port}/, whose address with its key is in {where}")
 
     def stop(self, patience: float = 0.0) -> None:

@@ -7,6 +7,10 @@ import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from paceline.errors import shown
+from paceline.observe.figures import plural
+from paceline.world import threads_asked
+
 KEEP = str(1 << 36)  # bytes: more than any tensor, so that freed memory is used again instead of being given back
 _GLIBC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 HUGE = "THP_MEM_ALLOC_ENABLE"  # torch's own: tensors of 2 MB and more lie in huge pages
@@ -26,6 +30,8 @@ def surround(
     done: list[tuple[str, str]] = []
     memory: list[str] = []
     each = max(1, len(cores) // workers)
+    asked = threads_asked(given)
+    variables |= {name: str(each) for name, number in asked.items() if number is None}
     if "OMP_NUM_THREADS" not in given:
         variables["OMP_NUM_THREADS"] = str(each)
         done.append((f"{each} thread{'s' * (each > 1)} each", f"{len(cores)} cores shared by {workers}"))
@@ -46,6 +52,19 @@ def surround(
     if memory:
         done.append(("memory tuned", "; ".join(memory)))
     return variables, pins, done
+
+
+def doubts(workers: int, given: Mapping[str, str], cores: Sequence[int]) -> list[str]:
+    """What is to be said of numbers of threads that the user's environment asks for, and that cannot be meant."""
+    each, found = max(1, len(cores) // workers), list[str]()
+    for name, number in threads_asked(given).items():
+        what = f"{name}={shown(given[name])}"
+        if number is None:
+            found.append(f"{what} is no number of threads: each worker has {each} instead")
+        elif number > each:
+            whose = f"{plural(workers, 'worker')} on {plural(len(cores), 'core')}"
+            found.append(f"{what} is more threads than cores, for {whose}: {each} would be faster; unset it for that")
+    return found
 
 
 def pin(pid: int, cores: Sequence[int]) -> None:

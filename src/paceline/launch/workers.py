@@ -23,7 +23,7 @@ from paceline.launch.failure import SIGNALS, USAGE, WEIGHTS
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, reap_strangers
-from paceline.launch.tuning import pin, surround
+from paceline.launch.tuning import doubts, pin, surround
 from paceline.launch.warm import ColdError, Wanted, Warm
 from paceline.observe.figures import called
 from paceline.observe.journal import Journal
@@ -187,7 +187,9 @@ class Workers:
         self._began = time.time()
         self._cold: set[str] = set()  # why workers started cold, as was said
         given = worker_environment() | dict(options.environment)
-        self._variables, self._pins, self.done = surround(options.workers, given, sorted(os.sched_getaffinity(0)))
+        cores = sorted(os.sched_getaffinity(0))
+        self._variables, self._pins, self.done = surround(options.workers, given, cores)
+        self.doubts = doubts(options.workers, given, cores)
 
     @property
     def now(self) -> dict[int, Worker]:

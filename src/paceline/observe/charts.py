@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 from itertools import accumulate
 
+from paceline.console import markup
 from paceline.observe.figures import number
 
 Points = Sequence[tuple[float, float]]
@@ -90,14 +90,14 @@ def _frame(
         across = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
         return across, HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(described)}">']
+    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{markup(described)}">']
     rows = ticks(low, high)
     for value in rows:
         _, y = at(left, value)
         text = label(value, rows[1] - rows[0] if len(rows) > 1 else 0.1)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
-    parts.append(f'<text x="{LEFT - 12}" y="{HEIGHT - 7}" text-anchor="end">{escape(x_name)}</text>')
+    parts.append(f'<text x="{LEFT - 12}" y="{HEIGHT - 7}" text-anchor="end">{markup(x_name)}</text>')
     columns = ticks(left, max(xs), 3, whole=x_name == "step")
     for value in columns:
         x, _ = at(value, low)
@@ -123,7 +123,7 @@ def line_chart(name: str, points: Points, x_name: str = "step", from_zero: bool 
     many = len(points) >= SMOOTH_FROM
     for x, y in thin(points):
         cx, cy = at(x, y)
-        title = f"<title>{escape(x_name)} {number(round(x, 2))}: {number(y)}</title>"
+        title = f"<title>{markup(x_name)} {number(round(x, 2))}: {number(y)}</title>"
         radius = 1.4 if many else 2.6
         kind = "dot faint" if many else "dot"
         parts.append(f'<circle class="{kind}" cx="{cx:.1f}" cy="{cy:.1f}" r="{radius}">{title}</circle>')
@@ -148,12 +148,12 @@ def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:
     """Fractions of one whole side by side, each in the colour of its name."""
     drawn, begin = [], 0.0
     for name, share in parts:
-        title = f"<title>{escape(name)}: {share:.1%}</title>"
+        title = f"<title>{markup(name)}: {share:.1%}</title>"
         box = f'x="{begin:.3%}" width="{share:.3%}" height="100%"'
         drawn.append(f'<rect class="{colour(name)}" {box}>{title}</rect>')
         begin += share
     described = ", ".join(f"{name} {share:.0%}" for name, share in parts)
-    return f'<svg class="stack" role="img" aria-label="{escape(described)}">{"".join(drawn)}</svg>'
+    return f'<svg class="stack" role="img" aria-label="{markup(described)}">{"".join(drawn)}</svg>'
 
 
 def bars(name: str, edges: Sequence[float], counts: Sequence[int]) -> str:

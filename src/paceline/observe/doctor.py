@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from paceline.console import in_one_line
 from paceline.observe.figures import duration, ranks
 from paceline.observe.journal import Event
 from paceline.observe.summary import Summary
@@ -138,7 +139,7 @@ def doctor(folder: Path) -> str:
         }
         told = "".join(f", {what} {a_step(s)}" for what, s in sorted(faster.items(), key=lambda item: item[1]))
         lines.append(f"a step takes {a_step(steps.whole)}{told}")
-    return "\n".join([*lines, *([f"next: {found.cure}"] if found.cure else [])])
+    return "\n".join(in_one_line(line) for line in [*lines, *([f"next: {found.cure}"] if found.cure else [])])
 
 
 def usual_step(summary: Summary) -> UsualStep | None:

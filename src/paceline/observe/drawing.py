@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
+from paceline.console import markup
 from paceline.mesh import AXES
 from paceline.observe.explained import DRAWN, HELD, Explained, took
 from paceline.observe.figures import plural, size_of
@@ -42,7 +42,7 @@ def draw(told: Explained) -> str:
     for _, height, drawn in parts:
         inner, down = inner + _at(PAD, down, drawn), down + height + 18 * bool(height)
     wide = max(wide for wide, _, _ in parts) + 2 * PAD
-    box = f'viewBox="0 0 {wide:.0f} {down:.0f}" width="{wide:.0f}" role="img" aria-label="{escape(title)}"'
+    box = f'viewBox="0 0 {wide:.0f} {down:.0f}" width="{wide:.0f}" role="img" aria-label="{markup(title)}"'
     paper = f'<style>{STYLE}</style><rect class="paper" width="100%" height="100%"/>'
     return f'<svg class="plan" {box}>{paper}{inner}</svg>\n'
 
@@ -55,12 +55,12 @@ def save(told: Explained, path: Path) -> None:
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start", most: int = 999) -> str:
     """Of one that is too long the end, which tells paths apart."""
     short = text if len(text) <= most else f"\u2026{text[1 - most :]}"
-    title = f"<title>{escape(text)}</title>" * (short != text)
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{title}{escape(short)}</text>'
+    title = f"<title>{markup(text)}</title>" * (short != text)
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{title}{markup(short)}</text>'
 
 
 def _rect(kind: str, x: float, y: float, width: float, height: float, title: str = "") -> str:
-    inner = f"<title>{escape(title)}</title>" * bool(title)
+    inner = f"<title>{markup(title)}</title>" * bool(title)
     return (
         f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2">{inner}</rect>'
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
+from paceline.console import markup
 from paceline.observe.charts import Points, bar, bars, colour, line_chart, stacked_bar
 from paceline.observe.drawing import draw
 from paceline.observe.figures import duration, number, plural, rounded, shares_of, size_of, total
@@ -83,7 +83,7 @@ def render(summary: Summary) -> str:
 
 
 def _name(summary: Summary) -> str:
-    return escape(summary.script.rsplit("/", 1)[-1] or "A run")
+    return markup(summary.script.rsplit("/", 1)[-1] or "A run")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def around(summary: Summary) -> tuple[str, str]:
     media = "".join(_medium(summary.folder, event) for event in summary.media)
     body += section("Logged pictures and histograms", f'<div class="many">{media}</div>' if media else "")
     body += section("Logged text", _texts(summary))
-    foot = f"<footer>{escape(str(summary.folder))}, up to event {summary.number}</footer>"
+    foot = f"<footer>{markup(str(summary.folder))}, up to event {summary.number}</footer>"
     return _header(summary, _name(summary)) + before, body + foot
 
 
@@ -137,9 +137,9 @@ def team_of(summary: Summary, wanted: Chosen | None) -> str:
 
 
 def _workers(team: Sequence[OneWorker], found: str = "") -> str:
-    rows = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in HEADINGS)}</tr>"]
+    rows = [f"<tr>{''.join(f'<th>{markup(cell)}</th>' for cell in HEADINGS)}</tr>"]
     for member in team:
-        cells = (*(f"<td>{escape(cell)}</td>" for cell in member.row[:-1]), f"<td>{_lane(member.lane)}</td>")
+        cells = (*(f"<td>{markup(cell)}</td>" for cell in member.row[:-1]), f"<td>{_lane(member.lane)}</td>")
         mark = ' id="found" aria-current="true" tabindex="-1"' if member.worker == found else ""
         rows.append(f"<tr{mark}>{''.join(cells)}</tr>")
     return f"<table>{''.join(rows)}</table>"
@@ -151,23 +151,23 @@ def _hosts(team: Sequence[OneWorker], wanted: Chosen | None) -> str:
     find = wanted.find if wanted is not None else ""
     there = next((place for place, (name, of) in enumerate(hosts) if find in (name, *(m.worker for m in of))), None)
     there = there if find else None
-    lost = f'<p class="bad">there is no worker or host {escape(find)}</p>' if find and there is None else ""
+    lost = f'<p class="bad">there is no worker or host {markup(find)}</p>' if find and there is None else ""
 
     def opens(key: str, title: str, inner: Callable[[], str], has: bool, found: str = "") -> str:
         opened = wanted is not None and (key in wanted.opened or (wanted.seeks and has))
         content = inner() if opened or wanted is None else ""
-        about = f'data-of="{escape(key)}"{" open" * opened}'
+        about = f'data-of="{markup(key)}"{" open" * opened}'
         return f"<details {about}><summary{found}>{title}</summary>{content}</details>"
 
     def host(place: int) -> str:
         name, of = hosts[place]
-        about = f"<b>{escape(name or 'an unknown host')}</b> {escape(told(of))}"
+        about = f"<b>{markup(name or 'an unknown host')}</b> {markup(told(of))}"
         mark = ' id="found" aria-current="true"' if place == there and find == name else ""
         return opens(f"host {name}", about, lambda: _workers(of, find), place == there, mark)
 
     rest = range(HOSTS, len(hosts))
     more = opens("more", f"and {plural(len(rest), 'faster host')}", lambda: "".join(map(host, rest)), there in rest)
-    whole = f'<p class="soft">on {len(hosts):,} hosts {escape(told(team))}</p>'
+    whole = f'<p class="soft">on {len(hosts):,} hosts {markup(told(team))}</p>'
     return whole + lost + "".join(map(host, range(min(HOSTS, len(hosts))))) + (more if rest else "")
 
 
@@ -182,7 +182,7 @@ def section(title: str, inner: str) -> str:
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
-    inner = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
+    inner = "".join(f"<tr><th>{markup(name)}</th><td>{markup(text)}</td></tr>" for name, text in rows)
     return f"<table>{inner}</table>" if inner else ""
 
 
@@ -190,8 +190,8 @@ def _bars(rows: list[tuple[str, float, str]]) -> str:
     """Name, value and its text by row, drawn on one scale; the first is ours."""
     most = max(value for _, value, _ in rows) or 1
     cells = (
-        f'<tr><th>{escape(name)}</th><td class="wide">{bar(value / most, strong=place == 0)}</td>'
-        f'<td class="num">{escape(text)}</td></tr>'
+        f'<tr><th>{markup(name)}</th><td class="wide">{bar(value / most, strong=place == 0)}</td>'
+        f'<td class="num">{markup(text)}</td></tr>'
         for place, (name, value, text) in enumerate(rows)
     )
     return f"<table>{''.join(cells)}</table>"
@@ -211,11 +211,11 @@ def _header(summary: Summary, name: str) -> str:
             plural(last, "worker").partition(" ")[2] + f", from {first}" * (last != first),
         ),
     ]
-    shown = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in figures if value)
+    shown = "".join(f"<div><b>{markup(value)}</b><span>{markup(text)}</span></div>" for value, text in figures if value)
     riders = min(summary.workers, 12)  # a wheel each, the leader's in colour
     wheels = "".join(f'<circle cx="{7 + 15 * place}" cy="7" r="5.8"/>' for place in range(riders))
     mark = f'<svg viewBox="0 0 {15 * riders} 14" aria-hidden="true">{wheels}</svg>'
-    ending = escape(summary.ending[0].upper() + summary.ending[1:])
+    ending = markup(summary.ending[0].upper() + summary.ending[1:])
     state = f'<p class="{"soft" if summary.finished or summary.running else "bad"}">{ending}</p>'
     top = f'<div class="brand">{mark}<span>paceline</span></div><h1>{name}</h1>{state}'
     return f'<header>{top}<div class="figures">{shown}</div></header>'
@@ -251,7 +251,7 @@ def _points(records: list[Event], key: str) -> list[tuple[float, float]]:
 
 def _curve(name: str, points: Points, x_name: str) -> str:
     name, last = name.strip(), number(points[-1][1]) if x_name == "step" else ""
-    caption = f"<figcaption><b>{escape(name)}</b><span>{last}</span></figcaption>"
+    caption = f"<figcaption><b>{markup(name)}</b><span>{last}</span></figcaption>"
     return f"<figure>{caption}{line_chart(name, points, x_name, from_zero=x_name != 'step')}</figure>"
 
 
@@ -267,7 +267,7 @@ def _time(summary: Summary) -> str:
     shares = shares_of(summary.time)
     items = (
         f'<li><svg class="key" aria-hidden="true"><rect class="{colour(name)}" width="100%" height="100%"/>'
-        f"</svg>{escape(name)} {share:.1%} <small>{duration(summary.time[name])}</small></li>"
+        f"</svg>{markup(name)} {share:.1%} <small>{duration(summary.time[name])}</small></li>"
         for name, share in shares
     )
     rows = [(f"worker {name}", wait, duration(wait)) for wait, name in summary.waits]
@@ -276,13 +276,13 @@ def _time(summary: Summary) -> str:
 
 
 def _decisions(summary: Summary) -> str:
-    reasons = ((escape(str(event.get("what"))), escape(str(event.get("why")))) for event in summary.decisions)
+    reasons = ((markup(str(event.get("what"))), markup(str(event.get("why")))) for event in summary.decisions)
     return "".join(f'<p class="why">{what}<br><small>because {why}</small></p>' for what, why in reasons)
 
 
 def _texts(summary: Summary) -> str:
     return "".join(
-        f'<p class="soft">{escape(name)}, step {step}</p><pre>{escape(text)}</pre>'
+        f'<p class="soft">{markup(name)}, step {step}</p><pre>{markup(text)}</pre>'
         for name, (step, text) in summary.texts.items()
     )
 
@@ -301,14 +301,14 @@ def _medium(folder: Path, event: Event) -> str:
         try:
             inner = _picture(name, folder / file, width < TINY)
         except (OSError, ValueError):  # a name with a NUL is none
-            inner = f"<p>{escape(file)} is not there any more</p>"
-    return f'<figure><figcaption><b>{escape(name)}</b></figcaption><p class="soft">{escape(about)}</p>{inner}</figure>'
+            inner = f"<p>{markup(file)} is not there any more</p>"
+    return f'<figure><figcaption><b>{markup(name)}</b></figcaption><p class="soft">{markup(about)}</p>{inner}</figure>'
 
 
 def _picture(name: str, path: Path, tiny: bool) -> str:
     size = path.stat().st_size
     if size > SHOWN:
-        return f"<p>{size_of(size)}, in {escape(str(path))}</p>"
+        return f"<p>{size_of(size)}, in {markup(str(path))}</p>"
     source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
     style = ' class="tiny"' if tiny else ""
-    return f'<img{style} alt="{escape(name)}" src="{source}">'
+    return f'<img{style} alt="{markup(name)}" src="{source}">'

@@ -10,14 +10,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TextIO, cast
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from paceline.console import Coloured, printable, say
 from paceline.observe.figures import clock, number, shares_of, total, totals, trainer_names
 from paceline.observe.journal import Event
+from paceline.observe.terminal import Terminal
 
 BAR = 12  # cells
 WINDOW = 10.0  # seconds of events that the rates are averaged over
@@ -56,8 +57,8 @@ class Progress(AbstractContextManager["Progress"]):
     away (a closed pipe) silences it; the training goes on.
     """
 
-    def __init__(self, console: Console | None = None, live: bool | None = None, every: float = 10.0) -> None:
-        self._console = console or Console(stderr=True)
+    def __init__(self, console: Terminal | None = None, live: bool | None = None, every: float = 10.0) -> None:
+        self._console = console or Terminal(stderr=True)
         self._console.on_broken_pipe = self._mute  # type: ignore[method-assign]  # rich's own ends the process
         terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = terminal if live is None else live
@@ -92,11 +93,12 @@ class Progress(AbstractContextManager["Progress"]):
 
     def line(self, text: str) -> None:
         """Prints a line above the live one."""
-        if self._live:  # a worker's text may hold colours, but must not move the cursor
+        text = text if isinstance(text, Coloured) else Coloured(printable(text))
+        if self._live:
             clean = Text("\n").join(Text.from_ansi(part) for part in text.split("\n"))
             self._write(lambda: self._console.print(clean, soft_wrap=True, highlight=False))
         else:
-            self._write(lambda: print(text, file=self._console.file, flush=True))
+            self._write(lambda: say(text, cast(TextIO, self._console.file)))
 
     def close(self) -> None:
         """Shows what was not shown yet and gives the terminal back. Closing twice is harmless."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paceline.console import Coloured, in_one_line
 from paceline.observe.page import render
 from paceline.observe.summary import Summary, brief, facts
+from paceline.observe.terminal import TextPage
 
 NAME = "report.html"
 
@@ -40,15 +40,15 @@ def write_report(folder: Path, width: int = 80, colour: bool = False, short: boo
     table.add_column(overflow="fold")
     tables = facts(summary)
     losses = [row for row in tables["What happened"] if row[0] == "lost"]
-    rows, page = brief(summary) if short else [*tables["Results"], *tables["Costs"]], str(folder / NAME)
+    rows, page = brief(summary) if short else [*tables["Results"], *tables["Costs"]], in_one_line(folder / NAME)
     for name, text in rows:
-        table.add_row(name, Text(text, no_wrap=short, overflow="ellipsis" if short else "fold"))
+        table.add_row(
+            in_one_line(name), Text(in_one_line(text), no_wrap=short, overflow="ellipsis" if short else "fold")
+        )
     for name, text in [*losses, ("report", NAME if short else page)]:
-        table.add_row(name, Text(text))
-    out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=colour, color_system="standard" if colour else None)
-    title = f"{Path(summary.script).name or 'the run'} {summary.ending}"
-    console.print(Text(title, style="bold green" if summary.finished else "bold red"))
-    console.print(table)
-    text = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-    return text.removesuffix(NAME) + page if short else text  # in one line, however long
+        table.add_row(name, Text(in_one_line(text)))
+    shown = TextPage(width, colour)
+    title = f"{in_one_line(Path(summary.script).name) or 'the run'} {in_one_line(summary.ending)}"
+    shown.print(Text(title, style="bold green" if summary.finished else "bold red"))
+    shown.print(table)
+    return Coloured(shown.text.removesuffix(NAME) + page) if short else shown.text  # in one line, however long

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from paceline.console import in_one_line, markup
 from paceline.errors import PacelineError, UsageError
 from paceline.observe.charts import overlay, stroke
 from paceline.observe.figures import duration, number, plural
@@ -146,8 +146,8 @@ def _short(value: Any) -> str:
 
 
 def _columns(rows: Rows) -> str:
-    """Rows in columns, without control characters."""
-    clean = [["".join(c for c in cell if c.isprintable()) for cell in row] for row in rows]
+    """Rows in columns; control characters are visible."""
+    clean = [[in_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
     lines = ("  ".join(f"{cell:{wide}}" for cell, wide in zip(row, widths, strict=True)) for row in clean)
     return "\n".join(line.rstrip() for line in lines)
@@ -157,7 +157,7 @@ def _page(some: Sequence[Summary], tables: Mapping[str, Rows]) -> str:
     """All curves over steps that at least one of them has, overlaid."""
     keys = "".join(
         f'<li><svg class="key" viewBox="0 0 10 10" aria-hidden="true"><line class="curve {stroke(place)}" x1="0" '
-        f'x2="10" y1="5" y2="5"/></svg>{escape(str(one.folder))}</li>'
+        f'x2="10" y1="5" y2="5"/></svg>{markup(str(one.folder))}</li>'
         for place, one in enumerate(some)
     )
     found: dict[str, list[tuple[int, Any]]] = {}
@@ -166,14 +166,14 @@ def _page(some: Sequence[Summary], tables: Mapping[str, Rows]) -> str:
             if counts == "step" and len(points) > 1:
                 found.setdefault(name.strip(), []).append((place, points))
     charts = "".join(
-        f"<figure><figcaption><b>{escape(name)}</b></figcaption>{overlay(name, curves)}</figure>"
+        f"<figure><figcaption><b>{markup(name)}</b></figcaption>{overlay(name, curves)}</figure>"
         for name, curves in found.items()
     )
     body = section("Curves", f'<ul class="legend">{keys}</ul><div class="many">{charts}</div>')
     heads = ["", *(str(one.folder) for one in some)]
     for title, rows in tables.items():
         lines = "".join(
-            f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in row)}</tr>"
+            f"<tr>{''.join(f'<{tag}>{markup(cell)}</{tag}>' for cell in row)}</tr>"
             for tag, row in [("th", heads), *(("td", row) for row in rows)]
         )
         body += section(title, f"<table>{lines}</table>" if rows else "<p>nothing</p>")

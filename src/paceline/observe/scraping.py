@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from tornado.web import RequestHandler
 
+from paceline.console import printable
 from paceline.errors import PacelineError
 from paceline.observe.limited import know
 from paceline.observe.metrics import METRICS
@@ -42,7 +43,7 @@ def families(summary: Summary, run: str) -> Iterator[Any]:
         family = kind(metric.name, metric.meaning, labels=labels)
         for (trainer, label), value in metric.values(summary):
             given = [run, *([trainer] if metric.record else []), *([label] if metric.label else [])]
-            family.add_metric(given, value)
+            family.add_metric([printable(name) for name in given], value)
         yield family
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.observe.journal import replace_file
-from paceline.observe.traces import FRAME, is_ours, is_users, short
+from paceline.observe.traces import FRAME, is_ours, is_users, named
 from paceline.pulse import is_pulse
 
 FOLDER = "stacks"  # in the run folder
@@ -71,7 +71,7 @@ def read_place(text: str, child: bool = False) -> CodeLine | None:
         return None
     found = next((frame for frame in frames if is_users(frame["path"])), frames[0])
     path, number = found["path"], int(found["line"])
-    return CodeLine(f"{short(path)}:{number} in {found['name']}", linecache.getline(path, number).strip()[:WIDEST])
+    return CodeLine(f"{named(path)}:{number} in {found['name']}", linecache.getline(path, number).strip()[:WIDEST])
 
 
 def read_within(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from paceline.console import command_line, in_one_line, quoted
 from paceline.errors import UsageError
 from paceline.observe.account import COSTS, USEFUL
 from paceline.observe.drawing import save
@@ -56,7 +56,9 @@ class Summary:
 
     def __init__(self, folder: Path, reader: Reader | None = None) -> None:
         if not (folder / NAME).exists():
-            raise UsageError(f"{folder} is no run folder: it has no {NAME}", "name one that --run-dir made")
+            raise UsageError(
+                f"{in_one_line(folder)} is no run folder: it has no {NAME}", "name one that --run-dir made"
+            )
         self.folder = folder
         reader = reader or Reader(folder)
         events, self.number = reader.read(), reader.number
@@ -224,12 +226,12 @@ class Summary:
     def command(self) -> str:
         """The command that makes the most of the run as it stands."""
         if self.finished:
-            return shlex.join(["paceline", "export", str(self.folder), "model.safetensors"])
+            return command_line(["paceline", "export", str(self.folder), "model.safetensors"])
         if not self.script:
-            return f"the same command again, with --run-dir {shlex.quote(str(self.folder))}"
+            return f"the same command again, with --run-dir {quoted(str(self.folder))}"
         plan = ["--plan", str(self.start["plan"])] if self.start.get("plan_origin") == "--plan" else []
         words = ["paceline", "run", "--workers", str(self.workers), *plan, "--run-dir", str(self.folder)]
-        return shlex.join([*words, *self.script_line])
+        return command_line([*words, *self.script_line])
 
     @property
     def script_line(self) -> list[str]:
@@ -517,7 +519,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("ended", s.ending),
         ],
         "Environment": [
-            ("script", shlex.join(s.script_line)),
+            ("script", command_line(s.script_line)),
             ("config", ", ".join(f"{name} {value}" for name, value in s.config.items())),
             ("commit", code_of(s.environment)),
             ("workers", str(start.get("workers") or "")),
@@ -559,16 +561,17 @@ def explain(folder: Path, svg: Path | None = None) -> str:
     summary = Summary(folder)
     if svg is not None:
         if not summary.drawn:
-            raise UsageError(f"there is no plan of several workers in {folder} to draw", "leave --svg out")
+            raise UsageError(f"there is no plan of several workers in {in_one_line(folder)} to draw", "leave --svg out")
         save(summary.drawn[0], svg)
     tables = facts(summary)
     lines: list[str] = []
     for title in ("Environment", "Plan", "Workers", "Decisions", "Results", "Costs", "What happened"):
         if title == "Decisions":
-            rows = [f"  {event.get('what')}\n    because {event.get('why')}" for event in summary.decisions]
+            told = [[in_one_line(str(event.get(key))) for key in ("what", "why")] for event in summary.decisions]
+            rows = [f"  {what}\n    because {why}" for what, why in told]
         else:
             width = max((len(name) for name, _ in tables[title]), default=0)
-            rows = [f"  {name:{width}}  {text}" for name, text in tables[title]]
+            rows = [f"  {in_one_line(f'{name:{width}}  {text}')}" for name, text in tables[title]]
         if rows:
             lines += [title, *rows, ""]
     if summary.outcome and summary.outcome.get("text"):

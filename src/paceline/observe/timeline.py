@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.console import in_one_line
 from paceline.errors import UsageError, shown
 from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import NAME, Event, read_journal, thinned
@@ -33,7 +34,7 @@ def trace(folder: Path, out: Path | None, steps: str | None) -> str:
     `steps` is no A:B, or of none that was made.
     """
     if not (folder / NAME).exists():
-        raise UsageError(f"{folder} is no run folder: it has no {NAME}", "name one that --run-dir made")
+        raise UsageError(f"{in_one_line(folder)} is no run folder: it has no {NAME}", "name one that --run-dir made")
     out = out or folder / "trace.json.gz"
     made = Timeline(read_journal(folder), flights(folder))
     while steps is None and len(made.records) * len(made.workers) > MOST:
@@ -46,7 +47,7 @@ def trace(folder: Path, out: Path | None, steps: str | None) -> str:
     with gzip.open(out, "wt") if out.name.endswith(".gz") else out.open("w") as file:
         file.write(text)
     what = plural(sum(event["ph"] == "X" for event in events), "span")
-    return f"{out}: {what} of {plural(len(made.workers), 'worker')}; open it at https://ui.perfetto.dev"
+    return f"{in_one_line(out)}: {what} of {plural(len(made.workers), 'worker')}; open it at https://ui.perfetto.dev"
 
 
 def flights(folder: Path) -> list[tuple[Event, list[Event]]]:

@@ -9,6 +9,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.console import in_one_line
+
 TRACEBACK = "Traceback (most recent call last):"
 _CRASH = "Fatal Python error: "
 _INSIDE = "Original "  # torch: the trace of another process in the text of an exception
@@ -38,7 +40,7 @@ def read_trace(errors: Sequence[str], crash: bool = False) -> tuple[str, str | N
             path, number = found["path"], int(found["line"])
             source = linecache.getline(path, number) if crash else "".join(lines[at + 1 : at + 2])
             source = "" if FRAME.match(source) else source.strip()
-            where = f"{short(path)}:{number}" + (f" in {found['name']}" if found["name"] else "")
+            where = f"{named(path)}:{number}" + (f" in {found['name']}" if found["name"] else "")
             frames.append((path, f"{where}: {source}" if source else where))
         elif frames and not lines[at].startswith(" "):
             exception = "" if crash else lines[at].removeprefix("paceline.errors.")
@@ -62,6 +64,11 @@ def is_ours(path: str) -> bool:
 def short(path: str | Path) -> str:
     """`path` from the current folder where it lies in it."""
     return str(path).removeprefix(os.getcwd() + os.sep)
+
+
+def named(path: str | Path) -> str:
+    """The same for people, in one line whatever the path has in it."""
+    return in_one_line(short(path))
 
 
 def before_the_trace(lines: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import sys
 import time
 from asyncio import Event
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from paceline.console import say
 from paceline.errors import PacelineError, first_line
 from paceline.observe.figures import total
 from paceline.observe.metrics import values_of
@@ -85,7 +87,7 @@ async def report(folder: Path, server: Mapping[str, str], ended: Event) -> None:
                 sent = number
         except (OSError, HTTPException, ValueError, PacelineError) as error:
             if not told:
-                print(f"Kubeflow Trainer does not take how far the run is ({first_line(error)})", flush=True)
+                say(f"Kubeflow Trainer does not take how far the run is ({first_line(error)})", sys.stdout)
             told = True
         if last:
             return

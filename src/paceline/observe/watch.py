@@ -11,17 +11,19 @@ from collections.abc import Callable, Sequence
 from getpass import getpass
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from paceline.console import in_one_line
 from paceline.errors import LaunchError, UsageError
 from paceline.observe.charts import thin
 from paceline.observe.figures import duration, number, plural, rate_of, rounded, shares_of, size_of
 from paceline.observe.journal import NAME
 from paceline.observe.summary import Newest, Rows, Summary, facts
 from paceline.observe.team import HEAD, a_step, happened, members, slowest
+from paceline.observe.terminal import Terminal
 from paceline.team.link import NUMBERS, UnsignedError, Wire
 
 EVERY = 0.5  # seconds between two looks
@@ -30,14 +32,14 @@ HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def watch(
-    folder: Path | None = None, once: bool = False, key_file: Path | None = None, console: Console | None = None
+    folder: Path | None = None, once: bool = False, key_file: Path | None = None, console: Terminal | None = None
 ) -> int:
     """Shows a run, by default the newest one under runs/, until it has ended; `once`, and where the console is no
     terminal, as it is now. Where the folder is HOST:PORT it is the run whose live page is there. UsageError: there is
     none, or the key in `key_file` is another one's; LaunchError: nothing answers. Ctrl-C ends the watching, and nothing
     else.
     """
-    console = console or Console()
+    console = console or Terminal()
     if folder is not None and re.fullmatch("[^/]+:[0-9]{1,5}", str(folder)) and not folder.exists():
         with tempfile.TemporaryDirectory(prefix="paceline-watch-") as copy:
             there = Elsewhere(str(folder), _key(key_file, str(folder)), Path(copy))
@@ -95,7 +97,7 @@ class Elsewhere:
         return said if status == 200 else b""
 
 
-def _follow(folder: Path, once: bool, console: Console, look: Callable[[], None]) -> int:
+def _follow(folder: Path, once: bool, console: Terminal, look: Callable[[], None]) -> int:
     newest = Newest(folder, EVERY, lambda summary: summary)
     number, summary = newest.get()
     if once or not console.is_terminal:
@@ -126,19 +128,14 @@ def _newest() -> Path:
 def frame(summary: Summary, now: float) -> RenderableType:
     """All of it, made of the journal up to the event that it names; `now` is in Unix seconds."""
     style = "bold green" if summary.finished else "bold red" if summary.outcome else "bold"
-    head = Text(_clean(Path(summary.script).name or str(summary.folder)), "bold")
-    head.append(f"  {_clean(_state(summary, now))}", style)
+    head = Text(in_one_line(Path(summary.script).name or str(summary.folder)), "bold")
+    head.append(f"  {in_one_line(_state(summary, now))}", style)
     rows = [*_figures(summary), *_costs(summary), *facts(summary)["Plan"]]
     parts: list[RenderableType] = [head, _grid(rows), _workers(summary)]
     if rows := happened(summary):
         parts.append(_grid(rows))
-    parts.append(Text(f"event {summary.number} of {summary.folder / NAME}", "dim"))
+    parts.append(Text(f"event {summary.number} of {in_one_line(summary.folder / NAME)}", "dim"))
     return Group(*parts)
-
-
-def _clean(text: str) -> str:
-    """Of a script or a user, so that it cannot move the cursor or change colours."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _grid(rows: Rows) -> Table:
@@ -147,7 +144,7 @@ def _grid(rows: Rows) -> Table:
     table.add_column(overflow="fold")
     for name, text in rows:
         if text:
-            table.add_row(Text(_clean(name)), Text(_clean(text)))
+            table.add_row(Text(in_one_line(name)), Text(in_one_line(text)))
     return table
 
 
@@ -204,7 +201,7 @@ def _workers(summary: Summary) -> Table:
         table.add_column(name, no_wrap=True)
     shown, more = slowest(members(summary))
     for worker, state, *rest in (member.row for member in shown):
-        table.add_row(worker, Text(state, "green" if state == "up" else "dim"), *map(_clean, rest))
+        table.add_row(worker, Text(state, "green" if state == "up" else "dim"), *map(in_one_line, rest))
     if more:
         table.add_row("", Text(f"and {plural(more, 'faster one')}", "dim"))
     return table

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from paceline.comm.status import raise_site
 from paceline.strategies.chunks import Chunk, MicroBatch, join
 from paceline.strategies.hooks import Hooks
 from paceline.strategies.streams import Streams
@@ -26,6 +27,7 @@ _NOT_A_SUM = (
     "computes over the whole batch; return (sum, count), or where it is to be over the whole batch, as a contrastive "
     'one, say loss_over="batch" to the Trainer'
 )
+_AGAIN = "if it was a single failure, stop and resume the run: it tries again"
 _MOVES = "the loss of one micro-batch is another one when it is computed again"
 _KEEPS = (
     f"{_MOVES} ({{}}, then {{}}): something that the loss or the model keeps moves{{}}, and the result depends on the "
@@ -56,8 +58,11 @@ class Observer:
         if len(chunk.micro_batches) > 1:
             self._failed = sums.why = f"several micro-batches together fail {_told(error)}"
             sums.strict = True
+            _say_alone(sums, "several together", error)
         else:
             _not_divided(sums, f"a part of one fails {_told(error)}")
+            what = f"micro-batches are not divided among workers from now on: a part of one failed {_told(error)}"
+            sums.news["apart"] = f"{what}; {_AGAIN}", ""
 
     def observe(
         self, loss: Computes, models: Sequence[nn.Module], some: Sequence[MicroBatch], sums: Sums, options: Options
@@ -96,6 +101,8 @@ class Observer:
                     return
                 whole, *parts = (loss(chunk) for chunk in (together, *alone[1:]))
             except USERS_OWN as error:  # a fixed number of rows, say, or gradients that the forward itself takes
+                if test and not sums.strict and "does not require grad" not in str(error):  # it is without, here
+                    _say_alone(sums, "two together", error)
                 sums.why, sums.strict = sums.why or f"two micro-batches together fail {_told(error)}", True
                 return
             sums.tested = test and not sums.strict
@@ -152,7 +159,14 @@ def _told_apart(one: float, other: float, what: str = "") -> tuple[str, str]:
 
 def _told(error: Exception) -> str:
     said = str(error).partition("\n")[0]
-    return f"({type(error).__name__}: {said:.80})"
+    return f"at {raise_site(error)} ({type(error).__name__}: {said:.80})"
+
+
+def _say_alone(sums: Sums, what: str, error: Exception) -> None:
+    sums.news["alone"] = (
+        f"micro-batches are computed one by one from now on: {what} failed {_told(error)}; {_AGAIN}",
+        "",
+    )
 
 
 def _not_divided(sums: Sums, why: str) -> None:

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import UsageError
 
@@ -39,6 +39,8 @@ MOMENTS = (
     "forming",
     "hand-over",
 )
+APART = "apart:"  # in front of faults
+PAUSE = 0.05  # seconds of a step in which one waits for others
 ASLEEP = 2.0  # seconds that a stopped worker stays so
 LOG, GO = "chaos.jsonl", "chaos-go"
 _FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>[0-9]{1,9})@(?P<step>[0-9]{1,12})\.(?P<moment>[a-z-]+)")
@@ -78,24 +80,47 @@ def parse_faults(text: str) -> list[Fault]:
 
 
 class Chaos:
-    """The faults of one worker. What fires is written to the run folder first, and fires once per run."""
+    """The faults of one worker. What fires is written to the run folder first, and fires once per run.
 
-    def __init__(self, faults: Sequence[Fault], worker: int, folder: Path) -> None:
-        self._log = folder / LOG
+    The text of the faults may begin with `APART`: then they fire one after another, each when the team has formed anew
+    without whom the one before has hit, and has others who go on. Until they have come each step takes a little longer,
+    so that steps are left for them.
+    """
+
+    def __init__(self, text: str, worker: int, folder: Path) -> None:
+        self._folder, self._apart = folder, text.startswith(APART)
+        faults = parse_faults(text.removeprefix(APART))
+        self._all = [str(fault) for fault in faults]
         fired = [entry["fault"] for entry in read_log(folder)]
         self._due = [fault for fault in faults if fault.worker == worker and str(fault) not in fired]
+        self._formed = time.time()  # when the present team was
 
-    def reached(self, moment: str, step: int) -> None:
-        """This worker is at a moment, after `step` steps."""
+    def formed(self) -> None:
+        """A team has formed anew."""
+        self._formed = time.time()
+
+    def reached(self, moment: str, step: int, members: int) -> None:
+        """This worker is at a moment, after `step` steps, in a team of so many."""
         for fault in self._due:
-            if fault.moment == moment and step >= fault.step:
+            if step < fault.step:
+                continue
+            if self._apart and not self._may_fire(fault, members):
+                if moment == "loading":
+                    time.sleep(PAUSE)
+            elif fault.moment == moment:
                 self._due.remove(fault)
                 self._fire(fault, step)
                 return
 
+    def _may_fire(self, fault: Fault, members: int) -> bool:
+        fired = read_log(self._folder)
+        before = self._all[: self._all.index(str(fault))]
+        over = {entry["fault"] for entry in fired if float(entry["at"]) < self._formed}
+        return members > 1 and over >= {*before}
+
     def _fire(self, fault: Fault, step: int) -> None:
         line = json.dumps({"at": time.time(), "fault": str(fault), "reached": step, **asdict(fault)}) + "\n"
-        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(self._folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.write(log, line.encode())
         os.close(log)
         match fault.kind:
@@ -118,7 +143,7 @@ class Chaos:
             case "slow":
                 time.sleep(1.0)
             case "wait":
-                while not self._log.with_name(GO).exists():
+                while not (self._folder / GO).exists():
                     time.sleep(0.01)
             case "memory":
                 taken = []
@@ -126,7 +151,7 @@ class Chaos:
                     taken.append(bytearray(os.urandom(1 << 20) * 16))
 
 
-def read_log(folder: Path) -> list[dict[str, object]]:
+def read_log(folder: Path) -> list[dict[str, Any]]:
     """What has fired in a run, in order."""
     log = folder / LOG
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

@@ -8,7 +8,6 @@ holds, to take the state of another over, or to attempt it again.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -20,11 +19,12 @@ import torch
 
 from paceline.checkpoint.tree import flatten, pack, raw, unflatten, unpack
 from paceline.comm.group import Group
+from paceline.console import say
 from paceline.errors import PeerLostError, UsageError
 from paceline.observe.account import Account
 from paceline.pulse import PULSE
 from paceline.step import Moment, StateLostError, Status, Transaction, resolve, spread
-from paceline.team.chaos import Chaos, parse_faults
+from paceline.team.chaos import Chaos
 from paceline.team.commands import Coming, Generation, Orders
 from paceline.team.migration import Learner, Migration, Taker, digests
 from paceline.team.token import greeting_key
@@ -111,8 +111,7 @@ class Operations:
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
         self._last: Any = None  # what was settled last, and the result
         self._told = False
-        faults = parse_faults(world.chaos)
-        self._chaos = Chaos(faults, world.rank, Path(world.run_dir or ".")) if faults else None
+        self._chaos = Chaos(world.chaos, world.rank, Path(world.run_dir or ".")) if world.chaos.strip(", ") else None
         self._entering = threading.Lock()
         self.migration = Migration(self.worker, self._key)
         self.ahead = True  # the sums of steps, which newcomers are sent, are known here
@@ -160,7 +159,7 @@ class Operations:
         """A moment at which a rehearsal may let something happen."""
         PULSE.beat()
         if self._chaos is not None and self.holder is not None:
-            self._chaos.reached(moment, self.holder.step)
+            self._chaos.reached(moment, self.holder.step, len(self.members))
 
     def _heard(self, order: Generation) -> None:
         with self._entering:
@@ -314,6 +313,8 @@ class Operations:
                 self._group.form(order.world(self.world, self.worker), lambda: self.orders.newer(self.number, True))
                 self._resolve(attempt if self._tx.done == done else None)
                 self.members, self.hold, self._detection = order.members, order.hold, order.detection
+                if self._chaos is not None:
+                    self._chaos.formed()
                 if self.holder is not None:
                     self.holder.formed(order, time.monotonic() - began)
                 break
@@ -327,7 +328,7 @@ class Operations:
         if not slept and not self.waiting:
             raise LeftError
         if not self.waiting:
-            print(f"paceline: worker {self.worker} slept through a change of the team, and ends", file=sys.stderr)
+            say(f"paceline: worker {self.worker} slept through a change of the team, and ends")
             os._exit(REFUSED)
 
     def _resolve(self, attempt: Attempt | None) -> None:

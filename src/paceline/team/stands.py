@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.console import in_one_line
 from paceline.observe.figures import ranks
 from paceline.observe.journal import plain
 from paceline.observe.stacks import FOLDER, keep
@@ -90,4 +91,4 @@ def table(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for key, numbers in sorted(places.items(), key=lambda item: (item[0][0], item[1]))
     ]
     width = max((len(who) for who, _ in rows), default=0)
-    return [f"{who:{width}}  {what}" for who, what in rows]
+    return [f"{who:{width}}  {in_one_line(what)}" for who, what in rows]

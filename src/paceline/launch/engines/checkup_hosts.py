@@ -17,9 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.console import say
 from paceline.greeting import (
     HELLO,
     NONCE,
@@ -32,7 +34,7 @@ from paceline.greeting import (
     read_caller,
 )
 from paceline.launch.checkup import Finding, checkup, own_address, versions
-from paceline.launch.engines.engine import parse_hosts
+from paceline.launch.engines.engine import parse_hosts, split_options
 from paceline.launch.engines.hosted import MARK
 from paceline.launch.engines.ssh import Ssh
 from paceline.observe import doctor as observe
@@ -55,11 +57,12 @@ def doctor(folder: Path | None, hosts: str | None, python: str, engine: str | No
         return observe.doctor(folder)
     if here:
         return serve()
-    found = [*checkup(Path())] if hosts is None else look_at(hosts, python, engine, print)
+    tell = partial(say, out=sys.stdout)
+    found = [*checkup(Path())] if hosts is None else look_at(hosts, python, engine, tell)
     for one in found:
-        print(one)
+        tell(str(one))
     bad = sum(bool(one.cure) for one in found)
-    print(f"{plural(bad, 'thing')} to mend" if bad else "a run can begin")
+    tell(f"{plural(bad, 'thing')} to mend" if bad else "a run can begin")
     return min(bad, 1)
 
 
@@ -126,6 +129,8 @@ def _greet(connection: socket.socket, key: bytes) -> bytes | None:
 
 def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
     """The way to another host: bytes a second, and seconds there and back; or why there is none."""
+    if not address:
+        return {"refused": "it has no address in a network"}
     try:
         with socket.create_connection((address, port), PATIENCE) as link:
             link.settimeout(ANSWER)
@@ -207,7 +212,7 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 def look_at(hosts: str, python: str, engine: str | None, say: Callable[[str], None]) -> list[Finding]:
     """What is found on hosts, as --hosts has them, and between them; `say` prints a line. UsageError: they are none."""
-    places, given = parse_hosts(hosts), shlex.split(engine or "")
+    places, given = parse_hosts(hosts), split_options(engine)
     script = f"exec {shlex.quote(python)} -m paceline doctor --here\n"
     ssh = Ssh(places, given)
     far = [_Far(place.name, ssh.command(place), script) for place in places]

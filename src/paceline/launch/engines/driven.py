@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, Any, Protocol
 
+from paceline.console import say
 from paceline.errors import LaunchError
 from paceline.greeting import HELLO
 from paceline.launch.engines.engine import End, Engine, Host
@@ -46,14 +47,14 @@ class Driven(Engine):
         super().__init__(hosts or [Host(f"{self.place}-{number}") for number in range(len(placed))])
         where = [f"{host.name} on {at}" for host, at in zip(self.places, placed, strict=True) if host.name != at]
         if where:
-            print(f"{self.title} has placed {', '.join(where)}", file=sys.stderr, flush=True)
+            say(f"{self.title} has placed {', '.join(where)}")
         self.listen = placed[0]  # where the others reach the first one
 
     def _placed(self) -> list[str]:
         for line in self._said:
             said = json.loads(line)
             if "waits" in said:
-                print(f"waiting for {self.title}: {said['waits']}", file=sys.stderr, flush=True)
+                say(f"waiting for {self.title}: {said['waits']}")
             elif "what" in said:
                 raise LaunchError(said["what"], said["cure"])
             else:
@@ -155,7 +156,7 @@ def _hand_over(door: str, number: str) -> int:
             socket.send_fds(asked, [number.encode()], [0, 1, 2])
             if code := asked.recv(16):
                 return int(code)
-    print(f"{SAID}its driver has ended", file=sys.stderr, flush=True)
+    say(f"{SAID}its driver has ended")
     return LOST
 
 

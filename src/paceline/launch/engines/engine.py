@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.console import in_one_line
 from paceline.errors import UsageError, shown
 
 
@@ -71,12 +73,20 @@ class Engine(ABC):
         """Ends what the engine itself has needed."""
 
 
+def split_options(text: str | None) -> list[str]:
+    """The words of ``--engine``, as a shell would split them. UsageError: its quotes have no end."""
+    try:
+        return shlex.split(text or "")
+    except ValueError as error:
+        raise UsageError(f"--engine cannot be read ({error})", "close its quotes") from error
+
+
 def parse_hosts(text: str) -> list[Host]:
     """``a,b:2,user@c``: hosts, some with their number of workers."""
     places = []
     for word in text.split(","):
         name, _, count = word.rpartition(":") if re.fullmatch("[^:]+:[0-9]{1,6}", word) else (word, "", "")
-        if not name or name.startswith("-") or re.search(r"[\s\0]", name) or count == "0":
+        if not name or name.startswith("-") or re.search(r"\s", name) or in_one_line(name) != name or count == "0":
             raise UsageError(f"{shown(word)} is no host", "give names as ssh takes them, as --hosts a,b:2,user@c")
         places.append(Host(name, int(count) if count else None))
     names = [place.name for place in places]
@@ -90,5 +100,7 @@ def read_hosts(path: Path) -> list[Host]:
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     except OSError as error:
-        raise UsageError(f"--hostfile {path} cannot be read ({error.strerror})", "give a file of hosts") from error
+        raise UsageError(
+            f"--hostfile {in_one_line(path)} cannot be read ({error.strerror})", "give a file of hosts"
+        ) from error
     return parse_hosts(",".join(re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import shlex
 import signal
 import socket
 import subprocess
@@ -22,7 +21,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paceline.checkpoint.storage import is_url
+from paceline.console import Passing, command_line, say
 from paceline.errors import LaunchError, UsageError, shown
+from paceline.launch.engines.engine import split_options
 from paceline.launch.engines.manifests import (
     CONTAINER,
     INDEX,
@@ -84,9 +85,10 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
     """
     job = ask(given, options, values, again)
     if given["dry_run"]:
-        print(json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests(job, shown=True)}, indent=2))
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests(job, shown=True)}, indent=2)
+        say(text, sys.stdout)
         return 0
-    kubectl = Kubectl(job.namespace, shlex.split(given["engine"]))
+    kubectl = Kubectl(job.namespace, split_options(given["engine"]))
     *others, owner = manifests(job)
     with signals() as wakeup, ExitStack() as made:
         follower = Follower(kubectl, job, wakeup)
@@ -97,13 +99,13 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
             if not number:
                 made.callback(follower.remove)
         possess(kubectl, owner, others, there)
-        _say(f"job {job.name}, {spans('host', range(job.hosts))}, run folder {options['run_dir']}")
+        say(f"job {job.name}, {spans('host', range(job.hosts))}, run folder {options['run_dir']}")
         if not given["detach"]:
             return follower.run()
         made.pop_all()
     own = f"-l {LABEL}={job.name},{INDEX}=0"
-    _say(f"it goes on by itself; its output: {shlex.join(kubectl.command('logs', '-f'))} {own}")
-    _say(f"to end it, with a checkpoint: {shlex.join(kubectl.command('delete', owner['kind'].lower(), job.name))}")
+    say(f"it goes on by itself; its output: {command_line(kubectl.command('logs', '-f'))} {own}")
+    say(f"to end it, with a checkpoint: {command_line(kubectl.command('delete', owner['kind'].lower(), job.name))}")
     return 0
 
 
@@ -190,7 +192,7 @@ def _checked(done: subprocess.CompletedProcess[str]) -> None:
         why = " ".join(said) or f"exit code {done.returncode}"
         raise LaunchError(f"Kubernetes refuses ({why})", "see --engine='...' and --dry-run")
     for line in said:
-        _say(line)
+        say(line)
 
 
 # ---- what is seen of pods
@@ -278,7 +280,7 @@ class Follower:
                 self._tell(f"waiting for the job {self._job.job}, which the controller of {whose[0]}s makes")
                 continue
             if not jobs:
-                _say(f"the job {self._job.name} is gone: somebody has deleted it")
+                say(f"the job {self._job.name} is gone: somebody has deleted it")
                 return self._asked
             self._look_for_missing(int(jobs[0]["spec"]["parallelism"]))
             verdict = self._verdict(jobs[0], pods)
@@ -299,7 +301,7 @@ class Follower:
                     self._at_once = False
                 self._listen(LOOK / 4)
         if process.returncode:
-            _say(f"to remove what is left: {shlex.join(command)}")
+            say(f"to remove what is left: {command_line(command)}")
         if self._output is not None:
             self._output.kill()
             self._output.wait()
@@ -311,7 +313,7 @@ class Follower:
     def _tell(self, text: str) -> None:
         if text != self._said:
             self._said = text
-            _say(text or "all hosts run")
+            say(text or "all hosts run")
 
     def _listen(self, seconds: float) -> None:
         """Waits so long, or until a signal has come."""
@@ -322,7 +324,7 @@ class Follower:
                 self._at_once = self._told is not None or not self._followed
                 self._told = self._told or number
             if numbers and not self._at_once:
-                _say("stopping after this step and saving; press Ctrl-C again to stop at once")
+                say("stopping after this step and saving; press Ctrl-C again to stop at once")
                 first = self._pods[0]["metadata"]["name"]
                 self._kubectl("delete", "pod", first, "--wait=false")  # its agent stops the whole run
             if numbers:
@@ -365,13 +367,13 @@ class Follower:
     def _copy(self, output: subprocess.Popen[bytes]) -> None:
         """Each byte once, also where the connection broke and it begins again."""
         assert output.stdout is not None
-        again = self._shown
+        again, passing = self._shown, Passing(sys.stdout)
         while data := output.stdout.read1(1 << 16):  # type: ignore[attr-defined]
             new = data[min(again, len(data)) :]
             again -= len(data) - len(new)
             self._shown += len(new)
-            sys.stdout.buffer.write(new)
-            sys.stdout.flush()
+            passing.write(new)
+        passing.close()
 
     def _verdict(self, job: Mapping[str, Any], pods: Sequence[Pod]) -> int | None:
         """The run's exit code, once it has ended."""
@@ -393,11 +395,11 @@ class Follower:
             return 0
         if failed or ended not in (None, *PASSING):
             if failed:
-                _say(f"Kubernetes has ended the job ({failed[0].get('reason')}: {failed[0].get('message')})")
+                say(f"Kubernetes has ended the job ({failed[0].get('reason')}: {failed[0].get('message')})")
             return self._failed(ended)
         if ended is not None:
             how = "was stopped" if ended == STOPPED else "was lost"
-            _say(f"host 0 {how}: Kubernetes starts it again, and the run goes on from its last checkpoint")
+            say(f"host 0 {how}: Kubernetes starts it again, and the run goes on from its last checkpoint")
             self._followed, self._output = "", None
         return None
 
@@ -417,9 +419,5 @@ class Follower:
                 codes.append(ended or 1)
                 done = self._kubectl("logs", pod["metadata"]["name"], f"--container={CONTAINER}", f"--tail={LINES}")
                 for line in done.stdout.splitlines():
-                    _say(f"host {number} | {line}")
+                    say(f"host {number} | {line}")
         return codes[-1] if codes[0] in (1, *PASSING) else codes[0]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.console import Coloured, Passing, coloured, in_one_line, last_painted, printable, say
 from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
 from paceline.launch.engines.hosted import GO_ON, MARK, STOPPED
@@ -61,7 +62,8 @@ class HostJob:
     def script(self) -> str:
         """What ``sh`` reads first. It may read ahead, so nothing else is sent before it has given way to Python."""
         home = "~/" if self.cwd.startswith("~/") else ""
-        folder = home + shlex.quote(self.cwd.removeprefix(home))
+        cwd = self.cwd.removeprefix(home)
+        folder = home + shlex.quote(f"./{cwd}" if cwd.startswith("-") else cwd)
         make = f"(umask 077; mkdir -p {folder}) && " if self.files else ""
         setup = f"{{ {self.setup}\n}} </dev/null && " if self.setup else ""
         return f"{make}cd {folder} && {setup}exec {shlex.quote(self.python)} -m paceline agent\n"
@@ -131,7 +133,7 @@ class Launcher:
         return self._code()
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
     # ---- hosts
 
@@ -183,16 +185,13 @@ class Launcher:
                 self._told(host, json.loads(line.removeprefix(MARK)))
                 continue
             if name == "stderr":
-                host.last = line.decode(errors="replace").strip() or host.last
+                host.last = in_one_line(line.decode(errors="replace").strip()) or host.last
             if host.ordered:
-                before = b"" if host.first or name == "stdout" else f"{host.place.name} | ".encode()
-                out = getattr(sys, name)
-                out.flush()
-                if hasattr(out, "buffer"):
-                    out.buffer.write(before + line + b"\n")
-                else:  # a notebook's
-                    out.write((before + line + b"\n").decode(errors="replace"))
-                out.flush()
+                if name == "stdout":
+                    Passing(sys.stdout).write(line + b"\n")
+                else:
+                    before = "" if host.first else f"{host.place.name} | "
+                    say(Coloured(printable(before) + coloured(last_painted(line))))
         if not data and not any(key.events & selectors.EVENT_READ for key in self._keys(host)):
             self._ended(host)
 
@@ -327,7 +326,7 @@ class Launcher:
         if host.like is None:
             text = host.end.text if host.end else host.last or f"ended with exit code {host.code}"
             return (host.place.name, text if host.process is None else "has not answered")
-        return (host.place.name, *(str(host.like[name])[: 8 if name == "script" else 40] for name in COLUMNS))
+        return (host.place.name, *(in_one_line(host.like[name])[: 8 if name == "script" else 40] for name in COLUMNS))
 
     def _table(self) -> str:
         rows = [("host", *COLUMNS), *map(self._row, self._hosts)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.console import in_one_line
 from paceline.errors import UsageError
 from paceline.launch.engines.engine import Host, parse_hosts
 from paceline.launch.engines.ssh import Ssh
@@ -31,6 +32,6 @@ def queued() -> list[Host]:
     try:
         lines = Path(path).read_text().split()
     except OSError as error:
-        what = f"PBS_NODEFILE={path} cannot be read ({error.strerror})"
+        what = f"PBS_NODEFILE={in_one_line(path)} cannot be read ({error.strerror})"
         raise UsageError(what, "give --hosts a,b:2 or --hostfile FILE") from error
     return parse_hosts(",".join(dict.fromkeys(lines)))

@@ -119,7 +119,7 @@ def _why(error: Exception) -> str:
 
 
 def _tell(**said: Any) -> None:
-    print(json.dumps(said), flush=True)
+    print(json.dumps(said), flush=True)  # noqa: T201 (to the process that asked)
 
 
 def main(asked: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ requeued, and goes on in the same run folder. No torch.
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import subprocess
@@ -15,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import LaunchError, UsageError
-from paceline.launch.engines.engine import End, Engine, Host
+from paceline.console import Passing, in_one_line, say
+from paceline.errors import LaunchError, UsageError, shown
+from paceline.launch.engines.engine import End, Engine, Host, split_options
 from paceline.launch.engines.hosted import STOPPED
 from paceline.launch.engines.launcher import HostJob
 from paceline.world import slurm_job, worker_environment
@@ -41,7 +43,7 @@ class Slurm(Engine):
         super().__init__(places, given)
         self._job, self._batch = job, batch
         if restarts:
-            print(f"job {job} goes on: restart {restarts}", file=sys.stderr, flush=True)
+            say(f"job {job} goes on: restart {restarts}")
 
     def command(self, place: Host) -> list[str]:
         one = ["--nodes=1", "--ntasks=1", f"--nodelist={place.name}", "--overlap", "--cpu-bind=none", "--unbuffered"]
@@ -68,7 +70,7 @@ class Slurm(Engine):
             return code
         done = subprocess.run(["scontrol", "requeue", self._job], capture_output=True, text=True, check=False)
         how = "is requeued" if done.returncode == 0 else f"is not requeued: {done.stderr.strip()}"
-        print(f"job {self._job} was preempted, or is near its time limit, and {how}", file=sys.stderr, flush=True)
+        say(f"job {self._job} was preempted, or is near its time limit, and {how}")
         return code
 
 
@@ -84,9 +86,30 @@ def allocation(given: Sequence[str]) -> Slurm | None:
     return Slurm([Host(node) for node in nodes], given, job.number, job.restarts, job.batch)
 
 
+def directive(word: str) -> str:
+    """A word of an ``#SBATCH`` line as sbatch reads it: in double quotes, a backslash before what means something."""
+    if re.fullmatch(r"[\w@%+=:,./-]+", word, re.ASCII):
+        return word
+    return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"'
+
+
+def check_names(job: HostJob, given: Sequence[str]) -> None:
+    """UsageError: a name would end a line of the batch script, or is none that Slurm writes to."""
+    paths = [("--run-dir", job.options["run_dir"]), ("the working folder", job.cwd)]
+    names = [("the script", job.options["script"]), *paths, ("--python", job.python), *(("--engine", w) for w in given)]
+    for what, name in names:
+        if in_one_line(name) != name:
+            why = "has a control character in it, which a batch script of Slurm's cannot hold"
+            raise UsageError(f"{what} {shown(name)} {why}", "give another name")
+    for what, name in paths:
+        if "\\" in name:
+            why = "has a backslash in it, after which Slurm would write its output elsewhere"
+            raise UsageError(f"{what} {shown(name)} {why}", "give another name")
+
+
 def batch_script(job: HostJob, again: Sequence[str], nodes: int, name: str, given: Sequence[str]) -> str:
     """The whole of what is submitted. It holds no secret: what `--env` names comes with the job's environment."""
-    folder = Path(job.cwd, job.options["run_dir"])
+    folder = str(Path(job.cwd, job.options["run_dir"])).replace("%", "%%")  # which Slurm would replace
     options = [
         f"--job-name={name}",
         f"--nodes={nodes}",
@@ -95,9 +118,9 @@ def batch_script(job: HostJob, again: Sequence[str], nodes: int, name: str, give
         "--open-mode=append",
         f"--signal=B:USR2@{NOTICE}",
         f"--output={folder}/slurm-%j.out",
-        *([shlex.join(given)] if given else []),
     ]
-    head = "".join(f"#SBATCH {option}\n" for option in options)
+    head = "".join(f"#SBATCH {directive(option)}\n" for option in options)
+    head += f"#SBATCH {' '.join(map(directive, given))}\n" if given else ""
     setup = f"{job.setup}\n" if job.setup else ""
     words = list(again)
     if "--dry-run" in words:
@@ -110,10 +133,12 @@ def submit(job: HostJob, again: Sequence[str], given: Mapping[str, Any], environ
     """Submits the script and follows it to its end; the exit code of the job, 0 with `--detach`."""
     if given["nodes"] is None:
         raise UsageError("how many nodes is not said", "give -N NODES, or run it inside of salloc")
-    name = f"paceline-{Path(job.options['script']).stem}"
-    text = batch_script(job, again, given["nodes"], name, shlex.split(given["engine"]))
+    given_words = split_options(given["engine"])
+    check_names(job, given_words)
+    name = "paceline-" + re.sub(r"[^\w.+-]", "_", Path(job.options["script"]).stem)
+    text = batch_script(job, again, given["nodes"], name, given_words)
     if given["dry_run"]:
-        print(text, end="")
+        say(text, sys.stdout, end="")
         return 0
     Path(job.options["run_dir"]).mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -132,13 +157,14 @@ def submit(job: HostJob, again: Sequence[str], given: Mapping[str, Any], environ
     if done.returncode:
         raise LaunchError(f"Slurm refuses the job ({done.stderr.strip()})", "see --engine='...' and --dry-run")
     number = done.stdout.strip().partition(";")[0]
-    print(f"job {number}, run folder {job.options['run_dir']}", file=sys.stderr, flush=True)
+    say(f"job {number}, run folder {in_one_line(job.options['run_dir'])}")
     return 0 if given["detach"] else _follow(number, Path(job.options["run_dir"], f"slurm-{number}.out"))
 
 
 def _follow(job: str, output: Path) -> int:
     """Prints the job's output, and what Slurm says of it, until it has ended. Ctrl-C stops the run, again: at once."""
     told, shown, asked = "", 0, False
+    passing = Passing(sys.stdout)
     while True:
         try:
             fields = dict(
@@ -151,12 +177,11 @@ def _follow(job: str, output: Path) -> int:
                     data = file.read()
                     shown += len(data)
                 sys.stderr.flush()
-                sys.stdout.buffer.write(data)
-                sys.stdout.flush()
+                passing.write(data)
             news = f"job {job} is {state.lower()}" + (f" ({reason})" if reason != "None" else "")
             if news != told:
                 told = news
-                print(news, file=sys.stderr, flush=True)
+                say(news)
             if state not in (
                 "PENDING",
                 "CONFIGURING",
@@ -166,6 +191,7 @@ def _follow(job: str, output: Path) -> int:
                 "REQUEUED",
                 "REQUEUE_HOLD",
             ):
+                passing.close()
                 code = fields.get("ExitCode", "1:0").partition(":")[0]
                 return 130 if asked else int(code) or (0 if state == "COMPLETED" else 1)
             time.sleep(LOOK)

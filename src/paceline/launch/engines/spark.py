@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.errors import UsageError, shown
 from paceline.launch.engines.driven import Driven, driver
+from paceline.launch.engines.engine import split_options
 from paceline.world import variable, worker_environment
 
 # Each host is a stage of its own: in one of all hosts Spark would end all tasks when one of them is lost. That stage is
@@ -77,8 +78,5 @@ def ask(given: Mapping[str, Any], python: str) -> dict[str, Any]:
     }
     words = [] if master is None else ["--master", master]
     words += [word for name, value in conf.items() for word in ("--conf", f"{name}={value}")]
-    try:
-        words += shlex.split(given["engine"])  # of two with one name the later one holds
-    except ValueError as error:
-        raise UsageError(f"--engine cannot be read ({error})", "close its quotes") from error
+    words += split_options(given["engine"])  # of two with one name the later one holds
     return {"nodes": nodes, "master": master, "submit": words, "wait": given["wait"], "python": python}

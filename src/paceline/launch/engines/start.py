@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -16,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.console import command_line, quoted, say
 from paceline.errors import LaunchError, UsageError, shown
-from paceline.launch.engines.engine import Engine, Host, parse_hosts, read_hosts
+from paceline.launch.engines.engine import Engine, Host, parse_hosts, read_hosts, split_options
 from paceline.launch.engines.kubernetes import launch_pods
 from paceline.launch.engines.launcher import HostJob, Launcher
 from paceline.launch.engines.mpi import Mpi, queued
@@ -55,8 +55,8 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         what = "--tunnel leads through this process, so there is no --detach, and no --listen"
         raise UsageError(what, "leave out either")
     if where == "kubernetes":
-        return launch_pods(given, options, environment, shlex.join(again))
-    options |= {"environment": environment, "again": shlex.join(again)}
+        return launch_pods(given, options, environment, command_line(again))
+    options |= {"environment": environment, "again": command_line(again)}
     job = HostJob(
         options,
         given["python"] or sys.executable,
@@ -73,27 +73,27 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         asked = ask(given, _places(where, given["hosts"], given["hostfile"]) if named else [])
         if given["dry_run"]:
             group = json.dumps(bundles({**asked, "nodes": asked["nodes"] or 1}, []))
-            print(f'placement_group({group}, strategy="STRICT_SPREAD"): sh <<< {shlex.quote(job.script)}')
+            say(f'placement_group({group}, strategy="STRICT_SPREAD"): sh <<< {quoted(job.script)}', sys.stdout)
             return 0
         engine = Ray(asked)
     elif where == "spark":
         asked = ask_spark(given, job.python)
         if given["dry_run"]:
             tasks = plural(asked["nodes"], "barrier task")
-            print(f"spark-submit {shlex.join(asked['submit'])}: {tasks}: sh <<< {shlex.quote(job.script)}")
+            say(f"spark-submit {command_line(asked['submit'])}: {tasks}: sh <<< {quoted(job.script)}", sys.stdout)
             return 0
         engine = Spark(asked)
     elif where != "slurm":
-        places, own = _places(where, given["hosts"], given["hostfile"]), shlex.split(given["engine"])
+        places, own = _places(where, given["hosts"], given["hostfile"]), split_options(given["engine"])
         engine = Mpi(places, own) if where == "mpi" else Ssh(places, own, bool(given["tunnel"]))
     else:
-        engine = allocation(shlex.split(given["engine"]))
+        engine = allocation(split_options(given["engine"]))
         if engine is None:
             return submit(job, again, given, environment)
     try:
         if given["dry_run"]:
             for place in engine.places:
-                print(f"{shlex.join(engine.command(place))} <<< {shlex.quote(job.script)}")
+                say(f"{command_line(engine.command(place))} <<< {quoted(job.script)}", sys.stdout)
             return 0
         launcher = Launcher(engine, job)
         return engine.after(launcher.run(), launcher.told)
