@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,67 @@ def test_who_calls_says_nothing_to_one_without_the_key(answer: bytes | None) -> 
     moved(sender)
     assert sender.broken
     assert theirs.recv(1 << 16) == b""
+
+
+class Between:
+    """Somebody through whom two ends that know each other speak."""
+
+    def __init__(self) -> None:
+        (ours, self.near), (self.far, theirs) = socket.socketpair(), socket.socketpair()
+        for one in (self.near, self.far):
+            one.setblocking(False)
+        self.landing = torch.zeros(4, dtype=torch.uint8)
+        self.sender = Connection(ours, lambda frame: [], b"a key", lambda link: "7")
+        self.taker = Connection(theirs, lambda frame: [self.landing] if frame.numbers else [], b"a key")
+        for _ in range(9):
+            moved(self.sender, self.taker)
+            self.pass_on(self.far, self.near)
+            self.pass_on(self.near, self.far)
+        assert self.taker.inbox.popleft().kind == Kind.HELLO
+        assert self.sender.known
+
+    def pass_on(self, source: socket.socket, target: socket.socket, change: Any = bytes) -> None:
+        with suppress(BlockingIOError):
+            target.send(change(source.recv(1 << 16)))
+
+    def say(self, change: Any) -> list[Frame]:
+        """What arrives of a text and a tensor."""
+        self.sender.put(Kind.COMMIT, 1, (2, 3, 4), (), b"text")
+        self.sender.put(Kind.PUSH, 1, (2, 3, 4), (9,), [torch.tensor([5, 6, 7, 8], dtype=torch.uint8)])
+        self.sender.advance()
+        self.pass_on(self.near, self.far, change)
+        moved(self.taker)
+        return [*self.taker.inbox]
+
+
+def test_what_somebody_between_them_changes_repeats_or_leaves_out_is_not_heard() -> None:
+    plain = Between()
+    commit, push = plain.say(bytes)
+    assert (commit.text, push.numbers, plain.landing.tolist()) == (b"text", (9,), [5, 6, 7, 8])
+    head, seal = 39, 16
+    first, second = head + seal + 4 + seal, head + 4 + seal
+    for at in [*range(first), *range(first, first + second)]:  # any byte but those of the tensor
+        between = Between()
+        heard = between.say(lambda said, at=at: said[:at] + bytes([said[at] ^ 1]) + said[at + 1 :])
+        assert len(heard) == (at >= first), at
+        # Of more numbers than were said the seal is still to come.
+        assert between.taker.broken or 3 <= at % first < 7, at
+    for change in (
+        lambda said: said[:first] + said,
+        lambda said: said[first:],
+        lambda said: said[first:] + said[:first],
+    ):
+        between = Between()
+        assert len(between.say(change)) <= 1
+        assert between.taker.broken
+
+
+def test_what_was_said_on_one_connection_is_nothing_on_another() -> None:
+    said: list[bytes] = []
+    Between().say(lambda data: said.append(data) or data)
+    other = Between()
+    assert other.say(lambda data: said[0]) == []
+    assert other.taker.broken
 
 
 def test_tensors_of_another_size_end_the_connection() -> None:

@@ -4,6 +4,8 @@ Who listens sends a nonce. Who calls answers with a nonce of its own, what it sa
 three; who listens proves with another HMAC that it has the key, too. The key is made of the run's token and of a salt,
 which who listens has told the others by way of the coordinator. So who overhears all of it, or is called by mistake,
 has nothing to use: neither the key nor a proof that another connection would take.
+
+What they say from then on carries seals (`Seals`): nobody between them can change, repeat or leave out any of it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-NONCE, PROOF = 16, 32  # bytes
+NONCE, PROOF, SEAL = 16, 32, 16  # bytes
 HELLO = 5.0  # seconds for one who has connected to show that it is known
 STRANGERS, OF_ONE = 128, 32  # connections that have not, in all and from one address
 Opened = TypeVar("Opened")
@@ -45,8 +47,26 @@ def prove_listener(key: bytes, nonce: bytes, theirs: bytes) -> bytes:
     return hmac.new(key, b"listens" + nonce + theirs, "sha256").digest()
 
 
-def is_proof(given: bytes, expected: bytes) -> bool:
+def is_proof(given: bytes | bytearray, expected: bytes) -> bool:
     return hmac.compare_digest(given, expected)
+
+
+class Seals:
+    """The seals of what one end of a connection says, one part after another: an HMAC, of which half is sent (RFC 2104,
+    section 5), over the part and how many there were before it. The key is made for this connection and this end.
+    """
+
+    def __init__(self, key: bytes, nonce: bytes, theirs: bytes, calls: bool) -> None:
+        """`nonce` is that of who listens, `theirs` that of who calls; `calls`: the end is who called."""
+        own = hmac.digest(key, b"seals" + nonce + theirs + bytes([calls]), "sha256")
+        self._begun, self._count = hmac.new(own, digestmod="sha256"), 0
+
+    def next(self, part: bytes | bytearray | memoryview) -> bytes:
+        self._count += 1
+        seal = self._begun.copy()
+        seal.update(self._count.to_bytes(8, "little"))
+        seal.update(part)
+        return seal.digest()[:SEAL]
 
 
 class NewConnections(Generic[Opened]):

@@ -1,4 +1,5 @@
 """Frames over sockets between workers and parameter servers: a head, numbers of tensors, and then these or a text.
+Head, numbers and text carry seals; tensors do not, which would make a step slower.
 
 What arrives lands in memory that is there before; nothing is unpickled. On one host tensors do not travel: who sends
 them lends them, in a slot of shared memory that the next ones of the same numbers will lie in. Nobody blocks in a
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, Never
 import torch
 
 from paceline.comm.shared import Borrowed, File, Lent, Where, host_key, laid_out, raw_bytes, room_of
-from paceline.greeting import NONCE, is_proof, make_nonce, prove_caller, prove_listener, read_caller
+from paceline.greeting import NONCE, SEAL, Seals, is_proof, make_nonce, prove_caller, prove_listener, read_caller
 from paceline.polling import wait_for
 from paceline.pulse import PULSE
 
@@ -65,6 +66,12 @@ class Frame(NamedTuple):
     lent: Loan | None = None
 
 
+class _Unsealed(NamedTuple):
+    """What has to wait for its seal until the other end is known."""
+
+    part: bytes | memoryview
+
+
 # Where the tensors of a frame land, in their order; None: it has to wait.
 Place = Callable[[Frame], "Sequence[torch.Tensor] | None"]
 
@@ -89,9 +96,11 @@ class Connection:
         self._lent: Lent | None = None  # nothing is made for one that nobody knows
         self._borrowed: Borrowed | None = None
         self._place, self._key, self._says = place, key, says
-        self._out: deque[memoryview] = deque()
+        self._out: deque[memoryview | _Unsealed] = deque()
         self._first: deque[memoryview] = deque()  # of the greeting, which goes before
         self._nonce = make_nonce()
+        self._own: Seals | None = None  # of what this end says
+        self._theirs: Seals | None = None
         if says is None:
             self._first.append(_hello(self._nonce))
         self._parts = self._read()
@@ -102,7 +111,7 @@ class Connection:
         return bool(self._sendable) and not self.broken
 
     @property
-    def _sendable(self) -> deque[memoryview]:
+    def _sendable(self) -> deque[Any]:
         return self._out if self.known and not self._first else self._first
 
     def put(
@@ -113,7 +122,9 @@ class Connection:
         numbers: Sequence[int] = (),
         content: Sequence[torch.Tensor] | bytes = b"",
     ) -> None:
-        """What is to be sent. Tensors, which are contiguous, must not change before they are gone; near by they may."""
+        """What is to be sent. Tensors, which are contiguous, must not change before they are gone; near by they may.
+        One without a number goes as a text.
+        """
         if (
             self.near
             and not isinstance(content, bytes)
@@ -121,11 +132,31 @@ class Connection:
             and self._lend(kind, trainer, key, numbers, content)
         ):
             return
-        views = [memoryview(content)] if isinstance(content, bytes) else [_memory(tensor) for tensor in content]
-        views = [memoryview(bytes(view)) for view in views] if self.near and numbers else views
+        if isinstance(content, bytes) or not numbers:
+            text = content if isinstance(content, bytes) else _memory(content[0])
+            self._say(_HEAD.pack(kind, trainer, 0, *key, len(text)))
+            self._say(text)
+            return
+        views = [_memory(tensor) for tensor in content]
+        views = [memoryview(bytes(view)) for view in views] if self.near else views
         head = _HEAD.pack(kind, trainer, len(numbers), *key, sum(map(len, views)))
-        self._out.append(memoryview(head + struct.pack(f"<{len(numbers)}i", *numbers)))
+        self._say(head + struct.pack(f"<{len(numbers)}i", *numbers))
         self._out.extend(view for view in views if len(view))
+
+    def _say(self, part: bytes | memoryview) -> None:
+        if self._own is None:
+            self._out.append(_Unsealed(part))
+        else:
+            self._out.extend(memoryview(some) for some in (part, self._own.next(part)) if len(some))
+
+    def _know(self, nonce: bytes, theirs: bytes) -> None:
+        """From here on the other end is known: what waits to be sent gets its seals."""
+        calls = self._says is not None
+        self._own, self._theirs = (Seals(self._key, nonce, theirs, one) for one in (calls, not calls))
+        waiting, self._out = self._out, deque()
+        for part in waiting:
+            self._say(part.part) if isinstance(part, _Unsealed) else self._out.append(part)
+        self.known = True
 
     @property
     def memory(self) -> str:
@@ -152,7 +183,8 @@ class Connection:
         for target, tensor in zip(laid_out(slot, content), content, strict=True):
             target.copy_(tensor.detach().view(-1))
         head = _HEAD.pack(kind, trainer | LENT, len(numbers), *key, _WHERE.size)
-        self._out.append(memoryview(head + struct.pack(f"<{len(numbers)}i", *numbers) + _WHERE.pack(*slot.where)))
+        self._say(head + struct.pack(f"<{len(numbers)}i", *numbers))
+        self._say(_WHERE.pack(*slot.where))
         return True
 
     def advance(self) -> None:
@@ -198,6 +230,7 @@ class Connection:
             kind, trainer, count, *key, size = _HEAD.unpack(head)
             numbers = bytearray(4 * count)
             yield memoryview(numbers)
+            yield from self._check(head + numbers)
             named = struct.unpack(f"<{count}i", numbers)
             frame = Frame(kind, trainer & ~LENT, tuple(key), named, bytearray())
             while (tensors := self._place(frame)) is None:
@@ -205,6 +238,7 @@ class Connection:
             if trainer & LENT:
                 where = bytearray(_WHERE.size)
                 yield memoryview(where)
+                yield from self._check(where)
                 while self._borrowed is None and self.inbox:  # what has come before tells of the memory
                     yield None
                 if (lent := self._find(where, tensors)) is None:
@@ -220,7 +254,16 @@ class Connection:
             else:
                 frame.text.extend(bytes(size))
                 yield memoryview(frame.text)
+                yield from self._check(frame.text)
             self.inbox.append(frame)
+
+    def _check(self, part: bytearray) -> Generator[memoryview | None, None, None]:
+        """Takes the seal of a part. A wrong one closes the connection: somebody has changed what is on it."""
+        seal = bytearray(SEAL)
+        yield memoryview(seal)
+        assert self._theirs is not None
+        if not is_proof(seal, self._theirs.next(part)):
+            yield from self._give_up()
 
     def _greet(self) -> Generator[memoryview | None, None, None]:
         """The parts of what the other end shows of itself. An end that does not know it closes the connection."""
@@ -231,7 +274,8 @@ class Connection:
                 yield from self._give_up()
             self._first.append(_hello(proof))
             self._make_room()
-            self.greeting, self.known = text, True
+            self.greeting = text
+            self._know(self._nonce, said[:NONCE])
             self.inbox.append(Frame(Kind.HELLO, 0, (0, 0, 0), (), bytearray()))
             return
         if len(said) != NONCE:
@@ -240,7 +284,7 @@ class Connection:
         self._first.append(_hello(prove_caller(self._key, said, self._nonce, self._says(self).encode())))
         if not is_proof((yield from self._read_hello()), prove_listener(self._key, said, self._nonce)):
             yield from self._give_up()
-        self.known = True
+        self._know(said, self._nonce)
 
     def _make_room(self) -> None:
         """What is made for one end that is known, or that we called."""
