@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from paceline.comm.frames import LENT, Kind
+from paceline.greeting import SEAL
 
 HEAD = struct.Struct("<BHIqqqQ")
 PUSHES = {Kind.PUSH, Kind.PUSHED, Kind.ROWS, Kind.SQUARES, Kind.COMMIT}  # what a worker says that changes something
@@ -20,6 +21,7 @@ class Proxy:
     """Listens at `port`. Instead of delivering each `lose`-th acknowledgement of a kind it cuts the connection; it
     delivers each `double`-th push of a kind twice: of all kinds together, those that come in turns would meet the same
     one again and again. `did` counts both, and what was lent instead of sent; `kinds` what was lost or came twice.
+    Seals are those of `scripts/served.py`, which fit anywhere.
     """
 
     def __init__(self, lose: int, double: int) -> None:
@@ -77,7 +79,8 @@ class Proxy:
                 kind, trainer, count, *_, size = HEAD.unpack(head)
                 with self._lock:
                     self.did["lent" if trainer & LENT else "sent"] += count > 0
-                frame = head + _exactly(source, 4 * count + size)
+                sealed = 0 if kind == Kind.HELLO else SEAL * (2 if trainer & LENT or not count else 1)
+                frame = head + _exactly(source, 4 * count + size + sealed)
                 due = kind in kinds and self._due(what, kind)
                 if due and what == "lost":
                     break
