@@ -71,8 +71,8 @@ def _number(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -
     if unit is None or all(placement.is_replicate() for placement in tensor.placements):
         return local(tensor).item()
     refuse_in_metric("each worker has a part under zero=2 and zero=3")
-    unit.enter("a number that the script reads of weights, of which each worker has a part", kind="shard")
-    return tensor.full_tensor().item()
+    with unit.lending("a number that the script reads of weights, of which each worker has a part", "shard"):
+        return tensor.full_tensor().item()
 
 
 class FullyShard(Layout):
