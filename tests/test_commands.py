@@ -381,3 +381,15 @@ def test_a_module_runs_as_python_runs_it(tmp_path, start):
     words = ["-m", "pkg.train", "--lr", "3"]
     assert done.stdout == f"package\n2 __main__ pkg pkg.train {argv} {tmp_path} {words}\n"
     assert "ValueError: to see the traceback\n  at pkg/train.py:4 in <module>: raise" in done.stderr
+
+
+def test_a_full_disk_ends_a_command_in_a_sentence(tmp_path: Path) -> None:
+    said = "paceline: not all could be written (No space left on device); free some space where the output goes\n"
+    for env in ({"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""}):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "paceline", "metrics", "--rules"]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env={**os.environ, **env})
+        assert (done.returncode, done.stderr) == (2, said)
+    command = [sys.executable, "-m", "paceline", "explain", "data=2", "--svg", "/dev/full"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, said)

@@ -49,6 +49,7 @@ from paceline.observe.timeline import trace
 from paceline.observe.trainjob import status
 from paceline.observe.watch import watch
 from paceline.saving import load_user_streams
+from paceline.schema import read_file
 
 SCRIPT = Path(__file__).parent / "scripts/linear.py"
 HELD = {"parameters": 2960, "gradients": 592, "optimizer": 9472, "sent": {"gradients": 197}, "seconds": 0.5}
@@ -569,3 +570,52 @@ def test_a_full_disk_is_said_when_a_run_begins_or_resumes(tmp_path: Path) -> Non
         assert (done.returncode, done.stderr) == (2, f"{what}; free some space or choose another --run-dir\n")
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In a process of its own, which waits in vain where the pipe is opened as a file.
+    monkeypatch.chdir(tmp_path)
+    for name in ("journal.jsonl", "worker-0.log", "token", "coordinator.json", "reading_key", "manifest.json"):
+        os.mkfifo(name, 0o600)
+    for number, name in enumerate(
+        ("journal.jsonl", "logs/worker-0.log", "checkpoints/step-000000000001/manifest.json")
+    ):
+        Path(str(number), name).parent.mkdir(parents=True)
+        Path(Path(name).name).rename(Path(str(number), name))
+    body = """
+import sys
+from pathlib import Path
+from paceline.cli import main
+from paceline.launch.coordinator_process import listening_at
+from paceline.observe.reading import reading_key
+from paceline.team.token import read_token
+for words in (["explain", "0"], ["logs", "1"], ["inspect", "2"], ["watch", "--once", "0"]):
+    sys.argv[1:] = words
+    main()
+for read, path in ((read_token, "token"), (reading_key, ""), (listening_at, "")):
+    try:
+        read(Path(path))
+    except Exception as error:
+        print(error, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=60)
+    where = "cannot be used (it is a pipe and no file); see to that, or give another path"
+    assert done.stderr.splitlines() == [
+        f"paceline: 0/journal.jsonl {where}",
+        f"paceline: 1/logs/worker-0.log {where}",
+        "paceline: no checkpoint in 2/checkpoints is whole: step 1 (manifest.json: it is a pipe and no file); "
+        "restore one from a copy",
+        f"paceline: 0/journal.jsonl {where}",
+        "there is no token to read at token (it is a pipe and no file); copy the file token of the run folder here, "
+        "readable by nobody else",
+        "[Errno 22] it is a pipe and no file: 'token'",
+        "[Errno 22] it is a pipe and no file: 'coordinator.json'",
+    ]
+
+
+def test_a_pipe_of_a_shell_is_read() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"text")
+    os.close(writing)
+    assert read_file(f"/dev/fd/{reading}") == b"text"
+    os.close(reading)

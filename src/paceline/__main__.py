@@ -52,7 +52,13 @@ def main() -> int:
     imported = True
     try:
         code = command()
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `say` has said it; the end would try once more
+            return code or 2
         return code
     except BrokenPipeError:  # whoever read it, as head does, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import io
 import re
 import sys
@@ -30,6 +31,7 @@ if sys.platform.startswith("linux"):
 HANGS = "ends a worker that does nothing for so long (default 1800, or 0, which is never, at a terminal)"
 RESTARTS = "how often workers lost to one cause are started again (default 10); 0: any loss ends the run"
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says of a disk without room
 ELSEWHERE = ("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes")
 
 
@@ -516,19 +518,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[0].startswith("launch "):
             options["words"] = [*words[0].split(), *words[1:]]
         done: int | str = command(**options)
+        if isinstance(done, int):
+            return done
+        say(done, sys.stdout)
+        return 0
     except PacelineError as error:
         say(f"paceline: {error}")
         return 2
     except OSError as error:
         if error.filename is None:  # it is not about something that the user named
-            raise
+            if error.errno not in _FULL:
+                raise
+            say(f"paceline: not all could be written ({error.strerror}); free some space where the output goes")
+            return 2
         why = f"{shown(str(error.filename))} cannot be used ({error.strerror})"
         say(f"paceline: {why}; see to that, or give another path")
         return 2
-    if isinstance(done, int):
-        return done
-    say(done, sys.stdout)
-    return 0
 
 
 if __name__ == "__main__":

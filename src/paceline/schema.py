@@ -6,12 +6,15 @@ A checked value stays as JSON made it: it has the type, and the fields that a la
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from paceline.errors import FormatError
 
@@ -20,12 +23,31 @@ CURE = "restore it from a copy"
 _SHOWN = 80  # characters of a name
 
 
+def open_file(path: str | Path) -> BinaryIO:
+    """A file, open for reading. OSError also where a pipe lies in its place: nobody may ever write to that. The pipe of
+    a shell's <(...) is read: it has no place in a folder.
+    """
+    file = open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")  # noqa: SIM115
+    if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+        os.set_blocking(file.fileno(), True)
+        if os.path.exists(os.path.realpath(path)):
+            file.close()
+            raise OSError(errno.EINVAL, "it is a pipe and no file", str(path))
+    return file
+
+
+def read_file(path: str | Path) -> bytes:
+    """All bytes of a file. OSError, as `open_file` raises it."""
+    with open_file(path) as file:
+        return file.read()
+
+
 def read_json(source: Path | bytes, kind: type[T], what: str, cure: str = CURE) -> T:
     """The value of a file or of its bytes, which is of the type `kind`. `what` names it in errors.
 
     Raises FormatError for any other value or text, with the field that is wrong and its `cure`; OSError.
     """
-    data = source.read_bytes() if isinstance(source, Path) else source
+    data = read_file(source) if isinstance(source, Path) else source
     return check(parse(data, what, cure), kind, what, cure)
 
 

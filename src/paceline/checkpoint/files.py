@@ -30,7 +30,7 @@ from paceline.checkpoint.storage import Storage, storage_at
 from paceline.checkpoint.tensorfile import DTYPES, file_bytes, size_text, tensor_chunks
 from paceline.errors import CheckpointError, FormatError
 from paceline.pieces import Block, Cut, Held, Shards, assemble
-from paceline.schema import find_wrong, parse
+from paceline.schema import find_wrong, open_file, parse
 
 VERSION = 2
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
@@ -187,7 +187,7 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
             if sizes[current] != entry["bytes"]:
                 return f"{current}: {sizes[current]} bytes instead of {entry['bytes']}"
             if hashes:
-                with open(storage.local(folder, current), "rb") as file:
+                with open_file(storage.local(folder, current)) as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                         return f"{current}: SHA-256 differs"
     except FileNotFoundError:

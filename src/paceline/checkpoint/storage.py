@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import UsageError, first_line
+from paceline.schema import read_file
 
 Chunks = Iterable[bytes | memoryview]
 _BLOCK = 16 << 20  # a write(2) takes at most 2 GiB; a block that fits a cache is hashed and written fastest
@@ -102,7 +103,7 @@ class Folder:
         return {path.name: path.stat().st_size for path in (self.path / folder).iterdir()}
 
     def read(self, folder: str, file: str) -> bytes:
-        return (self.path / folder / file).read_bytes()
+        return read_file(self.path / folder / file)
 
     def local(self, folder: str, file: str) -> Path:
         return self.path / folder / file

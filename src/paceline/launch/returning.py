@@ -18,6 +18,7 @@ from paceline.observe.profiling import FOLDER as PROFILES
 from paceline.observe.profiling import profile_of
 from paceline.observe.stacks import FOLDER
 from paceline.observe.traces import named
+from paceline.schema import open_file
 from paceline.team.link import RefusedError, UnsignedError, Wire, ask_challenge, ask_once
 from paceline.team.stands import table
 from paceline.world import parse_whole
@@ -143,7 +144,7 @@ def logs(run: str, follow: bool, lines: int | None) -> int:
 
 def _show(path: Path, whose: str, read: dict[Path, int], lines: int | None) -> None:
     """The whole lines that are new since the last look; at the first one, so many of the last."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(read.get(path, 0))
         data = file.read()
     whole = data[: data.rfind(b"\n") + 1]

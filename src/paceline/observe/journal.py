@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import FormatError, UsageError
+from paceline.schema import open_file
 
 VERSION = 1
 NAME = "journal.jsonl"
@@ -196,7 +197,7 @@ def lines_from_end(path: Path, since: int = 0) -> Iterator[bytes]:
     """The lines that begin at byte `since` or later, the last one first, read in blocks: who looks for the last of a
     kind does not read all. A last one without its end is left out: it is being written, or was torn.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         start, rest, whole = file.seek(0, os.SEEK_END), b"", False
         while start > since:
             end, start = start, max(since, start - BLOCK)
@@ -232,7 +233,7 @@ class Reader:
 
         if not self._path.exists():
             return
-        with self._path.open("rb") as file:
+        with open_file(self._path) as file:
             file.seek(self.at)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -252,7 +253,7 @@ class Reader:
                     raise UsageError(what, "install a newer Paceline")
 
     def _damaged(self, why: str) -> FormatError:
-        with self._path.open("rb") as file:
+        with open_file(self._path) as file:
             number = 1 + sum(file.read(min(BLOCK, self.at - at)).count(b"\n") for at in range(0, self.at, BLOCK))
         return FormatError(f"{self._path} is damaged in line {number}: {why}", "remove that line; the others are read")
 

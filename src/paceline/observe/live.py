@@ -36,6 +36,7 @@ from paceline.observe.journal import NAME
 from paceline.observe.limited import know
 from paceline.observe.page import STYLE, Chosen, around, team_of
 from paceline.observe.summary import Newest, Summary
+from paceline.schema import open_file
 from paceline.team.token import ANSWER, is_signature, read_authorization, sign, sign_answer
 
 OFTEN = 1.0  # seconds for which a view is not made anew
@@ -220,7 +221,7 @@ class Page(RequestHandler):
             return
         self.set_header("Content-Type", "application/octet-stream")
         piece = b""
-        with suppress(FileNotFoundError), (self._views.folder / NAME).open("rb") as file:
+        with suppress(FileNotFoundError), open_file(self._views.folder / NAME) as file:
             file.seek(min(int(begin), file.seek(0, os.SEEK_END)))  # no further than there is: seek() may refuse that
             piece = file.read(PIECE)
         if self._signature:

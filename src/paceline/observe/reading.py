@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.errors import FormatError
 from paceline.observe.journal import replace_file
-from paceline.schema import read_json
+from paceline.schema import read_file, read_json
 from paceline.team.token import NAME as TOKEN
 
 KEY = "reading_key"
@@ -23,10 +23,10 @@ def reading_key(folder: Path) -> str:
     """
     path, token = folder / KEY, folder / TOKEN
     if token.exists():
-        key = hmac.new(token.read_bytes().strip(), b"reading", "sha256").hexdigest()
+        key = hmac.new(read_file(token).strip(), b"reading", "sha256").hexdigest()
     else:
-        key = path.read_text().strip() if path.exists() else secrets.token_hex(32)
-    if not path.exists() or path.read_text().strip() != key:
+        key = read_file(path).decode("utf-8", "replace").strip() if path.exists() else secrets.token_hex(32)
+    if not path.exists() or read_file(path).decode("utf-8", "replace").strip() != key:
         replace_file(path, key + "\n")
     return key
 

@@ -20,7 +20,7 @@ from paceline.observe.figures import plural, ranks
 from paceline.observe.journal import NAME, Event, read_journal, thinned
 from paceline.observe.stacks import FOLDER
 from paceline.observe.team import lanes_of
-from paceline.schema import read_json
+from paceline.schema import read_file, read_json
 
 RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of what concerns all, and the first threads of a worker
 TOLD = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
@@ -56,7 +56,7 @@ def flights(folder: Path) -> list[tuple[Event, list[Event]]]:
 
     found: list[tuple[Event, list[Event]]] = []
     for path in sorted([*folder.glob(f"{FOLDER}/*.jsonl"), *folder.glob(f"hosts/*/{FOLDER}/*.jsonl")]):
-        first, *rest = [line for line in path.read_bytes().splitlines() if line.endswith(b"}")] or [b""]
+        first, *rest = [line for line in read_file(path).splitlines() if line.endswith(b"}")] or [b""]
         if first:
             head = dict(read_json(first, FlightHead, str(path), GONE))
             found.append((head, [dict(read_json(line, FlightRecord, str(path), GONE)) for line in rest]))

@@ -14,6 +14,7 @@ from pathlib import Path
 from paceline.errors import UsageError
 from paceline.greeting import make_key
 from paceline.observe.journal import replace_file
+from paceline.schema import open_file
 
 NAME = "token"
 SCHEME = "Paceline"
@@ -38,7 +39,7 @@ def read_token(path: Path) -> bytes:
     are not, its group may: so Kubernetes hands a Secret to a container's user.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             status, token = os.fstat(file.fileno()), file.read(1024).strip()
     except OSError as error:
         cure = "copy the file token of the run folder here, readable by nobody else"
