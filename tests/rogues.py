@@ -1,4 +1,5 @@
-"""Programs without the token at a coordinator's address: `with Rogue(HOW) as rogue`, `python rogues.py HOST PORT HOW`.
+"""Other programs at a coordinator's address: `with Rogue(HOW) as rogue`, or `python rogues.py HOST PORT HOW [TOKEN]`.
+A program that is given the run's token signs its answers.
 
 How one answers:
 
@@ -26,6 +27,8 @@ import time
 from contextlib import suppress
 from http.client import HTTPConnection
 from typing import Any
+
+from paceline.team.token import sign_answer
 
 ESCAPE = "\x1b]0;owned\x07\x1b[31mowned\x1b[0m"
 TAKEN = {
@@ -67,8 +70,8 @@ WHOLE = {
 class Rogue:
     """Listens at an address; `asked` are the paths of requests, `to` is where it relays them, `kept` what it heard."""
 
-    def __init__(self, how: str, host: str = "127.0.0.1", port: int = 0, to: int = 0) -> None:
-        self.how, self.to = how, to
+    def __init__(self, how: str, host: str = "127.0.0.1", port: int = 0, to: int = 0, token: str = "") -> None:
+        self.how, self.to, self.token = how, to, token.encode()
         self.asked, self.kept = list[str](), dict[str, tuple[int, str, str]]()
         self.signed = list[str]()  # the headers of requests that prove who asks
         self._listener = socket.create_server((host, port))
@@ -118,6 +121,8 @@ class Rogue:
             status, text, signature = self.kept.get(name, (404, "{}", signature))
         else:
             status, text = WHOLE.get(self.how, (status, text))
+        if self.token:
+            signature = sign_answer(self.token, signed.rpartition(" ")[2], status, text.encode())
         if self.how not in ("noise", "endless", "silent", "drips"):
             head = f"HTTP/1.1 {status} OK\r\nContent-Length: {len(text)}\r\nPaceline-Signature: {signature}\r\n\r\n"
             wire.sendall((head + text).encode())
@@ -140,6 +145,6 @@ def _read(wire: socket.socket) -> tuple[str, str, str, bytes] | None:
 
 
 if __name__ == "__main__":
-    stands = Rogue(sys.argv[3], sys.argv[1], int(sys.argv[2]))
+    stands = Rogue(sys.argv[3], sys.argv[1], int(sys.argv[2]), token="".join(sys.argv[4:]))
     print(stands.port, flush=True)
     stands.serve()

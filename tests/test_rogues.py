@@ -59,6 +59,20 @@ def test_who_joins_takes_nothing_from_another_program(tmp_path: Path, how: str) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "token", "train.py"]
 
 
+def test_who_joins_takes_only_options_from_one_that_has_the_token(tmp_path: Path) -> None:
+    """A run of another user's, or of a host that was taken over."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    token = make_token(tmp_path)
+    with Rogue("takes", token=token.read_text()) as rogue:
+        where = f"127.0.0.1:{rogue.port}"
+        done = paceline("run", "--join", where, "--token-file", token, "train.py", cwd=tmp_path, code=2)
+        what = f"the run at {where} cannot be joined: it gives 'arguments', which nobody who joins takes"
+        cure = "see that the run and this command use the same Paceline"
+        assert (done.stdout, done.stderr) == ("", f"paceline: {what}; {cure}\n")
+        assert rogue.asked == ["/challenge", "/join"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "token", "train.py"]
+
+
 def test_another_program_that_refuses_or_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     token = make_token(tmp_path)

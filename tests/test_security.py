@@ -158,8 +158,8 @@ def test_a_run_that_ssh_launches(hosts: Callable[[int], Network], tmp_path: Path
         assert found.keys() == {"agent", "coordinator", "worker", *(["launcher"] if tunnel else [])}
         assert len({one.pid for one in found["worker"]}) == 2
     finally:
-        process.kill()
-        process.communicate()
+        process.terminate()  # a launcher that is killed leaves the folder of its tunnel
+        process.communicate(timeout=100)
         until(lambda: not of_folder(tmp_path))
 
 
