@@ -64,7 +64,7 @@ STATE = form(  # of a worker, see seats.Said
 SAME = form(  # a report, of which all else is as it was in the one before
     {"epoch": Count},
     each("same leaving over stop bye", bool)
-    | {"clock": tuple[Seconds, Seconds] | None, "loaded": dict[Number, tuple[Seconds, Count]] | None}
+    | {"clock": tuple[Seconds, Seconds] | None, "loaded": dict[Number, tuple[Seconds, Seconds]] | None}
     | {"sent": dict[str, Count] | None, "here": list[str]},
 )
 REPORT = form({"step": Count, "workers": by_number(STATE)})
@@ -124,7 +124,12 @@ EVENTS: dict[str, Any] = {
     "servers": form(each("count copies", Few)),
     "round": form({"told": ROUND}),
     "failed": form({}, {"step": Count | None, **each("kind text", str), **each("what at within hint", str | None)}),
-    "step": form({}, each("step trainer", Count | None) | each("seconds samples tokens steps loss", float | None)),
+    "step": form(
+        {},
+        each("step trainer epoch", Count | None)
+        | each("seconds samples tokens steps", Seconds | None)
+        | {"loss": float | None, "metrics": dict[str, Any] | None, "time": dict[str, Seconds] | None},
+    ),
     "phase": form({}, each("trainer steps epochs", Count | None) | {"done": list[Count] | None, "model": str | None}),
     "evaluate": form({}, {"trainer": Count | None, "results": dict[str, Any] | None}),
     "loaders": form({"pids": list[Annotated[int, Meta(ge=1, le=2**31)]]}),

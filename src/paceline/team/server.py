@@ -52,7 +52,6 @@ from paceline.team.roster import Roster
 from paceline.team.seats import Said, read_said
 from paceline.team.stands import Stands
 from paceline.team.token import ANSWER, is_signature, make_token, read_authorization, sign, sign_answer
-from paceline.world import parse_whole
 
 SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
 GONE = 0.5  # seconds after its connection broke
@@ -183,7 +182,8 @@ class Service:
             return
         session.told = now
         more = {"sent": said["sent"], "here": said.get("here", []), "agent": session.agent} if said.get("sent") else {}
-        self._record("loaded", host=session.host, workers=told, **more)
+        loaded = {worker: [seconds, int(steps)] for worker, (seconds, steps) in told.items()}
+        self._record("loaded", host=session.host, workers=loaded, **more)
 
     def stacks(self, said: Mapping[str, Any]) -> Any:
         if not said.get("asked"):
@@ -388,9 +388,10 @@ class Handler(RequestHandler):
                 self._session = service.session(str(request.uri), key, number)
                 know(self)
                 if self._session is not None and what == "orders":
-                    said = await service.orders(
-                        self._session, parse_whole("version ", self.get_query_argument("version", ""))
-                    )
+                    known = self.get_query_argument("version", "")
+                    if not (known.isdecimal() and len(known) <= 18):
+                        raise RefusalError(400, "a request /orders needs version=, a whole number")
+                    said = await service.orders(self._session, int(known))
                 else:
                     said = service.answer(what, self._session, body)
             else:
