@@ -550,6 +550,30 @@ def test_commands_take_the_name_of_a_folder_that_is_not_utf8(tmp_path: Path) -> 
     view(folder)
 
 
+def test_a_script_whose_path_is_not_utf8_trains_goes_on_and_is_exported(tmp_path: Path) -> None:
+    """Its folder is not, either; its run folder is renamed afterwards."""
+    work = Path(os.fsdecode(os.fsencode(tmp_path) + b"/w\xff"))
+    work.mkdir()
+    script = shutil.copy(SCRIPT, os.fsdecode(os.fsencode(work) + b"/train\xff.py"))
+
+    def paceline(*words: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "paceline", *words]
+        return subprocess.run(command, cwd=work, capture_output=True, env={**os.environ, "LC_ALL": "C.UTF-8"})
+
+    for steps in "46":
+        done = paceline("run", "--workers", "2", "--run-dir", "run", Path(script).name, "out", steps)
+        assert (done.returncode, b"finished at step " + steps.encode() in done.stderr) == (0, True), done.stderr
+    view(work / "run")
+    renamed = os.fsdecode(b"run\xfe")
+    (work / "run").rename(work / renamed)
+    for words in (["inspect", "--tensors"], ["export", os.fsdecode(b"out\xfe.safetensors")]):
+        done = paceline(words[0], renamed, *words[1:])
+        assert (done.returncode, done.stderr) == (0, b""), words
+    view(work / renamed)
+    done = paceline("import", os.fsdecode(b"out\xfe.safetensors"), "other")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.root
 def test_a_full_disk_is_said_when_a_run_begins_or_resumes(tmp_path: Path) -> None:
     disk = tmp_path / "disk"

@@ -81,7 +81,7 @@ def table(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     waited: dict[tuple[bool, str, str, str], float] = {}
     for number, told in sorted((int(number), told) for number, told in workers.items()):
         group, turn = told["group"], told["number"]
-        behind = [int(n) for n, other in workers.items() if group and other["newest"].get(group, turn) < turn]
+        behind = [int(n) for n, other in workers.items() if group and turn and other["newest"].get(group, turn) < turn]
         who = f"; {ranks(behind)} {'has' if len(behind) == 1 else 'have'} not begun it" if behind else ""
         key = group is not None, told["state"], f" at {told['place']}" if told["place"] else "", who
         places.setdefault(key, []).append(number)
