@@ -13,7 +13,7 @@ from msgspec import Meta
 Size = Annotated[int, Meta(ge=0, le=2**53)]
 Shape = Annotated[list[Size], Meta(max_length=100)]
 Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-Dtype = Annotated[str, Meta(pattern="^(BOOL|[UI](8|16|32|64)|F8_E4M3|F8_E5M2|F16|BF16|F32|F64|C64)$")]
+Dtype = Annotated[str, Meta(pattern="^(BOOL|[UI](8|16|32|64)|F8_E4M3|F8_E5M2|F16|BF16|F32|F64|C64)\\Z")]
 Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]
 
 

@@ -19,8 +19,8 @@ Few = Annotated[int, Meta(ge=0, le=1 << 16)]  # of what is made
 Some = Annotated[int, Meta(ge=1, le=1 << 16)]
 Code = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
-Number = Annotated[str, Meta(pattern="^[0-9]{1,12}$")]  # a worker's, as a name
-Key = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Number = Annotated[str, Meta(pattern="^[0-9]{1,12}\\Z")]  # a worker's, as a name
+Key = Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Address = tuple[str, Port]
 At = tuple[str, Port, str]
