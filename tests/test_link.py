@@ -27,6 +27,24 @@ RUN = {
     "given": dict.fromkeys(GIVEN),
     "served": [None, None, "/run"],
 }
+ORDERS: dict[str, Any] = {
+    "epoch": 1,
+    "agents": 1,
+    "stacks": 0,
+    "over": False,
+    "finished": False,
+    "stop": False,
+    "coming": {},
+    "servers": {},
+    "workers": {},
+    "profile": {},
+    "standbys": [],
+    "failing": [],
+    "lines": [],
+    "generation": None,
+    "merge": None,
+    "moved": None,
+}
 
 
 class Coordinator(ThreadingHTTPServer):
@@ -51,7 +69,7 @@ class Coordinator(ThreadingHTTPServer):
         if key != self.name:
             return 409, {"refused": "no such session"}
         if path == "/orders":
-            return 200, {"version": len(self.asked), "epoch": 1}
+            return 200, {**ORDERS, "version": len(self.asked)}
         return 200, {"version": 1, "open": False}
 
 

@@ -442,7 +442,8 @@ def test_a_tensor_of_any_name_is_imported_inspected_and_exported(name: str, tmp_
     }
 
 
-def test_an_index_or_a_header_that_lies_is_taken_or_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("examples", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+def test_an_index_or_a_header_that_lies_is_taken_or_refused(examples: int, tmp_path: Path) -> None:
     folder, index = tmp_path / "given", tmp_path / "given/model.safetensors.index.json"
     folder.mkdir()
     save_file({"a": torch.ones(2), "b": torch.ones(3)}, folder / "one.safetensors")
@@ -461,9 +462,9 @@ def test_an_index_or_a_header_that_lies_is_taken_or_refused(tmp_path: Path) -> N
         (folder / "two.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + text[8 + length :])
         bring(as_json(whole), folder / "two.safetensors")
 
-    fuzz(50, mutated(whole), lambda wrong: bring(as_json(wrong), folder))
-    fuzz(25, garbled(as_json(whole)), lambda wrong: bring(wrong, folder))
-    fuzz(25, mutated(header), lie)
+    fuzz(examples // 2, mutated(whole), lambda wrong: bring(as_json(wrong), folder))
+    fuzz(examples // 4, garbled(as_json(whole)), lambda wrong: bring(wrong, folder))
+    fuzz(examples // 4, mutated(header), lie)
 
 
 # -- small files of folders ------------------------------------------------------------------------------------------
@@ -548,6 +549,30 @@ def test_commands_take_the_name_of_a_folder_that_is_not_utf8(tmp_path: Path) -> 
         )
         assert (done.returncode, done.stderr) == (0, b""), words
     view(folder)
+
+
+def test_a_script_whose_path_is_not_utf8_trains_goes_on_and_is_exported(tmp_path: Path) -> None:
+    """Its folder is not, either; its run folder is renamed afterwards."""
+    work = Path(os.fsdecode(os.fsencode(tmp_path) + b"/w\xff"))
+    work.mkdir()
+    script = shutil.copy(SCRIPT, os.fsdecode(os.fsencode(work) + b"/train\xff.py"))
+
+    def paceline(*words: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "paceline", *words]
+        return subprocess.run(command, cwd=work, capture_output=True, env={**os.environ, "LC_ALL": "C.UTF-8"})
+
+    for steps in "46":
+        done = paceline("run", "--workers", "2", "--run-dir", "run", Path(script).name, "out", steps)
+        assert (done.returncode, b"finished at step " + steps.encode() in done.stderr) == (0, True), done.stderr
+    view(work / "run")
+    renamed = os.fsdecode(b"run\xfe")
+    (work / "run").rename(work / renamed)
+    for words in (["inspect", "--tensors"], ["export", os.fsdecode(b"out\xfe.safetensors")]):
+        done = paceline(words[0], renamed, *words[1:])
+        assert (done.returncode, done.stderr) == (0, b""), words
+    view(work / renamed)
+    done = paceline("import", os.fsdecode(b"out\xfe.safetensors"), "other")
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.root

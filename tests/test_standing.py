@@ -19,6 +19,7 @@ from clusters import worker_of
 from launching import paceline
 from warm import Process, environment
 
+from paceline.errors import FormatError
 from paceline.flight import KEPT, SIZE, FlightRecorder, flight_lines, read_flight
 from paceline.observe.stacks import read_within
 from paceline.pulse import BEHIND, PAGE, View
@@ -76,9 +77,9 @@ def test_the_coordinator_takes_answers_of_workers_alone(tmp_path: Path) -> None:
     stands.ask(["a", "b"])
     worker = {"asked": stands.asked, "worker": 3, "name": "worker-3", "files": packed("stack", "{}\n"), "newest": {}}
     for name in ("../../etc/passwd", "worker-3/../x", "worker-", "worker-3\n"):
-        with pytest.raises(ValueError, match="a name of no worker"):
+        with pytest.raises(FormatError, match="a name of no worker"):
             stands.take("a", {**worker, "name": name})
-    with pytest.raises(ValueError, match="while decompressing data"):
+    with pytest.raises(FormatError, match="while decompressing data"):
         stands.take("a", {**worker, "files": ["AAAA", "AAAA"]})
     stands.take("a", {**worker, "asked": stands.asked - 1, "name": "worker-4"})  # an answer to another question
     stands.take("a", {"asked": stands.asked, "last": True})

@@ -20,6 +20,7 @@ from paceline.errors import FormatError
 
 T = TypeVar("T")
 CURE = "restore it from a copy"
+SAME_VERSION = "use the same version of Paceline on all hosts"  # for messages
 _SHOWN = 80  # characters of a name
 
 
@@ -93,6 +94,8 @@ def _trouble(value: Any, kind: Any) -> str:
         return str(error)
     except RecursionError:
         return "It is nested too deeply"
+    except UnicodeEncodeError:  # JSON can name half of a surrogate pair
+        return "A name in it is no Unicode text"
     return ""
 
 

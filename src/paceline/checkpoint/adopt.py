@@ -9,13 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from paceline.checkpoint.deferred import deferred, float_named
 from paceline.checkpoint.files import checkpoints_of, list_checkpoints, write_checkpoint
 from paceline.checkpoint.lock import hold_lock
-from paceline.checkpoint.tensorfile import size_text
+from paceline.checkpoint.tensorfile import open_tensors, size_text
 from paceline.checkpoint.tree import flatten
 from paceline.console import in_one_line, quoted
 from paceline.errors import CheckpointError, FormatError, UsageError
@@ -110,9 +110,9 @@ def _read(files: Sequence[tuple[Path, list[str] | None]]) -> dict[str, torch.Ten
     found: dict[str, torch.Tensor] = {}
     for path, names in files:
         try:
-            with safe_open(path, framework="pt") as file:
+            with open_tensors(path) as file:
                 found |= {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, UnicodeEncodeError) as error:  # the last: no tensor can have such a name
             raise CheckpointError(f"{path} could not be read: {error}", _AGAIN) from error
     return found
 

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from paceline.checkpoint.deferred import Deferred
 from paceline.checkpoint.storage import Storage, storage_at
-from paceline.checkpoint.tensorfile import DTYPES, file_bytes, size_text, tensor_chunks
+from paceline.checkpoint.tensorfile import DTYPES, file_bytes, open_tensors, size_text, tensor_chunks
 from paceline.errors import CheckpointError, FormatError
 from paceline.pieces import Block, Cut, Held, Shards, assemble
 from paceline.schema import find_wrong, open_file, parse
@@ -90,7 +90,7 @@ class Checkpoint:
         parts: dict[str, dict[str, torch.Tensor]] = {}
         try:
             for name in self.manifest["files"]:
-                with safe_open(self.storage.local(self.folder, name), framework="pt") as file:
+                with open_tensors(self.storage.local(self.folder, name)) as file:
                     parts[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self} could not be read: {error}", "take another checkpoint") from error

@@ -6,31 +6,14 @@ Manifests of version 1 have no tree. Fields that are not named here are the user
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
 Size = Annotated[int, Meta(ge=0, le=2**53)]
 Shape = Annotated[list[Size], Meta(max_length=100)]
 Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-Dtype = Literal[
-    "BOOL",
-    "U8",
-    "I8",
-    "I16",
-    "U16",
-    "I32",
-    "U32",
-    "I64",
-    "U64",
-    "F8_E4M3",
-    "F8_E5M2",
-    "F16",
-    "BF16",
-    "F32",
-    "F64",
-    "C64",
-]
+Dtype = Annotated[str, Meta(pattern="^(BOOL|[UI](8|16|32|64)|F8_E4M3|F8_E5M2|F16|BF16|F32|F64|C64)\\Z")]
 Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]
 
 

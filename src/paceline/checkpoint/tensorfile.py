@@ -8,13 +8,16 @@ tensor, and the operating system's errors as they are. Files are read by the lib
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import safe_open
 
 from paceline.checkpoint.storage import write_file
 
@@ -95,3 +98,23 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], mode: int = 0
     Returns size in bytes and SHA-256. Tensors that share memory are written once each. Raises OSError.
     """
     return write_file(path, tensor_chunks(tensors), mode)
+
+
+def open_tensors(path: Path) -> safe_open:
+    """Opens a safetensors file, also under a path that is not UTF-8, which the library itself cannot open.
+
+    Raises OSError, SafetensorError.
+    """
+    try:
+        str(path).encode()
+        return safe_open(path, framework="pt")
+    except UnicodeEncodeError:
+        pass
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except UnicodeEncodeError:
+        raise FileNotFoundError(errno.ENOENT, "no file can have this name") from None
+    try:
+        return safe_open(f"/proc/self/fd/{fd}", framework="pt")
+    finally:
+        os.close(fd)

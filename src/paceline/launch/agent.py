@@ -413,7 +413,8 @@ class Agent:
             host, port = self._link.home
             then = f"if its host is lost, `paceline run --take-over {quoted(short(self._folder))}` goes on without it"
             then = then if self._lease is None else "if its host is lost, etcd gives it to another one"
-            self.say(f"no word from the coordinator at {host}:{port}: this host's workers wait for it; {then}")
+            what = self._link.trouble or f"no word from the coordinator at {host}:{port}"
+            self.say(f"{what}: this host's workers wait for it; {then}")
         elif self._away and not away:
             self.say(f"the coordinator {'is back' if self._link.epoch == self._epoch else 'is another one now'}")
         self._away, self._epoch = away, self._link.epoch if not away else self._epoch

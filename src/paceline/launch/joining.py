@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.console import in_one_line, say
-from paceline.errors import LaunchError, UsageError
+from paceline.errors import FormatError, LaunchError, UsageError
 from paceline.launch.coordinator_process import listening_at
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.observe.traces import short
@@ -151,9 +151,10 @@ def join(options: LaunchOptions, link: Link) -> tuple[LaunchOptions, list[int]]:
             cure = f"copy the file {NAME} of its folder here again"
             raise UsageError(f"the run at {host}:{port} refuses this token", cure) from None
         raise LaunchError(str(error), NO_TOKEN) from None
-    except TermsError as error:
+    except (TermsError, FormatError) as error:
+        why = error.what if isinstance(error, FormatError) else error
         cure = "see that the run and this command use the same Paceline"
-        raise LaunchError(f"the run at {host}:{port} cannot be joined: {error}", cure) from None
+        raise LaunchError(f"the run at {host}:{port} cannot be joined: {why}", cure) from None
     except RefusedError as refused:
         differs = refused.said.get("differs")
         if not differs:

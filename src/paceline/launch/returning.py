@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.console import Coloured, coloured, in_one_line, last_painted, printable, say
-from paceline.errors import LaunchError, PacelineError, UsageError
+from paceline.errors import FormatError, LaunchError, PacelineError, UsageError
 from paceline.launch.coordinator_process import ADDRESS
 from paceline.launch.joining import NO_TOKEN, find
 from paceline.launch.options import LaunchOptions
@@ -102,6 +102,8 @@ def _ask(address: tuple[str, int], token: bytes, path: str, what: Any, to_be: st
             cure = "copy the file token of its folder here again"
             raise UsageError(f"the run at {where} refuses to be {to_be}: a wrong token", cure) from None
         raise LaunchError(str(error), NO_TOKEN) from None
+    except FormatError as error:
+        raise LaunchError(error.what, error.cure) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "no answer"
         raise LaunchError(f"no run answers at {where} ({why})", "it has ended, or see `paceline report`") from error
@@ -113,7 +115,7 @@ def _answers(address: tuple[str, int], token: bytes) -> bool:
         with Wire(address, token) as wire:
             ask_challenge(wire)
         return True
-    except (OSError, ValueError, RefusedError):
+    except (OSError, ValueError, RefusedError, FormatError):
         return False
 
 

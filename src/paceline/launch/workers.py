@@ -30,7 +30,7 @@ from paceline.observe.journal import Journal
 from paceline.observe.stacks import Hung
 from paceline.observe.traces import before_the_trace, read_trace
 from paceline.pulse import View
-from paceline.schema import parse
+from paceline.schema import find_wrong, read_json
 from paceline.team.coordinator import STOPPED
 from paceline.world import SERVERS, starts_cold, worker_environment
 
@@ -392,16 +392,19 @@ class Workers:
                     break
 
     def _events(self, worker: Worker, data: bytes) -> None:
+        from paceline.team.forms import EVENTS  # needs msgspec
+
         *lines, worker.unread = (worker.unread + data).split(b"\n")
         for line in lines:
             try:
-                event = parse(line, "an event")
-                kind = str(event["event"])
-                pids = [int(pid) for pid in event["pids"]] if kind == "loaders" else []
-            except (FormatError, ValueError, TypeError, LookupError):  # the script's own writing to a wrong descriptor
+                event = read_json(line, dict[str, Any], "an event")
+                kind = event.get("event")
+                if not isinstance(kind, str) or find_wrong(event, EVENTS.get(kind, dict[str, Any])):
+                    continue
+            except FormatError:  # the script's own writing to a wrong descriptor
                 continue
             worker.events[kind] = event
-            worker.loaders |= {*pids}
+            worker.loaders |= {*(event["pids"] if kind == "loaders" else ())}
             if kind == "cold":
                 self._starts_cold(str(event.get("why")))
             self._told(worker, event)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from paceline.pulse import PULSE
@@ -86,7 +86,7 @@ class Orders:
                     self.wait_here = bool(said["wait"])
                     continue
                 said |= {"members": tuple(said["members"]), "store": tuple(said["store"])}
-                order = Generation(**said)
+                order = Generation(**{each.name: said[each.name] for each in fields(Generation) if each.name in said})
                 known = self.newest.at_once if self.newest is not None else 0
                 with self._news:
                     self.newest = order

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import io
 import json
-import re
 import secrets
 import socket
 import threading
@@ -17,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from paceline.errors import FormatError
+from paceline.schema import SAME_VERSION, read_json
 from paceline.team.coordinator import BEAT, HELD
 from paceline.team.terms import check_terms
 from paceline.team.token import ANSWER as SIGNATURE
@@ -30,7 +31,6 @@ AWAY = 3.0  # seconds without an answer, after which people are told
 SLOWEST = 10.0  # seconds from the first to the last byte of an answer
 LARGEST = 1 << 26  # bytes of an answer
 NUMBERS = 10**18  # that a request without a session is one of
-CHALLENGE = re.compile("[0-9a-f]{32}")
 
 
 class RefusedError(Exception):
@@ -77,6 +77,7 @@ class Link:
         self._clocks = deque[tuple[float, float]](maxlen=64)  # of the last answers: error, offset
         self.answered = time.monotonic()
         self.home = address  # where the last answer came from
+        self.trouble = ""  # what is wrong with the last one, if anything
         self._session: _Session | None = None
         self._moving = threading.Lock()  # of the address, and of the session, which is one's there
         self._report: Mapping[str, Any] = {}
@@ -137,7 +138,7 @@ class Link:
 
         def send() -> None:
             assert session is not None
-            with suppress(OSError, RefusedError, ValueError), self._wire(session.address) as wire:
+            with suppress(OSError, RefusedError, ValueError, FormatError), self._wire(session.address) as wire:
                 for said in what:
                     self._ask(wire, session, "POST", path, said)
 
@@ -178,7 +179,7 @@ class Link:
         for thread in self._threads:
             thread.join(2 * ANSWER)
         if (session := self._session) is not None:
-            with suppress(OSError, RefusedError, ValueError), self._wire(session.address) as wire:
+            with suppress(OSError, RefusedError, ValueError, FormatError), self._wire(session.address) as wire:
                 self._ask(wire, session, "POST", "/report", {"epoch": self.epoch, **self.figures, **report})
         self._news.close()
         self._wake.close()
@@ -210,7 +211,8 @@ class Link:
                 with self._moving:
                     if refused.code in (409, 410) and self._session is session:  # it was started again
                         self._drop()
-            except (OSError, ValueError):
+            except (OSError, ValueError, FormatError) as error:
+                self.trouble = error.what if isinstance(error, FormatError) else ""
                 if self.away > AWAY:
                     self._interrupt()  # what it waits for may never come
                 if self.away > AWAY and self.others:  # one of these may have taken over
@@ -245,8 +247,8 @@ class Link:
                         self._tell()
             except RefusedError:
                 known = 0
-            except (OSError, ValueError):
-                pass
+            except (OSError, ValueError, FormatError) as error:
+                self.trouble = error.what if isinstance(error, FormatError) else ""
             time.sleep(AGAIN)
 
     def _interrupt(self) -> None:
@@ -303,10 +305,7 @@ def ask_once(wire: Wire, path: str, said: Any, epoch: int) -> Any:
 
 def ask_challenge(wire: Wire) -> Any:
     """What a request without a session must be signed with. UnsignedError: whoever answers has not the run's token."""
-    challenge = wire.ask("GET", "/challenge", secrets.token_hex(16), secrets.randbelow(NUMBERS), b"")
-    if not CHALLENGE.fullmatch(challenge["challenge"]):
-        raise ValueError("no challenge")
-    return challenge
+    return wire.ask("GET", "/challenge", secrets.token_hex(16), secrets.randbelow(NUMBERS), b"")
 
 
 def fence(before: tuple[str, int], token: bytes, epoch: int, own: tuple[str, int]) -> None:
@@ -337,9 +336,15 @@ class Wire:
             self._http.sock.shutdown(socket.SHUT_RDWR)
 
     def ask(self, method: str, path: str, key: str, number: int, body: bytes) -> Any:
-        """The answer, read from JSON. RefusedError; UnsignedError and OSError as for `fetch`."""
+        """The answer, of the type that belongs to the path. FormatError: it is not; RefusedError; UnsignedError and
+        OSError as for `fetch`.
+        """
+        from paceline.team.forms import ANSWERS, REFUSAL  # needs msgspec
+
         status, said = self.fetch(method, path, key, number, body)
-        read = json.loads(said)
+        name, (host, port) = path.partition("?")[0], self.address
+        kind = ANSWERS.get(name, dict[str, Any]) if status == 200 else REFUSAL
+        read = read_json(said, kind, f"the answer of {host}:{port} to {name}", SAME_VERSION)
         if status != 200:
             raise RefusedError(status, read)
         return read

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
@@ -35,14 +35,11 @@ class Told:
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> Told | None:
-        """What JSON holds. ValueError, TypeError: it is not that."""
+        """What JSON of the type forms.ROUND holds."""
         if given is None:
             return None
-        made, ready = (tuple(int(island) for island in given[name]) for name in ("made", "ready"))
-        turn, number, trainer, step = (int(given[name]) for name in ("turn", "number", "trainer", "step"))
-        return cls(
-            turn, number, trainer, step, made, ready, int(given["count"]), int(given["quorum"]), bool(given["void"])
-        )
+        made = {each.name: given[each.name] for each in fields(cls)}
+        return cls(**made | {name: tuple(given[name]) for name in ("made", "ready")})
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from paceline.observe.figures import called, plural
@@ -71,6 +71,9 @@ class Said:
         return [*self.cause, f"the end of {log}:" if self.tail else f"log: {log}", *(f"| {line}" for line in self.tail)]
 
 
+FIELDS = {each.name for each in fields(Said)}
+
+
 @dataclass
 class Seat:
     """A worker of an agent. Its process is `out` when the team goes on without it; `life` is the one that is wanted.
@@ -100,16 +103,11 @@ class Seat:
 
 
 def read_said(given: Mapping[str, Any]) -> Said:
-    """What JSON holds of a worker. ValueError, TypeError: it is not that."""
-    said = Said(**given)
-    host, port = said.store
-    failed = None if said.failed is None else (str(said.failed[0]), int(said.failed[1]), str(said.failed[2]))
-    at = None if said.at is None else (str(said.at[0]), int(said.at[1]), str(said.at[2]))
-    lines: dict[str, Any] = {
-        name: tuple(str(line)[:WIDEST] for line in getattr(said, name)) for name in ("cause", "tail")
-    }
-    lines |= {"round": Told.read(given.get("round")), "servers": int(said.servers), "copies": int(said.copies)}
-    return Said(**{**given, "store": (str(host), int(port)), "failed": failed, "at": at, **lines})
+    """What JSON of the type forms.STATE holds of a worker."""
+    made = {name: given[name] for name in FIELDS & given.keys()}
+    made |= {name: tuple(made[name]) for name in ("store", "at", "failed") if made.get(name) is not None}
+    made |= {name: tuple(line[:WIDEST] for line in made[name]) for name in ("cause", "tail") if name in made}
+    return Said(**made | {"round": Told.read(given.get("round"))})
 
 
 def left_of(lost: Iterable[int], seats: Mapping[int, Seat], logs: Mapping[str, str]) -> str:

@@ -39,11 +39,14 @@ from typing import Any
 
 from tornado.web import RequestHandler
 
+from paceline.errors import FormatError, PacelineError
 from paceline.observe.figures import ranks
 from paceline.observe.journal import NAME, Journal, event_of, lines_from_end
 from paceline.observe.limited import LimitedServer, know
 from paceline.observe.reading import KEY, reading_key
+from paceline.schema import SAME_VERSION, check, read_json
 from paceline.team.coordinator import HELD, RETURN, Coordinator
+from paceline.team.forms import REPORT, REQUESTS, STAND
 from paceline.team.link import RefusedError, fence
 from paceline.team.roster import Roster
 from paceline.team.seats import Said, read_said
@@ -61,6 +64,7 @@ FENCE = 1.0  # seconds between two attempts to reach the coordinator before us
 LOOK = 0.1  # seconds between two looks at who is silent
 LOADED, RARER = 10.0, 0.05  # seconds at least, and part of a run, between two records of loading
 STRANGERS = ("fence", "join", "stop", "stacks", "profile")  # who asks for these has no session
+_REQUEST = "a request /{}"
 SIGNED = {*(("POST", what) for what in (*STRANGERS, "report", "stands")), ("GET", "orders")}
 
 
@@ -89,7 +93,7 @@ class Session:
     lost: bool = False
     clock: tuple[float, float] | None = None  # its offset and error, as the journal has them
     told: float = -math.inf  # when the journal was told of its loading
-    said: tuple[dict[str, Any], dict[int, Said]] | None = None  # its last report, and what that says of workers
+    said: tuple[Mapping[str, Any], dict[int, Said]] | None = None  # its last report, and what that says of workers
 
     @property
     def deadline(self) -> float:
@@ -124,41 +128,44 @@ class Service:
         hosts = {session.agent: session.host for session in self._sessions.values() if not session.lost}
         return {"run": self._run["folder"], "agents": hosts, **self._coordinator.status()}
 
-    def join(self, body: bytes) -> Any:
-        said = json.loads(body)
-        agent = str(said["agent"])
+    def answer(self, what: str, session: Session | None, body: bytes) -> Any:
+        """The answer to a request. FormatError: its body is not of the type that belongs to it; RefusalError."""
+        said = read_json(body, REQUESTS[what], _REQUEST.format(what), SAME_VERSION)
+        return getattr(self, what)(said) if session is None else getattr(self, what)(session, said)
+
+    def join(self, said: Mapping[str, Any]) -> Any:
+        agent = said["agent"]
         if self._coordinator.moved is not None:
             raise RefusalError(409, "this coordinator was taken over from")
         here, there = self._run["run"]["same"], said["same"]
         differs = [[name, mine, there.get(name)] for name, mine in here.items() if there.get(name) not in (mine, None)]
         if differs:
-            script = Path(self._run["run"]["script"]).read_text(errors="replace")[:BODY]
+            script = ""
+            with suppress(OSError):  # it may be gone
+                script = Path(self._run["run"]["script"]).read_text(errors="replace")[:BODY]
             why = f"{agent} differs in {', '.join(name for name, *_ in differs)}"
             raise RefusalError(412, why, differs=differs, script=script)
-        claimed = [int(number) for number in said["numbers"]]
-        host, port = said["standby"]
-        number, members = said["generation"]
-        self._coordinator.heard_of(int(number), [int(member) for member in members])
-        numbers = self._coordinator.join(agent, str(said["logs"]), (str(host), int(port)), claimed, int(said["count"]))
+        (host, port), (number, members) = said["standby"], said["generation"]
+        self._coordinator.heard_of(number, members)
+        numbers = self._coordinator.join(agent, said["logs"], (host, port), said["numbers"], said["count"])
         self._sessions = {key: session for key, session in self._sessions.items() if session.agent != agent}
         key = secrets.token_hex(16)
-        self._sessions[key] = Session(agent, str(said["host"]), seen=time.monotonic())
+        self._sessions[key] = Session(agent, said["host"], seen=time.monotonic())
         self._publish()
         return {"session": key, "numbers": numbers, "epoch": self._coordinator.epoch, "run": self._run["run"]}
 
-    def fence(self, body: bytes) -> Any:
-        said = json.loads(body)
-        (host, port), epoch = said["address"], int(said["epoch"])
+    def fence(self, said: Mapping[str, Any]) -> Any:
+        (host, port), epoch = said["address"], said["epoch"]
         if epoch <= self._coordinator.epoch:
             raise RefusalError(409, f"a fence of epoch {epoch}, this is {self._coordinator.epoch}")
         if self._coordinator.moved is None:
             self._record("fenced", epoch=epoch, by=f"{host}:{port}")
-        self._coordinator.moved = (str(host), int(port))
+        self._coordinator.moved = (host, port)
         self._coordinator.version += 1
         self._publish()
         return {}
 
-    def stop(self, _: bytes) -> Any:
+    def stop(self, _: Mapping[str, Any]) -> Any:
         if self._coordinator.moved is not None:
             raise RefusalError(409, "this coordinator was taken over from")
         self._record("stopping")
@@ -174,20 +181,20 @@ class Service:
         if not told or (now - session.told < max(LOADED, RARER * (now - self._began)) and not last):
             return
         session.told = now
-        loaded = {int(worker): [float(seconds), int(steps)] for worker, (seconds, steps) in told.items()}
-        more = {"sent": said["sent"], "here": said["here"], "agent": session.agent} if said.get("sent") else {}
+        more = {"sent": said["sent"], "here": said.get("here", []), "agent": session.agent} if said.get("sent") else {}
+        loaded = {worker: [seconds, int(steps)] for worker, (seconds, steps) in told.items()}
         self._record("loaded", host=session.host, workers=loaded, **more)
 
-    def stacks(self, body: bytes) -> Any:
-        if not json.loads(body).get("asked"):
+    def stacks(self, said: Mapping[str, Any]) -> Any:
+        if not said.get("asked"):
             self._stands.ask(session.agent for session in self._sessions.values() if not session.lost)
             self._coordinator.version += 1
             self._publish()
         return self._stands.answer()
 
-    def profile(self, body: bytes) -> Any:
-        said, workers = json.loads(body), [*self._coordinator.roster.members]
-        steps, which = int(said["steps"]), [int(number) for number in said["workers"] or workers]
+    def profile(self, said: Mapping[str, Any]) -> Any:
+        workers = [*self._coordinator.roster.members]
+        steps, which = said["steps"], said["workers"] or workers
         if others := sorted({*which} - {*workers}):
             raise RefusalError(409, f"it has no {ranks(others)}, but {ranks(workers)}")
         asked = max(self._profile.get("asked", 0) + 1, time.time_ns() // 1_000_000)  # that of no coordinator before
@@ -197,15 +204,18 @@ class Service:
         self._publish()
         return {**self._profile, "folder": str(Path(self._run["folder"]).absolute())}
 
-    def stands(self, session: Session, body: bytes) -> Any:
-        self._stands.take(session.agent, json.loads(body))
+    def stands(self, session: Session, said: Mapping[str, Any]) -> Any:
+        if not said.get("last"):
+            check(said, STAND, _REQUEST.format("stands"), SAME_VERSION)
+        self._stands.take(session.agent, said)
         return {}
 
-    def report(self, session: Session, body: bytes) -> Any:
-        came, said = time.time(), json.loads(body)
+    def report(self, session: Session, said: Mapping[str, Any]) -> Any:
+        came = time.time()
         if said["epoch"] != self._coordinator.epoch:
             raise RefusalError(409, f"a report of epoch {said['epoch']}, this is {self._coordinator.epoch}")
         if not said.get("same"):
+            check(said, REPORT, _REQUEST.format("report"), SAME_VERSION)
             session.said = said, {int(number): read_said(worker) for number, worker in said["workers"].items()}
         if session.said is None:
             raise RefusalError(409, "a report that is the same as none")
@@ -215,7 +225,7 @@ class Service:
         session.seen, session.lost = now, False
         if said.get("leaving"):
             self._coordinator.leaving.add(session.agent)
-        self._coordinator.report(session.agent, workers, int(said["step"]), now)
+        self._coordinator.report(session.agent, workers, said["step"], now)
         if len(self._coordinator.roster.entered) >= self._coordinator.min_workers:  # so many as it was to begin with
             self._coordinator.min_workers = self._run["run"]["min_workers"]
         if said.get("over") and not self._coordinator.ended:
@@ -236,7 +246,7 @@ class Service:
         """What the clock of another host says: into the journal when it is known better, or another one."""
         if told is None or session.host == socket.gethostname() or not workers:
             return
-        offset, error = map(float, told)
+        offset, error = told
         before = session.clock
         if before is None or error < before[1] / 2 or abs(offset - before[0]) > error + before[1]:
             session.clock = offset, error
@@ -326,7 +336,7 @@ class Service:
         """Tells the coordinator before us that it is not any more, as soon as it can be reached."""
         before, own = self._run.get("before"), self._run["address"]
         while before is not None:
-            with suppress(OSError, HTTPException, RefusedError, ValueError):
+            with suppress(OSError, HTTPException, RefusedError, ValueError, FormatError):
                 await asyncio.to_thread(fence, tuple(before), self._token, self._coordinator.epoch, own)
                 return
             await asyncio.sleep(FENCE)
@@ -377,12 +387,13 @@ class Handler(RequestHandler):
                 key, number = self._verify(body)
                 self._session = service.session(str(request.uri), key, number)
                 know(self)
-                if self._session is None:
-                    said = getattr(service, what)(body)
-                elif what == "orders":
-                    said = await service.orders(self._session, int(self.get_query_argument("version")))
+                if self._session is not None and what == "orders":
+                    known = self.get_query_argument("version", "")
+                    if not (known.isdecimal() and len(known) <= 18):
+                        raise RefusalError(400, "a request /orders needs version=, a whole number")
+                    said = await service.orders(self._session, int(known))
                 else:
-                    said = getattr(service, what)(self._session, body)
+                    said = service.answer(what, self._session, body)
             else:
                 raise RefusalError(404, "there is no such thing here")
         except RefusalError as refused:
@@ -392,10 +403,10 @@ class Handler(RequestHandler):
                 await asyncio.sleep(service.refuse(address, f"{request.method} /{what}: {refused.why}"))
             self.set_status(refused.code)
             said = {"refused": refused.why, **refused.more}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            await asyncio.sleep(service.refuse(address, f"{request.method} /{what}: not understood"))
+        except PacelineError as error:
+            await asyncio.sleep(service.refuse(address, f"{request.method} /{what}: {error.what}"))
             self.set_status(400)
-            said = {"refused": f"not understood ({type(error).__name__})"}
+            said = {"refused": str(error)}
         self.set_header("Content-Type", "application/json")
         answer = (json.dumps(said) + "\n").encode()
         if self._signature:
@@ -456,7 +467,7 @@ async def serve(listener: socket.socket, service: Service) -> None:
 def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> Roster:
     """Who the team was when the journal's last generation was written, after byte `since`, and before that: `first`."""
     lines = (event_of(line) for line in lines_from_end(folder / NAME, since) if b'"generation"' in line)
-    events = (event for event in lines if event.get("event") == "generation")
+    events = (event for event in lines if event.get("event") == "generation" and {"number", "workers"} <= event.keys())
     found = (
         (event["number"], event["workers"], event["at_once" if "at_once" in event else "number"]) for event in events
     )

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.console import in_one_line
+from paceline.errors import FormatError
 from paceline.observe.figures import ranks
 from paceline.observe.journal import plain
 from paceline.observe.stacks import FOLDER, keep
+from paceline.schema import SAME_VERSION
 
 MOST = 1 << 20  # bytes of a worker's stacks, or collectives, that are taken
 PACKED = 60_000  # bytes of each on the way: a request is limited
@@ -33,18 +35,17 @@ class Stands:
         self.asked, self._waits, self._said = max(self.asked + 1, time.time_ns() // 1_000_000), {*agents}, {}
 
     def take(self, agent: str, said: Mapping[str, Any]) -> None:
-        """An agent's answer of one worker, or its last word. ValueError, TypeError, KeyError: it is none."""
+        """An agent's answer of one worker, of the type forms.STAND, or its last word. FormatError."""
         if said["asked"] != self.asked:
             return
         if said.get("last"):
             self._waits.discard(agent)
             return
         if not NAME.fullmatch(said["name"]):
-            raise ValueError("a name of no worker")
+            raise FormatError("a request /stands has a name of no worker", SAME_VERSION)
         keep(self._folder, said["name"], *unpacked(said["files"]))
-        told = {name: said.get(name) for name in ("host", "state", "place", "at", "since", "group", "number")}
-        newest = {str(group): int(number) for group, number in said["newest"].items()}
-        self._said[int(said["worker"])] = {**plain(told), "newest": newest}
+        told = ("host", "state", "place", "at", "since", "group", "number", "newest")
+        self._said[said["worker"]] = plain({name: said.get(name) for name in told})
 
     def answer(self) -> dict[str, Any]:
         waits, folder = sorted(self._waits), str((self._folder / FOLDER).absolute())
@@ -65,13 +66,13 @@ def _pressed(data: bytes) -> bytes:
 
 
 def unpacked(texts: Iterable[str]) -> list[str]:
-    """ValueError: they are not what `packed` gives."""
+    """FormatError: they are not what `packed` gives."""
     try:
         return [
             zlib.decompressobj().decompress(base64.b64decode(text), MOST).decode("utf-8", "replace") for text in texts
         ]
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
+    except (zlib.error, ValueError) as error:
+        raise FormatError(f"a request /stands has files that are not packed: {error}", SAME_VERSION) from None
 
 
 def table(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -80,7 +81,7 @@ def table(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     waited: dict[tuple[bool, str, str, str], float] = {}
     for number, told in sorted((int(number), told) for number, told in workers.items()):
         group, turn = told["group"], told["number"]
-        behind = [int(n) for n, other in workers.items() if group and other["newest"].get(group, turn) < turn]
+        behind = [int(n) for n, other in workers.items() if group and turn and other["newest"].get(group, turn) < turn]
         who = f"; {ranks(behind)} {'has' if len(behind) == 1 else 'have'} not begun it" if behind else ""
         key = group is not None, told["state"], f" at {told['place']}" if told["place"] else "", who
         places.setdefault(key, []).append(number)

@@ -1,0 +1,138 @@
+"""What messages between workers, agents, commands and the coordinator must be. Imported with the first one that is
+read: it needs msgspec. No torch.
+
+Limits are far beyond what any run has, and keep whoever takes a message from making millions of something. Fields that
+are not named here are those of later versions, and pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Worker = Annotated[int, Meta(ge=0, le=10**12)]
+Last = Annotated[int, Meta(ge=-1, le=2**53)]  # a number, or -1 where there is none
+Few = Annotated[int, Meta(ge=0, le=1 << 16)]  # of what is made
+Some = Annotated[int, Meta(ge=1, le=1 << 16)]
+Code = Annotated[int, Meta(ge=-(2**31), le=2**31)]
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+Number = Annotated[str, Meta(pattern="^[0-9]{1,12}\\Z")]  # a worker's, as a name
+Key = Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Address = tuple[str, Port]
+At = tuple[str, Port, str]
+Workers = Annotated[list[Worker], Meta(max_length=1 << 16)]
+
+
+def form(required: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> Any:
+    """A dict that has all required fields, and may have the optional ones."""
+    may = {name: NotRequired[kind] for name, kind in (optional or {}).items()}
+    return TypedDict("Form", {**required, **may})  # type: ignore[operator]
+
+
+def by_number(kind: Any) -> Any:
+    return dict.__class_getitem__((Number, kind))
+
+
+def each(names: str, kind: Any) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
+
+
+# ---- what the coordinator is asked, by the path's name
+
+ROUND = form(
+    {
+        **each("turn number trainer step", Count),
+        **each("made ready", list[Few]),
+        **each("count quorum", Few),
+        "void": bool,
+    }
+)
+STATE = form(  # of a worker, see seats.Said
+    {},
+    each("newcomer ready waiting current leaves ended final stopped declined holds", bool)
+    | each("life formed alone", Last)
+    | each("hung stands why", str)
+    | each("cause tail", list[str])
+    | each("servers copies", Few)
+    | {"store": Address, "replica": Some, "at": At | None, "failed": tuple[str, Count, str] | None}
+    | {"since": Seconds, "status": Code | None, "round": ROUND | None},
+)
+SAME = form(  # a report, of which all else is as it was in the one before
+    {"epoch": Count},
+    each("same leaving over stop bye", bool)
+    | {"clock": tuple[Seconds, Seconds] | None, "loaded": dict[Number, tuple[Seconds, Seconds]] | None}
+    | {"sent": dict[str, Count] | None, "here": list[str]},
+)
+REPORT = form({"step": Count, "workers": by_number(STATE)})
+PLACE = {"place": str | None, "since": Seconds | None, "group": str | None, "number": Count | None}
+STAND = form(
+    {"name": str, "files": tuple[str, str], "worker": Worker, "state": str, "newest": dict[str, Count], "at": Seconds},
+    {"host": str | None, **PLACE},
+)
+REQUESTS: dict[str, Any] = {
+    "join": form(
+        each("agent host logs", str)
+        | {"standby": Address, "numbers": Workers, "count": Few, "same": dict[str, Any]}
+        | {"generation": tuple[Count, Workers]}
+    ),
+    "fence": form({"address": Address, "epoch": Count}),
+    "stop": dict[str, Any],
+    "stacks": form({}, {"asked": Count | None}),
+    "profile": form({"steps": Annotated[int, Meta(ge=1, le=10**12)], "workers": Workers | None}),
+    "report": SAME,
+    "stands": form({"asked": Count}, {"last": bool}),
+}
+
+# ---- what it answers, by the path
+
+GENERATION = form(
+    {"number": Count, "members": Annotated[list[Worker], Meta(min_length=1)], "store": Address},
+    {"at_once": Count, "hold": bool, "detection": Seconds},
+)
+MERGE = form(each("turn number trainer step", Count) | each("islands late", list[Few]) | {"void": bool})
+ORDERS = form(
+    each("epoch version agents stacks", Count)
+    | each("over finished stop", bool)
+    | each("coming servers", dict[Number, At])
+    | {"workers": by_number(form({"life": Last, "newcomer": bool, "out": bool}))}
+    | {"generation": GENERATION | None, "failing": list[tuple[Worker, str, str]], "merge": MERGE | None}
+    | {"standbys": list[Address], "moved": Address | None, "lines": list[tuple[Count, str, bool]]}
+    | {"profile": form({}, {"asked": Count, "steps": Count, "workers": Workers})}
+)
+STANDS = by_number(form({"state": str, "newest": dict[str, Count], "at": Seconds, **PLACE}))
+ANSWERS: dict[str, Any] = {
+    "/challenge": form({"challenge": Key, "epoch": Count}),
+    "/report": form({"version": Count, "open": bool}, {"clock": tuple[Seconds, Seconds] | None}),
+    "/orders": ORDERS,
+    "/stop": form({"step": Count}),
+    "/stacks": form({"asked": Count, "waits": list[str], "folder": str, "workers": STANDS}),
+    "/profile": form({"asked": Count, "workers": Workers, "folder": str}),
+}
+REFUSAL = form({}, {"refused": str, "differs": list[tuple[str, Any, Any]], "script": str})
+
+# ---- what a worker tells its agent, by the event
+
+EVENTS: dict[str, Any] = {
+    **each("ready waiting", form({}, {"replica": Some, "at": At})),
+    **each("formed alone", form({"number": Count})),
+    **each("found stopped finished", form({}, {"step": Count | None, "checkpoint": str | None})),
+    "serving": form({"at": At}),
+    "servers": form(each("count copies", Few)),
+    "round": form({"told": ROUND}),
+    "failed": form({}, {"step": Count | None, **each("kind text", str), **each("what at within hint", str | None)}),
+    "step": form(
+        {},
+        each("step trainer epoch", Count | None)
+        | each("seconds samples tokens steps", Seconds | None)
+        | {"loss": float | None, "metrics": dict[str, Any] | None, "time": dict[str, Seconds] | None},
+    ),
+    "phase": form({}, each("trainer steps epochs", Count | None) | {"done": list[Count] | None, "model": str | None}),
+    "evaluate": form({}, {"trainer": Count | None, "results": dict[str, Any] | None}),
+    "loaders": form({"pids": list[Annotated[int, Meta(ge=1, le=2**31)]]}),
+    "needs": form({"plans": list[tuple[str, list[Count]]], "besides": int}),
+    "saved": form({"step": Count}),
+}

@@ -1,0 +1,316 @@
+"""Messages that lie, between workers, agents, commands and the coordinator: each is taken or refused in one sentence,
+and whoever took it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from mutations import as_json, garbled, mutated
+from rich.console import Console
+from test_link import RUN, TOKEN
+from test_readers import fuzz
+
+from paceline.errors import FormatError
+from paceline.launch.agent import Agent
+from paceline.launch.workers import Worker, Workers
+from paceline.observe.figures import ranks
+from paceline.observe.profiling import profile_of
+from paceline.observe.progress import Progress
+from paceline.schema import find_wrong
+from paceline.team.coordinator import Coordinator
+from paceline.team.forms import ANSWERS, ORDERS, STATE
+from paceline.team.link import RefusedError, Wire
+from paceline.team.roster import Roster
+from paceline.team.seats import Said
+from paceline.team.server import RefusalError, Service
+from paceline.team.stands import packed, table
+from paceline.team.terms import TermsError, check_terms
+from paceline.world import SERVERS
+
+MANY = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
+STORE = ["127.0.0.1", 29500]
+LATER = (0.0, 0.5, 4.0, 100.0)  # seconds after a message, when the coordinator looks at what it put off
+ROUND = {"turn": 3, "number": 0, "trainer": 0, "step": 6, "made": [0], "ready": [], "count": 2, "quorum": 2}
+WORKER: dict[str, Any] = {
+    **json.loads(json.dumps(vars(Said(store=("127.0.0.1", 29500), ready=True, formed=0)))),
+    "round": {**ROUND, "void": False},
+}
+FAILED = {
+    **WORKER,
+    "failed": ["ValueError", 3, "ValueError: no"],
+    "status": 1,
+    "why": "ended with exit code 1",
+    "cause": ["ValueError: no", "at train.py:3"],
+    "tail": ["a line"],
+}
+STOPPED = {**WORKER, "stopped": True, "since": 2.0, "stands": "worker 1 is stopped"}
+SERVER = {**WORKER, "at": ["127.0.0.1", 29501, "salt"], "newcomer": True, "holds": True, "round": None}
+NEWCOMER = {**SERVER, "waiting": True, "holds": False}
+FIGURES = {"clock": [0.1, 0.002], "loaded": {"0": [0.5, 9.0]}, "sent": {"10.0.0.2": 700}, "here": ["10.0.0.1"]}
+REST = {"step": 6, "stop": False, "leaving": False}
+REPORTS: list[dict[str, Any]] = [
+    {"epoch": 1, **FIGURES, **REST, "workers": workers}
+    for workers in (
+        {"0": WORKER, "1": WORKER},
+        {"0": {**WORKER, "servers": 1}, "1": FAILED, str(SERVERS): SERVER},
+        {"0": STOPPED, "1": {**WORKER, "leaves": True, "alone": 0}, "2": NEWCOMER},
+    )
+]
+JOIN = {
+    "agent": "a (1234)",
+    "host": "a",
+    "logs": "run/logs",
+    "standby": ["127.0.0.1", 29502],
+    "numbers": [],
+    "count": 2,
+    "same": {"script": "76a4c6", "module": None, "arguments": ["--size", "1"], "torch": "2.13.0"},
+    "generation": [0, [0, 1]],
+}
+STAND = {
+    "asked": 1,
+    "name": "worker-0",
+    "files": packed("stacks", "flight"),
+    "worker": 0,
+    "host": "a",
+    "state": "in all_reduce",
+    "place": "train.py:3 in main",
+    "at": 1795764323.0,
+    "since": 1795764321.0,
+    "group": "team",
+    "number": 3,
+    "newest": {"team": 3},
+}
+REQUESTS: list[tuple[str, Any]] = [
+    ("join", JOIN),
+    ("join", {**JOIN, "agent": "b (99)", "host": "b", "generation": [3, [0, 1, 2]]}),
+    *(("report", report) for report in REPORTS),
+    ("report", {"epoch": 1, **FIGURES, "same": True}),
+    ("report", {**REPORTS[0], "bye": True}),
+    ("report", {**REPORTS[0], "stop": True, "over": True}),
+    ("fence", {"address": ["10.0.0.2", 29400], "epoch": 2}),
+    ("stop", {}),
+    ("stacks", {}),
+    ("stacks", {"asked": 1}),
+    ("profile", {"steps": 3, "workers": None}),
+    ("profile", {"steps": 3, "workers": [0, 1]}),
+    ("stands", STAND),
+    ("stands", {"asked": 1, "last": True}),
+]
+
+
+def coordinator(folder: Path, again: bool) -> Service:
+    """One to which an agent has come, with two workers that train; or that was started again, and waits for it."""
+    one = Coordinator(3, 1, lambda event, **about: json.dumps(about), Roster((0, 1)))
+    one.recovering = time.monotonic() + 3.0 if again else one.recovering
+    service = Service(one, TOKEN, {"folder": str(folder), "run": {**RUN, "same": JOIN["same"]}}, one.record)
+    service._stands.asked = 1
+    service.answer("join", None, as_json(JOIN))
+    (session,) = service._sessions.values()
+    if not again:
+        service.answer("report", session, as_json(REPORTS[0]))
+    return service
+
+
+def say(service: Service, what: str, body: bytes) -> str:
+    """Sends it, and has the coordinator do all that it does by itself then; how it was refused."""
+    session = next(iter(service._sessions.values())) if what in ("report", "stands") else None
+    refused = ""
+    try:
+        answer = json.loads(json.dumps(service.answer(what, session, body)))
+        assert not find_wrong(answer, ANSWERS.get(f"/{what}", dict[str, Any]))
+    except (FormatError, RefusalError) as error:
+        refused = str(error)
+    for later in LATER:
+        service._coordinator.tick(time.monotonic() + later)
+    service._look(time.monotonic())
+    for session in service._sessions.values():
+        orders = json.loads(json.dumps(asyncio.run(service.orders(session, 0))))
+        assert not find_wrong(orders, ORDERS)
+    json.dumps(service.status())
+    return refused
+
+
+@pytest.mark.parametrize("examples", [100, MANY])
+def test_a_changed_request_is_taken_or_refused_by_a_coordinator_that_goes_on(examples: int, tmp_path: Path) -> None:
+    def act(asked: list[tuple[str, bytes]]) -> None:
+        for again in (False, True):
+            service = coordinator(tmp_path, again)
+            for what, body in asked:
+                say(service, what, body)
+
+    for what, whole in REQUESTS:
+        assert say(coordinator(tmp_path, False), what, as_json(whole)) == ""
+    kinds = [
+        st.tuples(st.just(what), mutated(whole).map(as_json) | garbled(as_json(whole)) | st.just(as_json(whole)))
+        for what, whole in REQUESTS
+    ]
+    fuzz(examples, st.lists(st.one_of(kinds), min_size=1, max_size=3), act)
+
+
+@pytest.mark.parametrize(
+    ("what", "body", "why"),
+    [
+        ("report", as_json({**REPORTS[0], "step": "7"}), "step: expected int, got str"),
+        ("report", as_json({**REPORTS[0], "step": 1e400}), "step: expected int, got float"),
+        ("report", as_json({**REPORTS[0], "workers": {"0": {"life": 2**70}}}), 'workers["0"].life: expected int <= '),
+        ("report", as_json({"epoch": 1}), "object missing required field step"),
+        ("join", as_json({**JOIN, "count": 10**9}), "count: expected int <= 65536"),
+        ("join", b"[" * 3000, "it is nested too deeply"),
+        ("fence", b'{"epoch": 2, "epoch": 3}', 'the name "epoch" is there twice'),
+        ("profile", b'{"steps": "\xff"}', "byte 11 is not UTF-8"),
+        ("stop", b"[]", "expected object, got array"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_said(what: str, body: bytes, why: str, tmp_path: Path) -> None:
+    said = say(coordinator(tmp_path, False), what, body)
+    assert said.startswith(f"a request /{what} is damaged: {why}")
+    assert said.endswith("; use the same version of Paceline on all hosts")
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+ORDERED: dict[str, Any] = {
+    "epoch": 1,
+    "version": 7,
+    "generation": {"number": 1, "members": [0, 1], "store": STORE, "at_once": 1, "detection": 0.0, "hold": False},
+    "workers": {"0": {"life": 0, "newcomer": False, "out": False}, "1": {"life": 1, "newcomer": True, "out": False}},
+    "failing": [[1, "a (1234)", "raised ValueError"]],
+    "over": False,
+    "finished": False,
+    "agents": 1,
+    "standbys": [STORE],
+    "moved": STORE,
+    "stop": False,
+    "coming": {"2": ["127.0.0.1", 29501, "salt"]},
+    "merge": {"turn": 3, "number": 0, "trainer": 0, "step": 6, "islands": [0], "late": [1], "void": False},
+    "servers": {"0": ["127.0.0.1", 29501, "salt"]},
+    "lines": [[6, "worker 1 is lost", True]],
+    "stacks": 1,
+    "profile": {"asked": 1, "steps": 3, "workers": [0]},
+}
+STANDING = {name: STAND[name] for name in ("host", "state", "place", "at", "since", "group", "number", "newest")}
+ANSWERED: dict[str, Any] = {
+    "/challenge": {"challenge": 32 * "c", "epoch": 1},
+    "/join": {"session": 32 * "1", "numbers": [0], "epoch": 1, "run": RUN},
+    "/report": {"version": 1, "open": False, "clock": [1.0, 1.1]},
+    "/orders": ORDERED,
+    "/stop": {"step": 5},
+    "/stacks": {"asked": 1, "waits": ["a"], "folder": "run/stacks", "workers": {"0": STANDING, "1": STANDING}},
+    "/profile": {"asked": 1, "steps": 3, "workers": [0, 1], "folder": "run"},
+}
+
+
+def use(path: str, said: Any) -> None:
+    """What agents and commands make of an answer that they took."""
+    if path == "/join":
+        check_terms(said)
+    elif path == "/orders":
+        follow(said)
+    elif path == "/stacks":
+        table(said["workers"])
+    elif path == "/profile":
+        ranks(said["workers"])
+        [profile_of(Path(said["folder"]), said["asked"], worker) for worker in said["workers"]]
+
+
+def follow(orders: dict[str, Any]) -> None:
+    """An agent with a worker that takes these orders."""
+    agent = Agent.__new__(Agent)
+    worker = SimpleNamespace(alive=True, life=0, tell=json.dumps, serves=False, events={})
+    worker.process = SimpleNamespace(signal=lambda _: None)
+    again: Callable[..., None] = lambda *_: None
+    workers = SimpleNamespace(all=[worker], now={0: worker}, lose=again, again=again, start=again, preparing=False)
+    link = SimpleNamespace(take=lambda: orders, move=again, newest=orders)
+    output = SimpleNamespace(failing=again, lead=again)
+    vars(agent).update(_lines=0, _wanted={}, _number=(0, 0), _coming={}, _merge=None, _servers={}, _profile={})
+    vars(agent).update(_failing={}, _since={}, _stop=None, _over=False, _own=("127.0.0.1", 1), _declined={})
+    vars(agent).update(_coordinator=None, _held_back=False, _link=link, _workers=workers, _output=output)
+    vars(agent).update(say=lambda *_: None, _start_again=again, _stopping=0.0, _at_once=False, _ending_first=[])
+    agent._ordered()
+
+
+@pytest.mark.parametrize("examples", [100, MANY])
+def test_a_changed_answer_is_taken_or_refused(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(answer: tuple[str, int, bytes]) -> None:
+        path, status, body = answer
+        monkeypatch.setattr(Wire, "fetch", lambda *_: (status, body))
+        with suppress(RefusedError if status != 200 else FormatError, FormatError, TermsError):
+            use(path, Wire(("127.0.0.1", 1), TOKEN).ask("POST", path, "", 0, b""))
+
+    for path, whole in ANSWERED.items():
+        use(path, copy.deepcopy(whole))
+    kinds = [
+        st.tuples(st.just(path), st.just(200), mutated(whole).map(as_json) | garbled(as_json(whole)))
+        for path, whole in ANSWERED.items()
+    ]
+    refusal = {"refused": "no", "differs": [["plan", "data=2", None]], "script": "import"}
+    refused = st.tuples(st.just("/join"), st.just(412), mutated(refusal).map(as_json) | garbled(as_json(refusal)))
+    fuzz(examples, st.one_of([*kinds, refused]), act)
+
+
+# -- what workers tell their agents ------------------------------------------------------------------------------------
+
+EVENTS: list[dict[str, Any]] = [
+    {"event": "join", "trainer": True},
+    {"event": "ready", "replica": 2},
+    {"event": "waiting", "at": ["127.0.0.1", 29501, "salt"]},
+    {"event": "serving", "at": ["127.0.0.1", 29501, "salt"]},
+    {"event": "servers", "count": 2, "copies": 1},
+    {"event": "formed", "number": 1, "seconds": 0.5},
+    {"event": "alone", "number": 1},
+    {"event": "round", "told": {**ROUND, "void": False}},
+    {"event": "failed", "step": 3, "kind": "ValueError", "text": "no", "what": "ValueError: no", "at": "a.py:3"},
+    {"event": "phase", "trainer": 0, "done": [0], "steps": 100, "epochs": 3, "model": "Net", "text": "a grid"},
+    {"event": "step", "trainer": 0, "step": 3, "loss": 0.5, "seconds": 1.0, "samples": 64, "steps": 1, "epoch": 0},
+    {"event": "step", "trainer": 0, "step": 4, "loss": float("nan"), "seconds": 1.0, "metrics": {"a": 0.5}},
+    {"event": "evaluate", "trainer": 0, "results": {"accuracy": 0.5, "n": 10}},
+    {"event": "loaders", "pids": [77]},
+    {"event": "needs", "plans": [["data=2", [1, 2]]], "besides": 7},
+    {"event": "saved", "step": 3},
+    {"event": "line", "text": "a line"},
+]
+
+
+@pytest.mark.parametrize("examples", [100, MANY])
+def test_a_changed_word_of_a_worker_is_taken_or_passed_over(examples: int) -> None:
+    def tell(lines: list[bytes]) -> Worker:
+        output = SimpleNamespace(errors=lambda _: "", tail=lambda *_: "")
+        memory = SimpleNamespace(grown=lambda: False)
+        given: Any = {"memory": memory, "output": output, "process": None, "orders": None, "pulse": None}
+        worker = Worker(rank=0, life=0, store=("127.0.0.1", 1), **given)
+        with Progress(Console(file=io.StringIO()), live=True, every=0.0) as progress:
+
+            def told(_: Worker, event: dict[str, Any]) -> None:
+                if event["event"] in ("phase", "step", "evaluate"):
+                    getattr(progress, event["event"])(event)
+                    progress._show() if progress._pending else None
+
+            agent: Any = SimpleNamespace(_starts_cold=str, _told=told)
+            Workers._events(agent, worker, b"\n".join([*lines, b""]))
+        assert not find_wrong(json.loads(json.dumps(worker.said())), STATE), "the coordinator must take what agents say"
+        return worker
+
+    found = tell([as_json(event) for event in EVENTS]).events
+    assert found.keys() == {event["event"] for event in EVENTS}
+    kinds = [mutated(event).map(as_json) | garbled(as_json(event)) for event in EVENTS]
+    fuzz(examples, st.lists(st.one_of(kinds), min_size=1, max_size=4), tell)
+
+
+def test_what_checks_types_is_not_imported_before_there_is_something_to_check() -> None:
+    code = "import sys, paceline.cli\ntry: paceline.cli.main()\nfinally: assert 'msgspec' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
