@@ -13,8 +13,9 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from paceline.errors import FormatError
 
@@ -24,7 +25,7 @@ SAME_VERSION = "use the same version of Paceline on all hosts"  # for messages
 _SHOWN = 80  # characters of a name
 
 
-def open_file(path: str | Path) -> BinaryIO:
+def open_file(path: str | Path) -> BufferedReader:
     """A file, open for reading. OSError also where a pipe lies in its place: nobody may ever write to that. The pipe of
     a shell's <(...) is read: it has no place in a folder.
     """

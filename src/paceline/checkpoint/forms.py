@@ -71,6 +71,9 @@ class SavedTrainer(TypedDict):
     closed: NotRequired[Size | None]
     best: NotRequired[tuple[str, str, Finite, Size] | None]
     own: NotRequired[dict[str, Any] | None]
+    owed: NotRequired[dict[str, Any] | None]
+    islands: NotRequired[dict[str, Any] | None]
+    scaling: NotRequired[tuple[Annotated[float, Meta(gt=0, le=1e38)], Size] | None]
 
 
 class SavedTree(TypedDict):
