@@ -144,7 +144,7 @@ def test_what_was_sent_before_and_what_is_of_another_time(target: Target, undist
     assert report(6, epoch=0) == (409, {"refused": "a report of epoch 0, this is 1"})
     assert report(7, workers=[1, 2])[0] == 400
     assert report(8, workers={"0": {"life": 0, "status": -9}})[0] == 200, "it is another agent's worker"
-    assert report(9, workers={"0": {"nonsense": 0}})[0] == 400
+    assert report(9, workers={"0": {"life": "nonsense"}})[0] == 400
     assert join(target.challenge(), numbers=[0, 1])[0] == 200, "they have an agent already"
     assert join(target.challenge(), same={"torch": "1.0"})[0] == 412
     body = json.dumps({"epoch": 1, "address": ["127.0.0.1", 1]}).encode()

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -301,6 +302,20 @@ def gate(tmp_path: Path) -> Callable[..., None]:
     return send
 
 
+def join_nobody(folder: Path, *names: str, ignored: tuple[int, ...] = ()) -> subprocess.Popen[str]:
+    """A command that waits for a coordinator's answer, which never comes, when these signals reach it."""
+    (folder / "key").write_text("0" * 64)
+    (folder / "key").chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        process = begin(folder, "run", "--join", where, "--token-file", "key", "train.py", ignored=ignored)
+        silent.settimeout(60)
+        with silent.accept()[0]:
+            for name in names:
+                process.send_signal(signal.Signals[name])
+    return process
+
+
 def begin(folder: Path, *options: str, ignored: tuple[int, ...] = ()) -> subprocess.Popen[str]:
     def dispositions() -> None:  # Tests that run in the background inherit that some are ignored.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -326,9 +341,9 @@ def test_a_signal_before_any_worker_runs(
         Path("rich").mkdir()
         Path("rich/__init__.py").write_text("open('gate').read()\n")
         process = begin(here, "run", "train.py")
+        gate(process, number)
     else:
-        process = begin(here, "run", "--join", "127.0.0.1:9", "--token-file", "gate", "train.py")
-    gate(process, number)
+        process = join_nobody(here, number)
     assert process.communicate(timeout=60) == ("", f"paceline: stopped by {number}; the same command starts again\n")
     assert process.returncode == code
 
@@ -344,11 +359,9 @@ def test_who_has_read_enough_of_it(tmp_path: Path) -> None:
         assert (process.stderr.read(), process.wait()) == ("", 141)  # type: ignore[union-attr]
 
 
-def test_a_signal_that_is_ignored_stays_so(here: Path, gate: Callable[..., None]) -> None:
+def test_a_signal_that_is_ignored_stays_so(here: Path) -> None:
     """As under nohup."""
-    join = ("run", "--join", "127.0.0.1:9", "--token-file", "gate", "train.py")
-    process = begin(here, *join, ignored=(signal.SIGHUP,))
-    gate(process, "SIGHUP", "SIGTERM")
+    process = join_nobody(here, "SIGHUP", "SIGTERM", ignored=(signal.SIGHUP,))
     assert process.communicate(timeout=60)[1] == "paceline: stopped by SIGTERM; the same command starts again\n"
 
 

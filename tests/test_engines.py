@@ -342,7 +342,7 @@ def test_a_job_of_pbs_has_its_hosts(
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
     words = ["launch", "mpi", "--engine=--mca plm tm", "--python", "/py", "--cwd", "/c", "--dry-run", "train.py"]
     assert main(words) == 0
-    shell = "sh <<< 'cd /c && exec /py -m paceline agent\n'\n"
+    shell = "sh <<< $'cd /c && exec /py -m paceline agent\\n'\n"
     each = "mpirun -q -n 1 --host {} --bind-to none --mca plm tm " + shell
     assert capsys.readouterr().out == each.format("n1") + each.format("n2")
 
@@ -359,7 +359,7 @@ def test_dry_runs_show_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--dry-run", "--python", "/py", "--cwd", "/c d", "--run-dir", "runs/a", "--env", "KEY=secret"]
     assert main(["launch", "ssh", "--hosts", "a,b", *given, "train.py"]) == 0
     one = "ssh -T -a -x -o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=5 -- {} sh <<< "
-    script = """'cd '"'"'/c d'"'"' && exec /py -m paceline agent\n'"""
+    script = r"""$'cd \'/c d\' && exec /py -m paceline agent\n'"""
     assert capsys.readouterr().out == "".join(f"{one.format(name)}{script}\n" for name in "ab")
     assert main(["launch", "slurm", "-N", "4", "--engine=--time=1:00:00 -p gpu", *given, "train.py", "--lr", "1"]) == 0
     assert capsys.readouterr().out == (

@@ -67,6 +67,7 @@ def test_the_environment_of_a_worker(launcher: Launcher) -> None:
         assert environment.pop("PACELINE_STORE_FD").isdigit()
         assert environment.pop("PACELINE_ORDERS_FD").isdigit()
         assert environment.pop("PACELINE_PULSE_FD").isdigit()
+        assert environment.pop("PACELINE_AGENT").isdigit()
         assert environment == {
             "PACELINE_RANK": str(rank),
             "PACELINE_WORLD_SIZE": "3",

@@ -114,6 +114,10 @@ class Shared(dist.Store):
             there = self._set[key]
         there.set()
 
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        self.set(key, value)
+        return value.encode()
+
     def check(self, keys: list[str]) -> bool:
         self._count("check", len(keys))
         for key in keys:

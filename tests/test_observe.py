@@ -22,6 +22,7 @@ import torch
 from journals import GRID, step, write_run
 from rich.console import Console
 
+from paceline.console import coloured
 from paceline.errors import UsageError
 from paceline.observe import ledger
 from paceline.observe.journal import Journal, effective_steps, read_journal
@@ -241,7 +242,7 @@ def live_progress(width: int) -> str:
         patch.setattr("paceline.observe.progress.REFRESH", 0.0)
         progress.phase({"trainer": 0, "steps": 1200, "epochs": 3, "text": "the grid"})
         progress.step(step(750, loss=2.3144))
-        progress.line("\x1b[31mred\x1b[0m\x1b[2J")
+        progress.line(coloured("\x1b[31mred\x1b[0m\x1b[2J"))
         progress.evaluate({"trainer": 0, "results": {"accuracy": 0.75, "n": 500}})
         progress.step(step(900, loss=2.25, epoch=2, metrics={"error": 0.5}))
         shown = out.getvalue()
@@ -257,7 +258,7 @@ def test_the_live_line_holds_all_parts() -> None:
     last += "0:15 left  compute 82% reduce 10% data 5% update 3%"
     assert shown.rstrip().splitlines()[-1].rpartition("\r")[2].rstrip() == last
     assert "the grid\n" in shown
-    assert "red\n" in shown
+    assert "red\\x1b[2J\n" in shown
 
 
 @pytest.mark.parametrize(

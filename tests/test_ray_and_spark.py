@@ -365,9 +365,8 @@ def test_a_dry_run_says_what_ray_would_be_asked(capsys: pytest.CaptureFixture[st
     given = ["--dry-run", "--python=/py", "--cwd=/c", "--env=KEY=secret", "--engine=CPU=2 GPU=1"]
     assert main(["launch", "ray", "--nodes=2", *given, "train.py"]) == 0
     one = json.dumps({"CPU": 2.0, "GPU": 1.0})
-    assert capsys.readouterr().out == (
-        f"placement_group([{one}, {one}], strategy=\"STRICT_SPREAD\"): sh <<< 'cd /c && exec /py -m paceline agent\n'\n"
-    )
+    asked = f'placement_group([{one}, {one}], strategy="STRICT_SPREAD")'
+    assert capsys.readouterr().out == f"{asked}: sh <<< $'cd /c && exec /py -m paceline agent\\n'\n"
 
 
 @pytest.mark.usefixtures("with_a_script")
@@ -388,7 +387,7 @@ def test_a_dry_run_says_what_spark_would_be_asked(capsys: pytest.CaptureFixture[
     words = " ".join(f"--conf {name}={value}" for name, value in conf.items())
     assert capsys.readouterr().out == (
         f"spark-submit --master yarn {words} --executor-memory 8g: 3 barrier tasks: "
-        "sh <<< 'cd /c && exec /py -m paceline agent\n'\n"
+        "sh <<< $'cd /c && exec /py -m paceline agent\\n'\n"
     )
 
 

@@ -24,7 +24,7 @@ from paceline.launch.engines.checkup_hosts import _of_hosts
 from paceline.launch.engines.engine import parse_hosts
 from paceline.launch.joining import join, listen
 from paceline.launch.options import LaunchOptions
-from paceline.team.link import RefusedError
+from paceline.team.link import RefusedError, UnsignedError
 from paceline.team.token import read_token
 from paceline.world import read_nodes
 
@@ -71,6 +71,14 @@ def joined(code: int, **said: Any) -> str:
     return refused(lambda: join(OPTIONS, link))
 
 
+def unsigned(code: int) -> str:
+    def introduce() -> None:
+        raise UnsignedError(("10.0.0.1", 29400), code)
+
+    link: Any = SimpleNamespace(address=("10.0.0.1", 29400), introduce=introduce)
+    return refused(lambda: join(OPTIONS, link))
+
+
 def nobody(_: Path) -> str:
     def introduce() -> None:
         raise ConnectionRefusedError(111, "Connection refused")
@@ -103,7 +111,8 @@ NOW: dict[str, Callable[[Path], str]] = {
     "clocks that differ, as `paceline doctor --hosts` sees": apart,
     "two runs on one port": taken_port,
     "a token that others may read": open_token,
-    "a wrong token": lambda _: joined(401),
+    "a wrong token": lambda _: unsigned(401),
+    "another program has the port": lambda _: unsigned(200),
     "no run there": nobody,
     "variables of two starts disagree": disagree,
     "`--nodes auto` without a secret": no_secret,

@@ -123,7 +123,7 @@ class Connection:
         content: Sequence[torch.Tensor] | bytes = b"",
     ) -> None:
         """What is to be sent. Tensors, which are contiguous, must not change before they are gone; near by they may.
-        One without a number goes as a text.
+        One without a number is alone and goes as a text.
         """
         if (
             self.near
@@ -133,7 +133,7 @@ class Connection:
         ):
             return
         if isinstance(content, bytes) or not numbers:
-            text = content if isinstance(content, bytes) else _memory(content[0])
+            text = content if isinstance(content, bytes) else _memory(content[0]) if content else b""
             self._say(_HEAD.pack(kind, trainer, 0, *key, len(text)))
             self._say(text)
             return

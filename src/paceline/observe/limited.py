@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -12,6 +13,9 @@ from tornado.web import Application, RequestHandler
 from paceline.greeting import NewConnections
 
 OF_ONE, IN_ALL = 100, 1000  # connections of strangers, from one address and in all
+
+
+logging.getLogger("tornado.general").setLevel(logging.ERROR)  # else strangers could write to the terminal
 
 
 class LimitedServer(HTTPServer):

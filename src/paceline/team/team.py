@@ -257,7 +257,8 @@ def _own_the_end(team: Team, before: Callable[..., Any]) -> None:
 
     sys.excepthook = hook
     atexit.register(_end, team, Exits())
-    os.register_at_fork(after_in_child=partial(_refuse_in_child, team))
+    if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+        os.register_at_fork(after_in_child=partial(_refuse_in_child, team))
     if team.world.launcher == "paceline":
         # The terminal's Ctrl-C is the agent's business; it tells us politely.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
