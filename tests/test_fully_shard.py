@@ -88,15 +88,6 @@ SAID = {
         "UsageError: a backward needs parameters that were freed: a loss uses what is inside of a layer besides its "
         "output, or a gradient of a gradient (create_graph); say zero=2",
     ),
-    "backward of its own": (
-        "def looped(model, batch):\n"
-        "    model(batch[0]).square().mean().backward()\n"
-        "    return model(batch[0])\n"
-        "t = make(forward=looped)\n"
-        "for r in t.steps(data, count=1): pass\n",
-        "UsageError: a forward or loss runs backward() itself, whose gradients would not count; say zero=1, or take "
-        "what it needs by torch.autograd.grad",
-    ),
     "in place": (
         "class Layer(nn.Linear):\n"
         "    def forward(self, x):\n"
