@@ -551,6 +551,7 @@ def test_commands_take_the_name_of_a_folder_that_is_not_utf8(tmp_path: Path) -> 
     view(folder)
 
 
+@pytest.mark.slow
 def test_a_script_whose_path_is_not_utf8_trains_goes_on_and_is_exported(tmp_path: Path) -> None:
     """Its folder is not, either; its run folder is renamed afterwards."""
     work = Path(os.fsdecode(os.fsencode(tmp_path) + b"/w\xff"))
