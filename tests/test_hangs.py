@@ -144,6 +144,7 @@ other.kill()
 """
 
 
+@pytest.mark.slow
 def test_a_loader_process_that_hangs_is_told_by_its_own_line(tmp_path: Path) -> None:
     """And no process gets the signal that has not said so: the sleep in the same session would end by it."""
     said = trained(tmp_path, LOADERS, 2, "--hang-timeout", str(ENDS), **PATIENCE)
@@ -212,6 +213,7 @@ def test_alone_or_where_no_loss_is_survived_the_first_one_ends_the_run(tmp_path:
         assert block[-1].startswith(next_of)
 
 
+@pytest.mark.slow
 def test_before_the_first_step(tmp_path: Path) -> None:
     """It has twice the time; nobody can tell whether it ever works, and so it ends the run."""
     body = f"{ONCE}if rank == 1:\n    time.sleep(600)\nt = make()\nlist(t.steps(data, count=3))\n"
@@ -298,6 +300,7 @@ def test_one_ctrl_c_leaves_a_hung_worker_behind_and_saves(tmp_path: Path) -> Non
     assert (tmp_path / "out.safetensors").read_bytes() == (one / "out.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_one_ctrl_c_ends_a_worker_alone_that_hangs(tmp_path: Path) -> None:
     saved = "glob.glob('out/checkpoints/*/manifest.json') and hangs(0, 5)"
     said = interrupted(tmp_path, STUCK.replace("hangs(0, 5)", saved).replace("count=12", "count=10**6"), 1)

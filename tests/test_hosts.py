@@ -262,6 +262,7 @@ def test_an_interface_that_is_not_there_is_said_by_every_worker(hosts: Hosts, tm
         ) in worker.stderr
 
 
+@pytest.mark.slow
 def test_an_interface_that_leads_nowhere(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ADD)
     here = hosts(2)

@@ -537,6 +537,7 @@ def test_a_changed_field_of_a_small_file_is_taken_or_refused(names: list[str], e
 # -- names that are not UTF-8, and full disks --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_commands_take_the_name_of_a_folder_that_is_not_utf8(tmp_path: Path) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff"))
     folder.mkdir()

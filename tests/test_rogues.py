@@ -87,6 +87,7 @@ def test_another_program_that_refuses_or_says_nothing(tmp_path: Path) -> None:
             assert (done.stdout, done.stderr) == ("", f"paceline: {what.format(where)}\n")
 
 
+@pytest.mark.slow
 def test_who_comes_back_to_a_run_believes_no_other_program(tmp_path: Path) -> None:
     token = make_token(tmp_path)
     with Rogue("takes") as rogue:
@@ -138,6 +139,7 @@ def test_what_a_coordinator_answered_before_is_no_answer(tmp_path: Path) -> None
         assert paceline("logs", "-f", "run", cwd=tmp_path, timeout=30).returncode == 0, "the run has ended"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_has_ended_whoever_has_its_port_then(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLOWLY)
     run = piped([sys.executable, "-m", "paceline", "run", "--run-dir", "run", "train.py"], tmp_path)

@@ -353,6 +353,7 @@ def test_a_lost_leader_takes_along_what_it_names_and_nothing_else(
     assert off(here, straight) == pytest.approx(float(norm) / 20, rel=1e-3, abs=1e-5)  # a mean over 20 rows
 
 
+@pytest.mark.slow
 def test_what_a_lost_host_had_not_sent_is_named(
     cluster: Callable[[int], Cluster], straight: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,6 +247,7 @@ def stopped_at(place: str, worker: int, run: Running) -> int:
     return run.stop(run.started(worker)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "worker"),
     [
@@ -337,6 +338,7 @@ if "paceline.team.server" in sys.orig_argv:
 """
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_runs_and_does_not_answer_is_replaced(
     start: Start, undisturbed: bytes, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ def ask(port: int, path: str, key: str) -> int:
     return status
 
 
+@pytest.mark.slow
 def test_connections_that_say_nothing_keep_nobody_from_status_page_and_figures(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     page, figures = free_port(), free_port()
