@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Never, Protocol
 
 import torch
 
@@ -32,7 +32,7 @@ from paceline.world import World
 
 LARGE = 1 << 16  # bytes of a tensor that is handed over by itself
 PAUSE = 0.05  # seconds between two looks
-REFUSED = 76  # exit code of a worker that slept through a change of the team: it may come back as new
+REFUSED = 76  # exit code of a worker that the team has left behind: it may come back as new
 
 
 class ReformedError(PeerLostError):
@@ -295,6 +295,7 @@ class Operations:
         began = time.monotonic()
         self._took = False
         done = self._tx.done
+        self._reach = done + (attempt is not None)
         if attempt is not None and self._tx.moment is not Moment.PREPARED:
             self._void(attempt)
         while True:
@@ -328,8 +329,12 @@ class Operations:
         if not slept and not self.waiting:
             raise LeftError
         if not self.waiting:
-            say(f"paceline: worker {self.worker} slept through a change of the team, and ends")
-            os._exit(REFUSED)
+            self._come_back_as_new("slept through a change of the team")
+
+    def _come_back_as_new(self, why: str) -> Never:
+        """In its script this worker is not where the others are."""
+        say(f"paceline: worker {self.worker} {why}, and ends")
+        os._exit(REFUSED)
 
     def _resolve(self, attempt: Attempt | None) -> None:
         group, tx = self._group, self._tx
@@ -380,6 +385,8 @@ class Operations:
                 self.migration.drop()
                 tree = self._take(holder, source)
                 done, applied_in, state = tree
+                if not newcomer and done > self._reach:
+                    self._come_back_as_new("was left behind by the team")
                 holder.take_over(state, newcomer)
                 tx.taken(done, applied_in)
                 self._last, self._took, self._followed = last, True, False
