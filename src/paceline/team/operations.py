@@ -295,7 +295,7 @@ class Operations:
         began = time.monotonic()
         self._took = False
         done = self._tx.done
-        self._reach = done + (attempt is not None)
+        self._stood = done, None if attempt is None else self._tx.generation
         if attempt is not None and self._tx.moment is not Moment.PREPARED:
             self._void(attempt)
         while True:
@@ -330,6 +330,11 @@ class Operations:
             raise LeftError
         if not self.waiting:
             self._come_back_as_new("slept through a change of the team")
+
+    def _is_left_behind(self, done: int, applied_in: int) -> bool:
+        """Whether the team has done more than what this worker attempted, or did that without it."""
+        before, generation = self._stood
+        return done > before + 1 or (done > before and applied_in != generation)
 
     def _come_back_as_new(self, why: str) -> Never:
         """In its script this worker is not where the others are."""
@@ -385,7 +390,7 @@ class Operations:
                 self.migration.drop()
                 tree = self._take(holder, source)
                 done, applied_in, state = tree
-                if not newcomer and done > self._reach:
+                if not newcomer and self._is_left_behind(done, applied_in):
                     self._come_back_as_new("was left behind by the team")
                 holder.take_over(state, newcomer)
                 tx.taken(done, applied_in)
