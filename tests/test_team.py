@@ -252,11 +252,11 @@ LATE += "from basics import *\nlist(make().steps(data, epochs=1000))\n"
 def test_drawn_losses_wait_until_others_can_go_on(tmp_path):
     """Those that take their places import for longer than all steps take."""
     (tmp_path / "train.py").write_text(LATE)
-    options = ("--workers", "2", "--steps", "40", "--losses", "2")
+    options = ("--workers", "2", "--steps", "240", "--losses", "2")
     done = paceline("chaos", "train.py", *options, "--", tmp_path / "begun", cwd=tmp_path)
     rows = done.stdout.splitlines()
     assert len([row for row in rows if "@" in row and "did not happen" not in row]) == 2, done.stdout
-    assert "steps    40 steps counted, each once" in rows
+    assert "steps    240 steps counted, each once" in rows
     assert rows[-1] == "lost     nothing"
 
 
