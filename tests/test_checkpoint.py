@@ -507,7 +507,7 @@ def test_a_full_disk_and_one_that_is_read_only(small_disk: Path) -> None:
     assert refusal(CheckpointError, write_checkpoint, run, 90, big, {}) == full
     assert find_checkpoint(run, pytest.fail) is None
     write(run, 100)
-    full = full.replace("90", "120") + "; the checkpoint of step 100 is intact"
+    full = full.replace("step 90", "step 120") + "; the checkpoint of step 100 is intact"
     for _ in range(3):  # a failed try leaves nothing behind that the next one would lack
         assert refusal(CheckpointError, write_checkpoint, run, 120, big, {}) == full
     out = small_disk / "model.safetensors"
