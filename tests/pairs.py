@@ -18,6 +18,7 @@ from fake_ssh import install_ssh
 from launching import SCRIPTS, paceline
 from networks import Host, Network
 from networks import hosts as hosts
+from noting import NOTES
 from once import once
 from oracle import apart
 from safetensors.torch import load, load_file
@@ -27,23 +28,8 @@ from paceline.observe.journal import effective_steps, read_journal
 
 PORT, STEPS = 29400, 200
 WAYS = ("by hand", "ssh")
-# Each process notes itself beside those of the same worker, and says so if one of these is alive. Steps are slow until
-# there is a file "gate".
-SCRIPT = f"""
-import fcntl, os, time
-def alive(pid):
-    try:
-        return open(f"/proc/{{pid}}/stat").read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-RANK = os.environ.get("PACELINE_RANK", "0")
-with open(f"processes-{{RANK}}", "a+") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    file.seek(0)
-    others = [pid for pid in file.read().split() if alive(pid)]
-    file.write(f"{{os.getpid()}}\\n")
-    if others:
-        open("twice", "a").write(f"worker {{RANK}}: {{os.getpid()}} beside {{others}}\\n")
+# Steps are slow until there is a file "gate".
+SCRIPT = f"""{NOTES}
 kept = [open(os.devnull) for _ in range(int(os.environ.get("OPEN", "0")))]
 from basics import *
 trainer = make()

@@ -14,30 +14,16 @@ from subprocess import PIPE
 import pytest
 from agents import Launcher, alive, until
 from launching import paceline
+from noting import NOTES
 from once import once
 from warm import Process, environment
 
-# Notes its process beside those of the same worker, and says so if one of these is alive.
-SCRIPT = """
-import fcntl, os, time
-def alive(pid):
-    try:
-        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-RANK = os.environ.get("PACELINE_RANK", "0")
-with open(f"processes-{RANK}", "a+") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    file.seek(0)
-    others = [pid for pid in file.read().split() if alive(pid)]
-    file.write(f"{os.getpid()}\\n")
-    if others:
-        open("twice", "a").write(f"worker {RANK}: {os.getpid()} beside {others}\\n")
+SCRIPT = f"""{NOTES}
 from basics import *
 trainer = make(plan="exact micro=3")
 for report in trainer.steps(data, count=6):
     if report.step == 3:
-        open(f"half-{RANK}", "w").close()
+        open(f"half-{{RANK}}", "w").close()
         while not os.path.exists("go"):
             time.sleep(0.005)
 trainer.export("out.safetensors")

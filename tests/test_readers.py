@@ -613,6 +613,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, monkeyp
 import sys
 from pathlib import Path
 from paceline.cli import main
+from paceline.errors import PacelineError
 from paceline.launch.coordinator_process import listening_at
 from paceline.observe.reading import reading_key
 from paceline.team.token import read_token
@@ -622,7 +623,7 @@ for words in (["explain", "0"], ["logs", "1"], ["inspect", "2"], ["watch", "--on
 for read, path in ((read_token, "token"), (reading_key, ""), (listening_at, "")):
     try:
         read(Path(path))
-    except Exception as error:
+    except (OSError, PacelineError) as error:
         print(error, file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=60)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import socket
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -49,6 +50,13 @@ def prove_listener(key: bytes, nonce: bytes, theirs: bytes) -> bytes:
 
 def is_proof(given: bytes | bytearray, expected: bytes) -> bool:
     return hmac.compare_digest(given, expected)
+
+
+def introduce(link: socket.socket, key: bytes, nonce: bytes, text: bytes = b"") -> bool:
+    """Says to who listens, whose `nonce` has come, the proof and a `text`, and waits. Whether it has the key, too."""
+    own = make_nonce()
+    link.sendall(prove_caller(key, nonce, own, text))
+    return is_proof(link.recv(PROOF, socket.MSG_WAITALL), prove_listener(key, nonce, own))
 
 
 class Seals:

@@ -28,10 +28,8 @@ from paceline.greeting import (
     NONCE,
     PROOF,
     NewConnections,
-    is_proof,
+    introduce,
     make_nonce,
-    prove_caller,
-    prove_listener,
     read_caller,
 )
 from paceline.observe.memory import whole_memory
@@ -140,10 +138,8 @@ class Giver:
 
     def _greet(self, link: socket.socket) -> bool:
         """Whether both ends know each other."""
-        key, own = self._key(self.at[2]), make_nonce()
         nonce = link.recv(NONCE, socket.MSG_WAITALL)
-        link.sendall(prove_caller(key, nonce, own, _GIVER.pack(self._worker)))
-        return is_proof(link.recv(PROOF, socket.MSG_WAITALL), prove_listener(key, nonce, own))
+        return introduce(link, self._key(self.at[2]), nonce, _GIVER.pack(self._worker))
 
     def _next(self) -> torch.Tensor | None:
         """What is to be sent next, if there is anything soon."""

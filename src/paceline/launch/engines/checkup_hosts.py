@@ -27,10 +27,8 @@ from paceline.greeting import (
     NONCE,
     PROOF,
     NewConnections,
-    is_proof,
+    introduce,
     make_nonce,
-    prove_caller,
-    prove_listener,
     read_caller,
 )
 from paceline.launch.checkup import Finding, checkup, own_address, versions
@@ -135,11 +133,9 @@ def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
         with socket.create_connection((address, port), PATIENCE) as link:
             link.settimeout(ANSWER)
             link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-            key, own, nonce = secret.encode(), make_nonce(), link.recv(NONCE, socket.MSG_WAITALL)
+            nonce = link.recv(NONCE, socket.MSG_WAITALL)
             began = time.monotonic()
-            link.sendall(prove_caller(key, nonce, own, b""))
-            proof = link.recv(PROOF, socket.MSG_WAITALL)
-            if not is_proof(proof, prove_listener(key, nonce, own)):
+            if not introduce(link, secret.encode(), nonce):
                 return {"refused": "another program listens there"}
             latency, end = time.monotonic() - began, time.monotonic() + SENT
             while time.monotonic() < end:
