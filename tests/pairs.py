@@ -140,15 +140,20 @@ class Pair:
         until(lambda: heard() or self.ended)
         assert heard(), self.text
 
-    def end(self, alone: bytes) -> str:
-        """What all have said; they train what one worker trains, and no process of the run is left."""
+    def end(self, alone: bytes, silent: bool = False) -> str:
+        """What all have said; they train what one worker trains, and no process of the run is left.
+
+        Processes of a host that was `silent` may have been replaced elsewhere while they stood, and their last records
+        of steps are then missing.
+        """
         (self.folder / "gate").touch()
         for process in self.started:
             assert process.wait(120) == 0, self.text
-        assert not (self.folder / "twice").exists(), (self.folder / "twice").read_text()
         assert apart(load_file(self.folder / "out.safetensors"), load(alone)) <= 1e-12
-        steps = effective_steps(read_journal(self.folder_of(0)))
-        assert sum(event["steps"] for event in steps) == STEPS
+        if not silent:
+            assert not (self.folder / "twice").exists(), (self.folder / "twice").read_text()
+            steps = effective_steps(read_journal(self.folder_of(0)))
+            assert sum(event["steps"] for event in steps) == STEPS
         assert self.left() == []
         return self.text
 
