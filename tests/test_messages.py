@@ -18,19 +18,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tellers
+import torch
 from hypothesis import strategies as st
 from mutations import as_json, garbled, mutated
 from rich.console import Console
 from test_link import RUN, TOKEN
 from test_readers import fuzz
 
-from paceline.errors import FormatError
+from paceline.checkpoint.tree import unpack
+from paceline.comm.forms import TOLD
+from paceline.comm.told import read_told
+from paceline.errors import CheckpointError, FormatError
 from paceline.launch.agent import Agent
 from paceline.launch.workers import Worker, Workers
 from paceline.observe.figures import ranks
 from paceline.observe.profiling import profile_of
 from paceline.observe.progress import Progress
 from paceline.schema import find_wrong
+from paceline.strategies import sparse
 from paceline.team.coordinator import Coordinator
 from paceline.team.forms import ANSWERS, ORDERS, STATE
 from paceline.team.link import RefusedError, Wire
@@ -308,6 +314,81 @@ def test_a_changed_word_of_a_worker_is_taken_or_passed_over(examples: int) -> No
     assert found.keys() == {event["event"] for event in EVENTS}
     kinds = [mutated(event).map(as_json) | garbled(as_json(event)) for event in EVENTS]
     fuzz(examples, st.lists(st.one_of(kinds), min_size=1, max_size=4), tell)
+
+
+# -- what workers, parameter servers and hosts tell each other ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("examples", [100, MANY])
+def test_what_workers_and_servers_tell_each_other_is_taken_or_refused(examples: int) -> None:
+    def act(said: tuple[str, bytes]) -> None:
+        with suppress(FormatError):
+            tellers.hear(*said)
+
+    seeds = [*tellers.told()]
+    assert {about for about, _ in seeds} == TOLD.keys() - {"dealing", "tree", "part"}
+    for about, data in seeds:
+        # All that is written is read, and stays as it is.
+        assert json.dumps(read_told(data, about, "worker 1"), sort_keys=True) == json.dumps(
+            json.loads(data), sort_keys=True
+        )
+        tellers.hear(about, data)
+    values = [(about, json.loads(data), data) for about, data in seeds]
+    kinds = [st.tuples(st.just(a), mutated(value).map(as_json) | garbled(data)) for a, value, data in values]
+    fuzz(examples, st.one_of(kinds), act)
+
+
+@pytest.mark.parametrize("examples", [100, MANY])
+def test_packed_tensors_are_taken_or_refused(examples: int) -> None:
+    """Of which a text says what they are: trees, and rows of tables."""
+
+    def act(said: tuple[bytes, bool]) -> None:
+        data, tree = said
+        with suppress(FormatError, CheckpointError):
+            if tree:
+                unpack(torch.frombuffer(bytearray(data or b"."), dtype=torch.uint8))
+            else:
+                sparse.unpack(bytearray(data), tellers.PARAMS, "worker 1")
+
+    def changed(data: bytes, tree: bool) -> st.SearchStrategy[bytes]:
+        """With another head, and else as it is."""
+        begin = 8 if tree else 0
+        end = begin + int.from_bytes(data[:8], "little") if tree else data.index(b"\n")
+
+        def put(head: bytes) -> bytes:
+            head += b" " * (-len(head) % 8)
+            return (len(head).to_bytes(8, "little") if tree else b"") + head + data[end:]
+
+        return mutated(json.loads(data[begin:end])).map(as_json).map(put) | garbled(data)
+
+    seeds = [(data, True) for data in tellers.trees()] + [(bytes(data), False) for data in tellers.rows()]
+    kinds = [st.tuples(changed(*seed), st.just(seed[1])) for seed in seeds]
+    fuzz(examples, st.one_of(kinds), act)
+
+
+@pytest.mark.parametrize(
+    ("about", "body", "why"),
+    [
+        ("servers", b'{"0": ["a", 70000, "salt"]}', '["0"][1]: expected int <= 65535'),
+        ("servers", b'{"first": ["a", 1, "salt"]}', "expected str of another form"),
+        ("step", b'{"count": 1.0, "loss": 1.0, "unused": []}', "object missing required field expected"),
+        ("wish", b'{"updates": -1, "stop": false}', "updates: expected int >= 0"),
+        ("ticket", b'{"ticket": true, "dealing": 1, "update": 1}', "ticket: expected int, got bool"),
+        ("push", b"[" * 3000, "it is nested too deeply"),
+        ("update", b"[0, 8, [7, 1, 2]]", "worker 7 has pushed nothing to server 0"),
+        (
+            "standing",
+            b'{"applied": 1, "window": [3, 8], "log": [], "has": []}',
+            "it has made 1 updates, and the window",
+        ),
+        ("workers", b"[]", "expected array of length >= 1"),
+    ],
+)
+def test_what_is_wrong_with_what_a_worker_or_a_server_tells_is_said(about: str, body: bytes, why: str) -> None:
+    with pytest.raises(FormatError) as error:
+        tellers.hear(about, body)
+    assert f" of its {about} is damaged: {why}" in str(error.value)
+    assert error.value.cure == "use the same version of Paceline on all hosts"
 
 
 def test_what_checks_types_is_not_imported_before_there_is_something_to_check() -> None:

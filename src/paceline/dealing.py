@@ -164,8 +164,11 @@ class Dealing(Holding):
                 self._follow(tuple(one["window"]), *made)
         for server, one in told.items():
             self.applied_by[server] = one["applied"]
+            if one["applied"] < (start := window.tickets.start):
+                why = f"it has made {one['applied']} updates, and the window began after {start}"
+                raise damaged(self.TELLS[0], f"server {server}", why)
             for number in range(one["applied"], self.applied):
-                self._tell(self.peers[server], number, window.log[number - window.tickets.start])
+                self._tell(self.peers[server], number, window.log[number - start])
         self._stands.clear()
         if not self.leads:
             self.leads, self._base = True, secrets.randbits(60)

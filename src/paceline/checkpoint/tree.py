@@ -246,6 +246,8 @@ def unpack(data: torch.Tensor, copy: bool = True) -> Any:
     else; CheckpointError: a value in it cannot be read.
     """
     length = int.from_bytes(bytes(data[:8].tolist()), "little")
+    if length % 8:
+        raise damaged("tree", "another worker", "it begins with a length that no writer gives")
     skeleton, shapes = read_told(bytes(data[8 : 8 + length].tolist()), "tree", "another worker")
     tensors, at = {}, 8 + length
     for name, (dtype, shape) in shapes.items():
