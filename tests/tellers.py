@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +26,13 @@ from paceline.comm.status import Side
 from paceline.comm.told import read_told
 from paceline.dealing import Dealing, Pushed, Window
 from paceline.holding import Client
+from paceline.launch.checkup import Finding
+from paceline.launch.engines import checkup_hosts, hosted, ray_driver
+from paceline.launch.engines.engine import Host
+from paceline.launch.engines.forms import ANSWER, FACTS
+from paceline.launch.engines.hosted import MARK
+from paceline.launch.engines.kubernetes import Kubectl
+from paceline.launch.engines.launcher import HostJob, Launcher
 from paceline.served import Windows
 from paceline.serving import ParameterServer
 from paceline.step import NOTHING
@@ -28,6 +40,7 @@ from paceline.strategies.job import Options
 from paceline.strategies.pipeline import HEAD, Pipeline
 from paceline.strategies.servers import RANKED, InStep, Servers, Ticketed
 from paceline.strategies.sparse import pack_gradients, pack_weights
+from paceline.team.lease import Lease
 from paceline.tickets import Shares, Tickets
 
 AT = ("127.0.0.1", 29501, "salt")
@@ -258,3 +271,125 @@ class FollowerByShares(Backed):
         self.squares = {0: [0.5]}
 
     def apply(self, step: int, told: dict[str, Any]) -> None: ...
+
+
+# -- launchers, drivers and hosts ------------------------------------------------------------------------------------
+
+
+def lines_of(call: Callable[[], Any]) -> list[bytes]:
+    """What it says on standard output, a line of JSON each."""
+    with patch("sys.stdout", io.TextIOWrapper(said := io.BytesIO(), "utf-8")):
+        call()
+        sys.stdout.flush()
+        return [line.removeprefix(MARK) for line in said.getvalue().splitlines()]
+
+
+def launcher() -> Any:
+    one = Launcher.__new__(Launcher)
+    options = {"script": "train.py", "arguments": ["--size", "1"], "environment": {"A": "1"}, "keep": 2, "heal": "1"}
+    engine = fake(way=lambda _: {"own": "a", "goes": "b", "comes": "c"}, listen=None)
+    vars(one).update(_job=HostJob(options, "python", "~/a", files=b"abc"), _token="ab", _engine=engine, _listens="a:1")
+    vars(one).update(sent=[], value=bytearray(), _hosts=[fake(place=Host("a"))])
+    one._send = lambda _, data: one.sent.append(data.partition(b"\n")[0])
+    return one
+
+
+def heard_by_launcher(line: bytes) -> bytes:
+    one = launcher()
+    one._told(fake(place=Host("a", 2), first=True), line)
+    return b"".join(one.sent)
+
+
+def ordered() -> bytes:
+    one = launcher()
+    one._order(fake(place=Host("a"), first=False))
+    return cast(bytes, one.sent[0])
+
+
+def said_by_hosts() -> list[bytes]:
+    like = {
+        "script": "76a4c6",
+        "module": None,
+        "arguments": [],
+        "plan": None,
+        "torch": "2",
+        "paceline": "0",
+        "python": "3",
+    }
+
+    def say() -> None:
+        hosted._say("ready")
+        hosted._say("like", **like, workers=2)
+        hosted._say("listens", address=("10.0.0.1", 29400))
+        hosted._say("value", data="YWJj")
+
+    return lines_of(say)
+
+
+def said_by_drivers() -> list[bytes]:
+    def say() -> None:
+        ray_driver._tell(waits="for two hosts")
+        ray_driver._tell(what="there is no Ray", cure="start it")
+        ray_driver._tell(door="paceline-ab", placed=["10.0.0.1", "10.0.0.2"])
+
+    return lines_of(say)
+
+
+def checked() -> list[bytes]:
+    """What a host says to `paceline doctor --hosts`: of itself, and its clock."""
+    found, asked = (
+        patch.object(checkup_hosts, "checkup", lambda _: [Finding("a thing", "mend it")]),
+        'null\n["", 1, "ab"]\n',
+    )
+    with found, patch("sys.stdin", io.StringIO(asked)):
+        return lines_of(checkup_hosts.serve)
+
+
+def heard_by_doctor(line: bytes) -> None:
+    for kind in (FACTS, ANSWER):
+        far = checkup_hosts._Far.__new__(checkup_hosts._Far)
+        far.process = cast(Any, fake(stdout=[MARK + line]))
+        far.hear(kind)
+
+
+def answered_by_etcd(answers: dict[str, bytes]) -> None:
+    """A lease that such answers are given to."""
+
+    def answer(request: Any, **_: Any) -> io.BytesIO:
+        return io.BytesIO(answers[request.full_url.partition("/v3/")[2]])
+
+    with patch("urllib.request.urlopen", answer):
+        lease = Lease("etcd://a:1/run", ("10.0.0.1", 29400))
+        lease._take()
+        lease._renew()
+
+
+def etcd(own: bytes | None = None) -> dict[str, bytes]:
+    """As etcd answers, in this form: a key that nobody has, or its value."""
+    kvs = [{"key": "cnVu", "value": base64.b64encode(own).decode(), "mod_revision": "7", "version": "1"}] if own else []
+    said: dict[str, Any] = {"kv/range": {"header": {"revision": "7"}, "kvs": kvs} if own else {"header": {}}}
+    said |= {"kv/txn": {"header": {}, "succeeded": True}, "lease/grant": {"ID": "7587870", "TTL": "5"}}
+    said |= {"lease/keepalive": {"result": {"ID": "7587870", "TTL": "5"}}}
+    return {path: json.dumps(value).encode() for path, value in said.items()}
+
+
+def listed(text: bytes) -> Any:
+    """The items that kubectl lists."""
+    done = fake(returncode=0, stdout=text.decode(errors="replace"))
+    with patch.object(Kubectl, "__call__", lambda *_: done):
+        return Kubectl(None, []).items("get", "pods")
+
+
+PODS = json.dumps(
+    {
+        "kind": "List",
+        "items": [
+            {
+                "kind": "Pod",
+                "metadata": {"name": "a-0", "uid": "1", "creationTimestamp": "2026", "annotations": {"index": "0"}},
+                "status": {"phase": "Running", "containerStatuses": []},
+            },
+            {"kind": "Event", "metadata": {"name": "e"}, "involvedObject": {"name": "a-0"}, "reason": "Failed"},
+        ],
+    }
+).encode()
