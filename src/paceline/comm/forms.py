@@ -27,7 +27,7 @@ Squares = dict[Number, list[float]]
 Real = int | float
 
 
-class Step(TypedDict):
+class ToldStep(TypedDict):
     """What servers are to apply."""
 
     count: Real
@@ -50,12 +50,12 @@ class Logged(TypedDict):
     metrics: dict[str, tuple[Real, Real]]
 
 
-class Pushed(Step):
+class ToldPush(ToldStep):
     micro_batches: Count
     log: Logged
 
 
-class Made(Logged):
+class MadeUpdate(Logged):
     ticket: Count
     missed: Count
     worker: NotRequired[Worker]
@@ -64,7 +64,7 @@ class Made(Logged):
     late: NotRequired[list[tuple[Worker, Count, Count]]]
 
 
-class Asked(TypedDict):
+class Wish(TypedDict):
     """Of the next ticket."""
 
     stop: bool
@@ -73,27 +73,27 @@ class Asked(TypedDict):
     broken: NotRequired[bool]
 
 
-class Dealt(TypedDict):
+class DealtSomething(TypedDict):
     """A ticket, unless there is a log."""
 
     log: NotRequired[Any]
 
 
-class Ticket(TypedDict):
+class DealtTicket(TypedDict):
     ticket: Count
     dealing: Dealing
     update: Count
     share: NotRequired[tuple[Few, Some]]
 
 
-class Ended(TypedDict):
+class EndedWindow(TypedDict):
     """The end of a window."""
 
-    log: list[Made]
+    log: list[MadeUpdate]
     dropped: Count
 
 
-class Place(TypedDict):
+class Whereabouts(TypedDict):
     sequence: Count
     name: str
     site: str
@@ -113,13 +113,13 @@ TOLD: dict[str, Any] = {
     "servers": dict[Number, At],
     "largest gradients": tuple[Some, list[float]] | None,
     "squares": Squares,
-    "step": Step,
+    "step": ToldStep,
     "updates": Annotated[int, Meta(ge=-1, le=2**53)],
-    "wish": Asked,
-    "dealing": Dealt,
-    "ticket": Ticket,
-    "window": Ended,
-    "push": Pushed,
+    "wish": Wish,
+    "dealing": DealtSomething,
+    "ticket": DealtTicket,
+    "window": EndedWindow,
+    "push": ToldPush,
     "standing": _standing(OfOne),
     "standing by shares": _standing(OfSome),
     "update": tuple[Count, Count, OfOne],
@@ -128,7 +128,7 @@ TOLD: dict[str, Any] = {
     "rows": list[tuple[Count, Size, Size]],
     "values": tuple[list[Any], list[tuple[Few, Any]], list[tuple[Dtype, Shape, bool]]],
     "tree": tuple[Any, dict[str, tuple[Dtype, Shape]]],
-    "place": Place | None,
+    "place": Whereabouts | None,
     "host": tuple[Count, Annotated[str, Meta(pattern="^[0-9a-f]{1,65536}\\Z")], str, str],
     "hosts": tuple[list[Annotated[list[Few], Meta(min_length=1)]], str],
     "part": Any,
