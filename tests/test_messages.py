@@ -8,6 +8,7 @@ import asyncio
 import copy
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,22 +16,32 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import tellers
+import torch
 from hypothesis import strategies as st
 from mutations import as_json, garbled, mutated
 from rich.console import Console
 from test_link import RUN, TOKEN
 from test_readers import fuzz
 
-from paceline.errors import FormatError
+from paceline.checkpoint.tree import unpack
+from paceline.comm.forms import TOLD
+from paceline.comm.told import read_told
+from paceline.errors import CheckpointError, FormatError, LaunchError
 from paceline.launch.agent import Agent
+from paceline.launch.engines import hosted
+from paceline.launch.engines.driven import Driven
+from paceline.launch.options import LaunchOptions
 from paceline.launch.workers import Worker, Workers
 from paceline.observe.figures import ranks
 from paceline.observe.profiling import profile_of
 from paceline.observe.progress import Progress
 from paceline.schema import find_wrong
+from paceline.strategies import sparse
+from paceline.team.commands import Orders
 from paceline.team.coordinator import Coordinator
 from paceline.team.forms import ANSWERS, ORDERS, STATE
 from paceline.team.link import RefusedError, Wire
@@ -227,10 +238,10 @@ def use(path: str, said: Any) -> None:
         [profile_of(Path(said["folder"]), said["asked"], worker) for worker in said["workers"]]
 
 
-def follow(orders: dict[str, Any]) -> None:
+def follow(orders: dict[str, Any], tell: Callable[[Any], Any] = json.dumps) -> Agent:
     """An agent with a worker that takes these orders."""
     agent = Agent.__new__(Agent)
-    worker = SimpleNamespace(alive=True, life=0, tell=json.dumps, serves=False, events={})
+    worker = SimpleNamespace(alive=True, life=0, tell=tell, serves=False, events={})
     worker.process = SimpleNamespace(signal=lambda _: None)
     again: Callable[..., None] = lambda *_: None
     workers = SimpleNamespace(all=[worker], now={0: worker}, lose=again, again=again, start=again, preparing=False)
@@ -241,6 +252,7 @@ def follow(orders: dict[str, Any]) -> None:
     vars(agent).update(_coordinator=None, _held_back=False, _link=link, _workers=workers, _output=output)
     vars(agent).update(say=lambda *_: None, _start_again=again, _stopping=0.0, _at_once=False, _ending_first=[])
     agent._ordered()
+    return agent
 
 
 @pytest.mark.parametrize("examples", [100, MANY])
@@ -308,6 +320,191 @@ def test_a_changed_word_of_a_worker_is_taken_or_passed_over(examples: int) -> No
     assert found.keys() == {event["event"] for event in EVENTS}
     kinds = [mutated(event).map(as_json) | garbled(as_json(event)) for event in EVENTS]
     fuzz(examples, st.lists(st.one_of(kinds), min_size=1, max_size=4), tell)
+
+
+# -- what workers, parameter servers and hosts tell each other ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("examples", [100, MANY])
+def test_what_workers_and_servers_tell_each_other_is_taken_or_refused(examples: int) -> None:
+    def act(said: tuple[str, bytes]) -> None:
+        with suppress(FormatError):
+            tellers.hear(*said)
+
+    seeds = [*tellers.told()]
+    assert {about for about, _ in seeds} == TOLD.keys() - {"dealing", "tree", "part"}
+    for about, data in seeds:
+        # All that is written is read, and stays as it is.
+        assert json.dumps(read_told(data, about, "worker 1"), sort_keys=True) == json.dumps(
+            json.loads(data), sort_keys=True
+        )
+        tellers.hear(about, data)
+    values = [(about, json.loads(data), data) for about, data in seeds]
+    kinds = [st.tuples(st.just(a), mutated(value).map(as_json) | garbled(data)) for a, value, data in values]
+    fuzz(examples, st.one_of(kinds), act)
+
+
+@pytest.mark.parametrize("examples", [100, MANY])
+def test_packed_tensors_are_taken_or_refused(examples: int) -> None:
+    """Of which a text says what they are: trees, and rows of tables."""
+
+    def act(said: tuple[bytes, bool]) -> None:
+        data, tree = said
+        with suppress(FormatError, CheckpointError):
+            if tree:
+                unpack(torch.frombuffer(bytearray(data or b"."), dtype=torch.uint8))
+            else:
+                sparse.unpack(bytearray(data), tellers.PARAMS, "worker 1")
+
+    def changed(data: bytes, tree: bool) -> st.SearchStrategy[bytes]:
+        """With another head, and else as it is."""
+        begin = 8 if tree else 0
+        end = begin + int.from_bytes(data[:8], "little") if tree else data.index(b"\n")
+
+        def put(head: bytes) -> bytes:
+            head += b" " * (-len(head) % 8)
+            return (len(head).to_bytes(8, "little") if tree else b"") + head + data[end:]
+
+        return mutated(json.loads(data[begin:end])).map(as_json).map(put) | garbled(data)
+
+    seeds = [(data, True) for data in tellers.trees()] + [(bytes(data), False) for data in tellers.rows()]
+    kinds = [st.tuples(changed(*seed), st.just(seed[1])) for seed in seeds]
+    fuzz(examples, st.one_of(kinds), act)
+
+
+@pytest.mark.parametrize(
+    ("about", "body", "why"),
+    [
+        ("servers", b'{"0": ["a", 70000, "salt"]}', '["0"][1]: expected int <= 65535'),
+        ("servers", b'{"first": ["a", 1, "salt"]}', "expected str of another form"),
+        ("step", b'{"count": 1.0, "loss": 1.0, "unused": []}', "object missing required field expected"),
+        ("wish", b'{"updates": -1, "stop": false}', "updates: expected int >= 0"),
+        ("ticket", b'{"ticket": true, "dealing": 1, "update": 1}', "ticket: expected int, got bool"),
+        ("push", b"[" * 3000, "it is nested too deeply"),
+        ("update", b"[0, 8, [7, 1, 2]]", "worker 7 has pushed nothing to server 0"),
+        (
+            "standing",
+            b'{"applied": 1, "window": [3, 8], "log": [], "has": []}',
+            "it has made 1 updates, and the window",
+        ),
+        ("workers", b"[]", "expected array of length >= 1"),
+    ],
+)
+def test_what_is_wrong_with_what_a_worker_or_a_server_tells_is_said(about: str, body: bytes, why: str) -> None:
+    with pytest.raises(FormatError) as error:
+        tellers.hear(about, body)
+    assert f" of its {about} is damaged: {why}" in str(error.value)
+    assert error.value.cure == "use the same version of Paceline on all hosts"
+
+
+# -- what launchers, drivers, hosts, agents, etcd and kubectl say ------------------------------------------------------
+
+
+def take_job(line: bytes) -> None:
+    if job := hosted.read_job(line):
+        LaunchOptions(**{"script": "a.py", **job["options"]}, workers=job["workers"] or 1, token=job["token"].encode())
+
+
+def take_driver(line: bytes) -> None:
+    driven = Driven.__new__(Driven)
+    driven.title, driven._said = "ray", cast(Any, [line, as_json({"door": "a", "placed": ["b"]})])
+    driven._placed()
+
+
+def take_order(line: bytes) -> None:
+    done: Callable[..., None] = lambda *_: None
+    Orders(None, done, done)._take(line)
+
+
+def take_etcd(path: str, own: bytes | None) -> Callable[[bytes], None]:
+    def take(data: bytes) -> None:
+        with suppress(OSError, ValueError):
+            tellers.answered_by_etcd({**tellers.etcd(own), path: data})
+
+    return take
+
+
+def orders_of_agents() -> list[bytes]:
+    """What an agent tells its worker of the coordinator's orders."""
+    told: list[bytes] = []
+    agent = follow(ORDERED, lambda order: told.append(as_json(order)))
+    agent._hold_back(True)
+    return told
+
+
+READ_LINES: list[tuple[Callable[[bytes], Any], Callable[[], list[bytes]]]] = [
+    (tellers.heard_by_launcher, tellers.said_by_hosts),
+    (take_job, lambda: [tellers.heard_by_launcher(b'{"says": "ready"}')]),
+    (hosted.read_order, lambda: [tellers.ordered()]),
+    (take_driver, tellers.said_by_drivers),
+    (tellers.heard_by_doctor, tellers.checked),
+    (take_order, orders_of_agents),
+    (tellers.listed, lambda: [tellers.PODS]),
+    *(
+        (take_etcd(path, own), lambda path=path, own=own: [tellers.etcd(own)[path]])  # type: ignore[misc]
+        for own in (None, b'["10.0.0.2", 29400]')
+        for path in tellers.etcd()
+    ),
+]
+
+
+@pytest.mark.parametrize("examples", [100, MANY])
+def test_a_changed_line_of_a_launcher_a_host_or_an_engine_is_taken_or_refused(examples: int) -> None:
+    def act(said: tuple[Callable[[bytes], Any], bytes]) -> None:
+        take, line = said
+        with suppress(FormatError, LaunchError):
+            take(line)
+
+    kinds = []
+    for take, write in READ_LINES:
+        for line in write():
+            with suppress(LaunchError):  # a driver says what is wrong
+                take(line)
+            kinds.append(st.tuples(st.just(take), mutated(json.loads(line)).map(as_json) | garbled(line)))
+    fuzz(examples, st.one_of(kinds), act)
+
+
+@pytest.mark.parametrize(
+    ("take", "line", "why"),
+    [
+        (take_job, b'{"options": {}}', "the launcher's job is damaged: object missing required field "),
+        (
+            tellers.heard_by_launcher,
+            b'{"says": "listens"}',
+            "what a says is damaged: object missing required field ",
+        ),
+        (take_order, b'{"wait": 1}', "an order of the agent is damaged: wait: expected bool, got int"),
+        (take_driver, b"Traceback", "what ray's driver says is damaged: Expecting value: line 1 column 1 (char 0)"),
+        (tellers.listed, b"{}", "what kubectl get answers is damaged: object missing required field items"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said(take: Callable[[bytes], Any], line: bytes, why: str) -> None:
+    with pytest.raises(FormatError) as error:
+        take(line)
+    assert str(error.value).startswith(why)
+
+
+def test_options_of_another_version_are_refused_on_a_host() -> None:
+    job = json.loads(tellers.heard_by_launcher(b'{"says": "ready"}'))
+    with pytest.raises(FormatError) as error:
+        take_job(as_json({**job, "options": {**job["options"], "warp": 9}}))
+    assert str(error.value) == (
+        "the launcher gives the option warp, which is not known here; use the same version of Paceline on all hosts"
+    )
+
+
+def test_a_worker_ends_with_what_was_no_order() -> None:
+    orders = Orders(None, lambda _: None, lambda _: None)
+    reads, writes = os.pipe()
+    os.write(writes, b'{"wait": true}\n{"number": 1}\n')
+    os.close(writes)
+    orders._listen(reads)
+    os.close(reads)
+    assert orders.wait_here
+    for ask in (lambda: orders.newer(0), lambda: orders.wait(0), lambda: orders.hear(lambda: False)):
+        with pytest.raises(FormatError) as error:
+            ask()
+        assert "an order of the agent is damaged: object missing required field " in str(error.value)
 
 
 def test_what_checks_types_is_not_imported_before_there_is_something_to_check() -> None:

@@ -26,6 +26,7 @@ from mutations import MISSING, as_json, changed, garbled, mutated
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from test_inspect import save
+from warm import SCRIPTS, Process, environment
 
 from paceline.checkpoint.adopt import import_model
 from paceline.checkpoint.contents import inspect_run
@@ -422,6 +423,59 @@ def test_a_changed_field_of_a_manifest_is_taken_or_refused(names: list[str], exa
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         numpy.random.set_state(states[2])
+
+
+def train(run: Path, steps: int) -> str:
+    """Trains in a run folder, or goes on there: what came of it."""
+    env = environment(PACELINE_PLAN="exact", PACELINE_RUN_DIR=str(run))
+    pipe = subprocess.PIPE
+    with Process([sys.executable, SCRIPTS / "restored.py", str(steps)], env, stdout=pipe, stderr=pipe) as process:
+        said, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors, errors
+    return said.strip()
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("begun") / "run"
+    assert train(run, 4) == ""
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "word"),
+    [
+        ("exact", {"weight": "much"}, "cannot go on with the field exact of"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("owed", [], "owed: expected object"),
+                ("owed", {"none": 1.0}, "cannot go on with the field owed of"),
+                ("exact", [], "exact: expected object"),
+                ("islands", 7, "islands: expected object"),
+                ("islands", {"each": {}}, "cannot go on with the field islands of"),
+                ("scaling", ["high", 4], "scaling[0]: expected float"),
+                ("phases", [{"number": "0"}], "phases[0]"),
+                ("grid", [12], "grid: expected array of length 2"),
+                ("expected", MISSING, "cannot go on with the field expected of"),
+                ("schedulers", MISSING, "cannot go on with the field schedulers of"),
+                ("said", {"seed": []}, "cannot go on with the field said of"),
+            ]
+        ),
+    ],
+)
+def test_a_field_of_a_trainer_that_cannot_be_used_is_named(
+    name: str, wrong: Any, word: str, begun: Path, tmp_path: Path
+) -> None:
+    """By the one error that a run ends with when it resumes, not by a raw one."""
+    run = shutil.copytree(begun, tmp_path / "run")
+    (whole,) = (run / "checkpoints").iterdir()
+    manifest = json.loads((whole / "manifest.json").read_bytes())
+    del manifest["sha256"]
+    seal(whole, changed(manifest, ("tree", "trainers", 0, name), wrong))
+    said = train(run, 6)
+    assert said.startswith("CheckpointError: ")
+    assert word in said
 
 
 # -- weights from elsewhere ------------------------------------------------------------------------------------------

@@ -391,6 +391,7 @@ FIELDS = "--field says where it is: "
 BAD = [
     (b'{"text": "a"}\n[1]\n', "the line at byte 14 of bad.jsonl is no JSON object; repair or remove it"),
     (b'\n{"text": "a"\n', "the line at byte 1 of bad.jsonl is no JSON object; repair or remove it"),
+    (b"[" * 10**5, "the line at byte 0 of bad.jsonl is no JSON object; repair or remove it"),
     (b'{"a": 1, "b": ""}', f"the line at byte 0 of bad.jsonl has no text in 'text'; {FIELDS}a, b"),
     (b'{"text": null}', f"the line at byte 0 of bad.jsonl has no text in 'text'; {FIELDS}text"),
     (b'{"text": "a"}\n"\xff"\n', "bad.jsonl is not UTF-8 at byte 15; convert it, as with iconv"),

@@ -13,10 +13,12 @@ from functools import reduce
 from typing import Any
 
 from paceline.comm.frames import Connection, Frame, Key, Kind
-from paceline.dealing import Dealing, Pushed
+from paceline.comm.told import read_told
+from paceline.dealing import Dealing, Pushed, caller
 from paceline.holding import Client
 from paceline.mesh import holders
 from paceline.step import add_metrics, deal, exact_sum
+from paceline.strategies.servers import squares_of
 from paceline.tickets import Shares
 
 
@@ -24,6 +26,8 @@ class Backed(Dealing):
     """What a server has of a trainer whose plan says `backup`. `_chosen` make the update that is being summed, whose
     `_squares` are known of these servers, by part; `_summed` tells of which update, and of whom, gradients are here.
     """
+
+    TELLS = "standing by shares", "update by shares"
 
     def _tickets(self, done: int) -> Shares:
         self._chosen: list[int] = []
@@ -39,11 +43,10 @@ class Backed(Dealing):
     def hear(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
         if frame.kind != Kind.SUM:
             return super().hear(link, client, worker, frame)
-        said = json.loads(frame.text)
         if frame.key[0] == self.applied and self.leads:
-            self._squares[-1 - worker] = said
+            self._squares[-1 - worker] = read_told(frame.text, "squares", caller(worker))
         elif frame.key[0] == self.applied:
-            self._sum(said)
+            self._sum(read_told(frame.text, "workers", caller(worker)))
             link.put(Kind.SUM, self.trainer, frame.key, content=json.dumps(self.squares).encode())
         return self._go_on()
 
@@ -98,7 +101,7 @@ class Backed(Dealing):
         found = list[float]()
         for part in range(self.servers):
             first = next(one for one in holders(part, self.servers, int(self.copies)) if one in self.used)
-            found += self._squares[first][str(part)]
+            found += squares_of(self._squares[first], part, f"server {first}")
         made, told = self._chosen, self._told(self._chosen)
         batches, members = deal(told["micro_batches"], [1.0] * len(shares.members)), shares.members
         late = [[worker, part.start, part.stop] for worker, part in zip(members, batches, strict=True)]
@@ -137,7 +140,7 @@ class Backed(Dealing):
         self._reached("applied")
 
     def _of(self, workers: list[int]) -> list[Pushed]:
-        return [self.pushed[worker] for worker in workers]
+        return [self._push_of(worker) for worker in workers]
 
     def _sum(self, workers: list[int]) -> None:
         """The gradients are those of these, in the order of their shares."""

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.tree import pack
 from paceline.comm.frames import Connection, Frame, Key, Kind
+from paceline.comm.told import damaged, read_told
 from paceline.holding import Client, Holding, Steps
 from paceline.strategies.job import Options
 from paceline.tickets import Push, Tickets
@@ -65,6 +66,8 @@ class Dealing(Holding):
     first one, by number, which knows how many updates each has `applied_by` now; `first` is the connection to that, of
     the others. `reached` hears of moments, `workers` tells who is connected.
     """
+
+    TELLS = "standing", "update"  # what servers tell each other, in `paceline.comm.forms`
 
     def __init__(
         self,
@@ -109,13 +112,14 @@ class Dealing(Holding):
             if self._is_due(of, (ticket, dealing, 0)):  # else it comes again
                 self._has(of, -1 - worker)
         elif frame.kind == Kind.STAND:
-            self.peers[-1 - worker], self._stands[-1 - worker] = link, json.loads(frame.text)
+            self._stands[-1 - worker] = read_told(frame.text, self.TELLS[0], caller(worker))
+            self.peers[-1 - worker] = link
             self._lead()
         elif frame.kind == Kind.APPLIED:
             self.applied_by[-1 - worker] = frame.key[0]
         elif frame.kind == Kind.APPLY:
             if frame.key[0] == self.applied:
-                start, end, made = json.loads(frame.text)
+                start, end, made = read_told(frame.text, self.TELLS[1], caller(worker))
                 self._follow((start, end), *made)
                 if self.copies:
                     link.put(Kind.APPLIED, self.trainer, (self.applied, 0, 0))
@@ -160,8 +164,11 @@ class Dealing(Holding):
                 self._follow(tuple(one["window"]), *made)
         for server, one in told.items():
             self.applied_by[server] = one["applied"]
+            if one["applied"] < (start := window.tickets.start):
+                why = f"it has made {one['applied']} updates, and the window began after {start}"
+                raise damaged(self.TELLS[0], f"server {server}", why)
             for number in range(one["applied"], self.applied):
-                self._tell(self.peers[server], number, window.log[number - window.tickets.start])
+                self._tell(self.peers[server], number, window.log[number - start])
         self._stands.clear()
         if not self.leads:
             self.leads, self._base = True, secrets.randbits(60)
@@ -190,9 +197,15 @@ class Dealing(Holding):
         """An update that another server has made, or had made."""
         if window[0] != self.window.tickets.start:
             self.window.log.clear()
-        self.window.tickets.follow(window, self.pushed[worker].ticket, worker, clock, missed)
+        self.window.tickets.follow(window, self._push_of(worker).ticket, worker, clock, missed)
         self._note(worker, missed)
         self._apply(worker, missed)
+
+    def _push_of(self, worker: int) -> Pushed:
+        """What it has pushed last. FormatError: nothing, and yet another server has an update of it."""
+        if worker not in self.pushed:
+            raise damaged("update", "another server", f"worker {worker} has pushed nothing to server {self.server}")
+        return self.pushed[worker]
 
     def _note(self, worker: int, missed: int) -> None:
         pushed, clock = self.pushed[worker], self.window.tickets.clocks[worker]
@@ -223,7 +236,7 @@ class Dealing(Holding):
         self._go_on()
 
     def _ask(self, link: Connection, worker: int, frame: Frame) -> None:
-        window, said, start = self.window, json.loads(frame.text), frame.key[0]
+        window, said, start = self.window, read_told(frame.text, "wish", caller(worker)), frame.key[0]
         tickets = window.tickets
         if start > tickets.start:
             tickets.cut(start)  # it was, if this one deals since then
@@ -255,7 +268,8 @@ class Dealing(Holding):
             return
         ticket, dealing, _ = frame.key
         rows = client.rows.get(frame.trainer, bytearray())
-        self.pushed[worker] = Pushed(ticket, dealing, json.loads(text), gradients, records, rows)
+        told = read_told(text, "push", caller(worker))
+        self.pushed[worker] = Pushed(ticket, dealing, told, gradients, records, rows)
         if self.leads:
             self._has(worker, self.server)
         elif self.first is not None:  # else it hears of it with all others
@@ -351,6 +365,11 @@ class Dealing(Holding):
         if self._weights[0] != self.applied:
             self._weights = self.applied, {number: self.params[number].detach().clone() for number in self.all_dense}
         return self._weights[1]
+
+
+def caller(number: int) -> str:
+    """Who has a connection, for people: servers are below zero."""
+    return f"worker {number}" if number >= 0 else f"server {-1 - number}"
 
 
 @contextmanager

@@ -42,6 +42,13 @@ class FlightRecord(TypedDict):
     number: NotRequired[Whole | None]
 
 
+class Fired(TypedDict):
+    """A line of the faults that have struck."""
+
+    at: Annotated[float, Meta(ge=0, le=1e11)]
+    fault: str
+
+
 class TokenShard(TypedDict):
     file: Annotated[str, Meta(pattern=r"^[\w-][\w.-]*$")]
     tokens: Positive

@@ -13,6 +13,7 @@ from paceline.comm.buckets import levels_of
 from paceline.comm.codecs import add_codes, manner, pack_codes
 from paceline.comm.exact import LEVELS, ExactBuckets
 from paceline.comm.frames import Connection, Frame, Key, Kind
+from paceline.comm.told import damaged, read_told
 from paceline.optim import DelayedNesterov
 from paceline.plan import Plan
 from paceline.step import NOTHING
@@ -137,7 +138,9 @@ class Holding:
 
     def add_rows(self, texts: Iterable[bytearray]) -> None:
         """The gradients of tables are what the rows of these workers add up to."""
-        rows = [unpack(text, self.params) for text in texts] if self.touched else []
+        rows = [unpack(text, self.params, "a worker") for text in texts] if self.touched else []
+        if any(one.keys() < self.touched.keys() for one in rows):
+            raise damaged("rows", "a worker", "those of a table are missing")
         for number in self.touched:
             where, values = zip(*(one[number] for one in rows), strict=True)
             self.params[number].grad = combined(self.params[number], where, values)
@@ -233,7 +236,7 @@ class Holding:
     def put_rows(self, link: Connection, frame: Frame) -> None:
         """Of a part's tables what has changed since the update that is said."""
         if self.replica.job.sparse:
-            since, numbers = int(frame.text), self.sparse[frame.key[2]]
+            since, numbers = read_told(frame.text, "updates", "a worker"), self.sparse[frame.key[2]]
             text = pack_weights(
                 {number: (self.params[number], self.touched[number].since(since)) for number in numbers}
             )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +14,7 @@ from torch import nn
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.data.loader import Source
 from paceline.descriptions import Description
-from paceline.errors import DatasetError, UsageError
+from paceline.errors import CheckpointError, DatasetError, PacelineError, UsageError, first_line
 from paceline.observe.figures import ranks, trainer_names
 from paceline.step import Grid, deal
 from paceline.strategies.body import by_pieces
@@ -123,6 +124,32 @@ class Phase:
         """The source, held to the rows and epochs of the phase."""
         rows = None if source.rows is None else self.rows
         return dataclasses.replace(source, rows=rows, first_epoch=self.first_epoch)
+
+
+class SavedFields(dict[str, Any]):
+    """What was saved of a trainer; it knows which field was read `last`."""
+
+    last = ""
+
+    def __getitem__(self, name: str) -> Any:
+        self.last = name
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.last = name
+        return super().get(name, default)
+
+    @contextmanager
+    def naming(self, where: str, trainer: int) -> Iterator[None]:
+        """Raises CheckpointError, with the field, where something in here cannot be used."""
+        try:
+            yield
+        except (TypeError, LookupError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+            if isinstance(error, PacelineError | torch.OutOfMemoryError | torch.distributed.DistError):
+                raise
+            why = f"{type(error).__name__}: {first_line(error)}"
+            what = f"trainer {trainer} cannot go on with the field {self.last} of {where} ({why})"
+            raise CheckpointError(what, "take another checkpoint, or start anew in another --run-dir") from error
 
 
 class State(dict[str, Any]):

@@ -12,7 +12,8 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +52,25 @@ def read_json(source: Path | bytes, kind: type[T], what: str, cure: str = CURE) 
     """
     data = read_file(source) if isinstance(source, Path) else source
     return check(parse(data, what, cure), kind, what, cure)
+
+
+def read_message(data: bytes | bytearray, kind: Any, what: str, cure: str = SAME_VERSION) -> Any:
+    """The value of a message of the type `kind`, with those fields alone that it names. A decoder made for the type is
+    faster than `read_json`, which says what is wrong, and knows what JSON has not: NaN and infinities.
+    """
+    import msgspec
+
+    try:
+        return _decoder(kind)(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return msgspec.convert(read_json(bytes(data), kind, what, cure), kind)
+
+
+@cache
+def _decoder(kind: Any) -> Callable[[bytes | bytearray], Any]:
+    import msgspec
+
+    return msgspec.json.Decoder(kind).decode
 
 
 def parse(data: bytes, what: str, cure: str = CURE) -> Any:

@@ -21,7 +21,8 @@ from paceline.backed import Backed
 from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.codecs import add_codes, pack_codes
 from paceline.comm.frames import Connection, Frame, Kind, exchange
-from paceline.dealing import Dealing
+from paceline.comm.told import damaged, read_told
+from paceline.dealing import Dealing, caller
 from paceline.errors import PacelineError
 from paceline.greeting import NewConnections
 from paceline.holding import Client, Holding, Steps
@@ -82,7 +83,8 @@ class ParameterServer:
 
     def _hear_used(self, frame: Frame) -> None:
         """Which servers a worker uses: in a generation they become fewer."""
-        generation, said = frame.key[0], {int(n): (at[0], at[1], at[2]) for n, at in json.loads(frame.text).items()}
+        generation = frame.key[0]
+        said: dict[int, At] = {int(n): at for n, at in read_told(frame.text, "servers", "a worker").items()}
         before = self._generation, [*self._used]
         if generation > self._generation:
             self._generation, self._used = generation, said
@@ -194,6 +196,8 @@ class ParameterServer:
                 for other, _ in self._clients:
                     other.put(Kind.WELCOME, content=b"1")
         elif frame.kind == Kind.SQUARES:
+            if len(frame.text) < RANKED.size:
+                raise damaged("rank", caller(_who(link)), "it is cut short")
             client.asked[frame.trainer] = (frame.key, *RANKED.unpack_from(frame.text))
             self._look(link, frame)
         elif frame.kind == Kind.ROWS:
@@ -233,7 +237,8 @@ class ParameterServer:
                 asking[rank] = other, client
         if len(asking) < size:
             return
-        part.add(key, [asking[rank][1] for rank in range(size)], json.loads(frame.text[RANKED.size :] or b"null"))
+        exactly = read_told(frame.text[RANKED.size :] or b"null", "largest gradients", "a worker")
+        part.add(key, [asking[rank][1] for rank in range(size)], exactly)
         if gone := [one for _, one in asking.values() if not one.still(frame.trainer, key)]:
             part.ready = None  # nobody who counts waits for it
             for one in gone:
@@ -248,7 +253,7 @@ class ParameterServer:
         part, key = self._parts[frame.trainer], frame.key
         if part.applied == key[0] and part.ready == key:
             self._reached("reduced")
-            part.apply(key[0], json.loads(frame.text))
+            part.apply(key[0], read_told(frame.text, "step", "a worker"))
             self._reached("applied")
         elif part.applied <= key[0]:
             what = f"server {self.number} was told to apply step {key[0] + 1}, of which it has not all contributions"

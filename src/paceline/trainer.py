@@ -54,7 +54,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.evaluate import Sweep, evaluate
 from paceline.following import PlateauFollower
 from paceline.hints import Hinting
-from paceline.loops import Phase, State, grid_told, idle_text, resumed_grid
+from paceline.loops import Phase, SavedFields, State, grid_told, idle_text, resumed_grid
 from paceline.mesh import AXES, Mesh
 from paceline.observe.ledger import Ledger
 from paceline.plan import Plan
@@ -784,7 +784,7 @@ class Trainer(Telling):
             return
         # What is taken is copied, and not held any longer: it may be as large as all the rest. The tree itself may be
         # on its way to another worker.
-        mine, trainers[self._number] = trainers[self._number], {}
+        mine, trainers[self._number] = SavedFields(trainers[self._number]), {}
         self._run.tree = {**self._run.tree, "trainers": trainers}
         if "steps" not in mine:  # weights from elsewhere, to begin with; or nothing for this trainer
             if "model" in mine:
@@ -795,21 +795,21 @@ class Trainer(Telling):
         if missing and newcomer and "closed" not in mine:
             what = f"the checkpoint holds no {min(missing)} of trainer {self._number}, which has done steps"
             raise CheckpointError(what, "take another checkpoint, or start anew in another --run-dir")
-        if newcomer and (step := self._run.resumed) is not None:
-            checkpoint = f"checkpoint of step {step} in {self._run.folder or 'memory'}"
-            refuse_another_model(self.model, mine["model"], self._number, checkpoint, self._job.cuts)
-        if "closed" in mine:
-            if newcomer:
+        checkpoint = f"checkpoint of step {self._run.resumed} in {self._run.folder or 'memory'}"
+        with mine.naming("what others sent" if self._run.resumed is None else f"the {checkpoint}", self._number):
+            if newcomer and self._run.resumed is not None:
+                refuse_another_model(self.model, mine["model"], self._number, checkpoint, self._job.cuts)
+            if "closed" not in mine:
+                self._stepper.load(mine, newcomer)
+            elif newcomer:
                 self._go_on_ended(mine)
-        else:
-            self._stepper.load(mine, newcomer)
-        if not newcomer:
-            return
-        self._replica.own.take(mine.get("own") or {})
-        self._seed = self._job.seed = self._said.go_on(mine.get("said"), self._run.say)
-        self._phases = [Phase.of(phase) for phase in mine["phases"]]
-        self._stopped = mine["stopped"]
-        self.best.restore(mine.get("best"))
+            if not newcomer:
+                return
+            self._replica.own.take(mine.get("own") or {})
+            self._seed = self._job.seed = self._said.go_on(mine.get("said"), self._run.say)
+            self._phases = [Phase.of(phase) for phase in mine["phases"]]
+            self._stopped = mine["stopped"]
+            self.best.restore(mine.get("best"))
         kept = pytree.tree_map_only(torch.Tensor, torch.clone, mine["state"])
         self.state.restore(kept, own_copies(kept, self._job, mine.get("whole") or ()))
         self.mark_copies()

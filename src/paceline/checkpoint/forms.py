@@ -73,6 +73,7 @@ class SavedTrainer(TypedDict):
     own: NotRequired[dict[str, Any] | None]
     owed: NotRequired[dict[str, Any] | None]
     islands: NotRequired[dict[str, Any] | None]
+    exact: NotRequired[dict[str, Any] | None]
     scaling: NotRequired[tuple[Annotated[float, Meta(gt=0, le=1e38)], Size] | None]
 
 

@@ -21,6 +21,7 @@ import torch
 
 from paceline.checkpoint.tensorfile import DTYPES
 from paceline.comm.shared import raw_bytes
+from paceline.comm.told import damaged, read_told
 from paceline.errors import CheckpointError, UsageError, a, first_line
 from paceline.pieces import Held
 
@@ -241,13 +242,20 @@ def packed(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor, copy: bool = True) -> Any:
-    """What was packed; without a `copy`, tensors are a part of the bytes."""
-    (length,) = struct.unpack("<q", bytes(data[:8].tolist()))
-    skeleton, shapes = json.loads(bytes(data[8 : 8 + length].tolist()))
+    """What was packed; without a `copy`, tensors are a part of the bytes. FormatError: it is cut short, or something
+    else; CheckpointError: a value in it cannot be read.
+    """
+    length = int.from_bytes(bytes(data[:8].tolist()), "little")
+    if length % 8:
+        raise damaged("tree", "another worker", "it begins with a length that no writer gives")
+    skeleton, shapes = read_told(bytes(data[8 : 8 + length].tolist()), "tree", "another worker")
     tensors, at = {}, 8 + length
     for name, (dtype, shape) in shapes.items():
-        kind = _dtype(dtype)
-        size = torch.Size(shape).numel() * kind.itemsize
+        with reading():
+            kind = _dtype(dtype)
+        size = math.prod(shape) * kind.itemsize
+        if at + size > len(data):
+            raise damaged("tree", "another worker", f"it is cut short before the end of {name}")
         part = data[at : at + size].view(kind).view(shape)
         tensors[name] = part.clone() if copy else part
         at += size + (-size % 8)

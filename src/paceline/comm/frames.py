@@ -167,7 +167,7 @@ class Connection:
         """Whether the other end, which says that of its memory, is near."""
         host, *file = said.split() or [""]
         if self._lent is not None and self._borrowed is None and host == _here():
-            with suppress(OSError):  # it may not be looked into
+            with suppress(OSError, ValueError, TypeError):  # it may not be looked into, or is no file's place
                 self._borrowed = Borrowed(File(*map(int, file)))
         self.near = self._borrowed is not None
         return self.near

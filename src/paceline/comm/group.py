@@ -28,6 +28,7 @@ from paceline.comm.shared import raw_bytes
 from paceline.comm.status import MANY, call_site, unless
 from paceline.comm.tensors import Asked, Op, outside_inference, plain, reduction
 from paceline.comm.through_host import Carrier, carrier
+from paceline.comm.told import read_told
 from paceline.errors import LaunchError, PeerLostError, UsageError
 from paceline.mesh import AXES, Mesh
 from paceline.pieces import Held, assemble
@@ -517,7 +518,8 @@ class Group:
     def gather_json(self, value: Any) -> list[Any]:
         """Every worker's JSON value. Part of the entered collective."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        return [json.loads(bytes(row.tolist()).decode()) for row in self.gather(data)]
+        rows = enumerate(self.gather(data))
+        return [read_told(bytes(row.tolist()), "part", f"worker {self.names[rank]}") for rank, row in rows]
 
     def abandon(self, works: Sequence[dist.Work | None]) -> None:
         """Leaves unfinished collectives behind for good."""

@@ -34,6 +34,7 @@ from paceline.comm.links import Flow, Pair, measure
 from paceline.comm.shared import Arena, Condition, MismatchError, Shared, host_key, map_together, raw_bytes
 from paceline.comm.status import Ask, agree, asker, beside
 from paceline.comm.tensors import Reduction
+from paceline.comm.told import read_told
 from paceline.comm.ways import with_ways
 from paceline.errors import PeerLostError, UsageError, first_line
 from paceline.world import address_towards, gloo_interface
@@ -241,14 +242,15 @@ class Hosts:
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, given_up: Callable[[], bool]) -> None:
         self.rank, self.size = rank, size
         self._ask = asker(store, given_up, size)
-        about = f"{os.getpid()} {_cores():x} {address or '-'} {host_key() if size > 1 else ''}"
-        hosts, elsewhere = json.loads(agree(self._ask, store, "host", rank, range(size), about, _places_of))
+        about = json.dumps([os.getpid(), f"{_cores():x}", address, host_key() if size > 1 else ""])
+        said = agree(self._ask, store, "host", rank, range(size), about, _places_of)
+        hosts, elsewhere = read_told(said.encode(), "hosts", "the first worker")
         self.address = _seen_from_others(address, elsewhere)
         self.shared: Shared | None = None
         mine = next((host for host in hosts if rank in host), None)
         if mine is not None:
-            said = (word.decode().split(" ")[:2] for word in store.multi_get([f"host/{r}" for r in mine]))
-            pids, cores = zip(*((int(pid), int(cores, 16)) for pid, cores in said), strict=True)
+            told = _hosts_told(mine, store.multi_get([f"host/{r}" for r in mine]))
+            pids, cores = zip(*((pid, int(cores, 16)) for pid, cores, *_ in told), strict=True)
             size_here, otherwise = Shared.size(len(mine)), "what they exchange goes over gloo"
             name, reserved = f"memory/{mine[0]}", Shared.reserved(len(mine))
             mapped = map_together(self._ask, store, name, mine, rank, size_here, otherwise, reserved)
@@ -520,12 +522,18 @@ def _places_of(said: Sequence[str]) -> str:
     """Of what everybody says of itself as JSON: the ranks of each host that has several, and the first address that is
     not a loopback's.
     """
-    _, _, addresses, keys = zip(*(one.split(" ", 3) for one in said), strict=True)
+    told = _hosts_told(range(len(said)), [one.encode() for one in said])
+    _, _, addresses, keys = zip(*told, strict=True)
     hosts: dict[str, list[int]] = {}
     for rank, key in enumerate(keys):
         hosts.setdefault(key, []).append(rank)
     several = [host for key, host in hosts.items() if key and len(host) > 1]
-    return json.dumps([several, next((a for a in addresses if a != "-" and not _is_loopback(a)), "")])
+    return json.dumps([several, next((a for a in addresses if a and not _is_loopback(a)), "")])
+
+
+def _hosts_told(ranks: Iterable[int], said: Iterable[bytes]) -> list[tuple[int, str, str, str]]:
+    """What workers say of themselves: pid, cores, address, and what those have in common that can share memory."""
+    return [read_told(one, "host", f"worker {rank}") for rank, one in zip(ranks, said, strict=True)]
 
 
 def in_thread(call: Callable[[], Any]) -> Generator[Condition, None, Any]:
@@ -575,7 +583,10 @@ def _seen_from_others(address: str, elsewhere: str) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    return bool(ip_address(address.partition("%")[0]).is_loopback)
+    try:
+        return bool(ip_address(address.partition("%")[0]).is_loopback)
+    except ValueError:  # it is no address: who connects to it says so
+        return False
 
 
 def own_address(host: str, port: int) -> str:

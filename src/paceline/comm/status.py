@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from paceline.comm.told import read_told
 from paceline.console import say
 from paceline.errors import CollectiveMismatchError, PacelineError, PeerLostError, first_line
 
@@ -95,7 +96,7 @@ class Side:
         self._there.update((key, keys[key]) for key in there(self._store, [*keys]))
         places: list[dict[str, Any] | None] = [None] * self.size
         for rank, said in zip(self._there.values(), self._store.multi_get([*self._there]), strict=True):
-            places[rank] = json.loads(said)
+            places[rank] = read_told(said, "place", f"worker {self.names[rank]}")
         return places
 
     def _meet(self) -> list[dict[str, Any] | None]:

@@ -399,7 +399,7 @@ def _fields(piece: _Piece) -> Iterator[str]:
             text, where = _decoded(line, piece, offset), f"the line at byte {piece.offset + offset} of {piece.path}"
             try:
                 found = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 found = None
             if not isinstance(found, dict):
                 raise DatasetError(f"{where} is no JSON object", "repair or remove it")

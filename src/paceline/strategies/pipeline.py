@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from paceline.comm.group import Group
+from paceline.comm.told import damaged, read_told
 from paceline.errors import UsageError
 from paceline.pieces import Cut, Piece
 from paceline.strategies.body import ABSENT, call_by_pieces
@@ -319,7 +320,10 @@ class Pipeline:
         head = first[8 : 8 + length]
         if length > HEAD - 8:
             head += bytes(self._from(stage - 1, torch.empty(length - HEAD + 8, dtype=torch.uint8)).numpy())
-        forms, drawn, kinds = json.loads(head)
+        who = f"stage {stage - 1}"
+        forms, drawn, kinds = read_told(head, "values", who)
+        if len(kinds) != len(keys):
+            raise damaged("values", who, f"there are {len(kinds)}, and not {len(keys)}")
         values = {}
         for key, (dtype, shape, grad) in zip(keys, kinds, strict=True):
             made = torch.empty(shape, dtype=getattr(torch, dtype), device=self.job.device)

@@ -24,6 +24,7 @@ from paceline.comm.buckets import Bucket, levels_of, zeros
 from paceline.comm.codecs import Codec, add_codes, manner, pack_codes
 from paceline.comm.frames import Connection, Frame, Key, Kind, exchange
 from paceline.comm.group import Group
+from paceline.comm.told import damaged, read_told
 from paceline.comm.transit import Heard, Transit
 from paceline.errors import UsageError
 from paceline.mesh import Mesh, holders
@@ -259,7 +260,7 @@ class Servers:
 
     def _hear(self, server: int, frame: Frame) -> None:
         if frame.kind == Kind.WELCOME:
-            has, _, memory = frame.text.decode().partition(" ")
+            has, _, memory = frame.text.decode(errors="replace").partition(" ")
             self._said[server] = has == "1"
             self.links[server].borrow(memory)
         else:
@@ -378,6 +379,13 @@ class Served(Replica):
         super().load(state)
 
 
+def squares_of(told: Mapping[str, list[float]], part: int, who: str) -> list[float]:
+    """Those of a part, of what a server has told. FormatError: it has none."""
+    if str(part) not in told:
+        raise damaged("squares", who, f"those of part {part} are missing")
+    return told[str(part)]
+
+
 class InStep(Served):
     """All workers push to the same step. A contribution is known by the step, the generation, and the attempt in it."""
 
@@ -411,7 +419,8 @@ class InStep(Served):
         for part in range(servers.count):
             server = servers.counts(part)
             assert server is not None
-            found += json.loads(told[server].text)[str(part)]
+            who = f"server {server}"
+            found += squares_of(read_told(told[server].text, "squares", who), part, who)
         return mean_norm(found, agreed, options)
 
     def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
@@ -491,7 +500,8 @@ class Ticketed(Served):
         text = json.dumps(said).encode()
         answer = self.servers.of_first(Kind.DEAL, self.number, key, (), text)
         self.servers.begin(self.number)
-        return json.loads(answer)  # type: ignore[no-any-return]
+        about = "window" if "log" in read_told(answer, "dealing", "a server") else "ticket"
+        return read_told(answer, about, "a server")  # type: ignore[no-any-return]
 
     def ask_weights(self, update: int) -> None:
         """Each server's, as they are after so many updates or more."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.group import Group
 from paceline.comm.shared import raw_bytes
+from paceline.comm.told import damaged, read_told
 
 _WHOLE = -1  # instead of rows: the gradient is a whole one, since the script uses the parameter in another way as well
 
@@ -105,11 +106,17 @@ def _packed(some: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> bytes:
     return b"".join([head.encode(), b"\n", *(raw_bytes(tensor).numpy().tobytes() for tensor in tensors)])
 
 
-def unpack(data: bytearray, params: Sequence[Parameter]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """The rows of each parameter, and what they have, flat."""
-    at, found = data.index(b"\n") + 1, {}
+def unpack(data: bytearray, params: Sequence[Parameter], who: str) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """The rows of each parameter, and what they have, flat, of `who` has sent them. FormatError: it is not that."""
+    at, found = data.find(b"\n") + 1, {}
+    told = read_told(data[: max(0, at - 1)], "rows", who)
+    if wrong := next((number for number, _, _ in told if number >= len(params)), None):
+        raise damaged("rows", who, f"there is no parameter {wrong}")
+    size = sum(8 * count + params[number].dtype.itemsize * length for number, count, length in told)
+    if size != len(data) - at:
+        raise damaged("rows", who, f"they are {len(data) - at} bytes, and not {size}")
     rest = torch.frombuffer(data, dtype=torch.uint8)[at:].clone()  # numbers lie where they may
-    for number, count, length in json.loads(data[: at - 1]):
+    for number, count, length in told:
         dtype = params[number].dtype
         rows, values, rest = rest.split(
             [8 * count, dtype.itemsize * length, len(rest) - 8 * count - dtype.itemsize * length]
@@ -121,7 +128,7 @@ def unpack(data: bytearray, params: Sequence[Parameter]) -> dict[int, tuple[torc
 @torch.no_grad()
 def put_weights(data: bytearray, params: Sequence[Parameter]) -> None:
     """What `pack_weights` has packed."""
-    for number, (rows, values) in unpack(data, params).items():
+    for number, (rows, values) in unpack(data, params, "a server").items():
         param = params[number]
         if _whole(rows):
             param.copy_(values.view_as(param))

@@ -113,4 +113,4 @@ class Update:
             scheduler.load_state_dict(dict(saved))
         if self.job.exact and self.home.largest:
             largest = state.get("exact") or {}
-            self.home.largest = [largest.get(name, 0.0) for name in self.job.named]
+            self.home.largest = [float(largest.get(name, 0.0)) for name in self.job.named]

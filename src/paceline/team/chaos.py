@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.schema import read_json
 
 KINDS = {
     "kill": "SIGKILL",
@@ -153,5 +154,7 @@ class Chaos:
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """What has fired in a run, in order."""
+    from paceline.forms import Fired  # needs msgspec
+
     log = folder / LOG
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [dict(read_json(line, Fired, str(log))) for line in log.read_bytes().splitlines()] if log.exists() else []

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.errors import FormatError
 from paceline.pulse import PULSE
+from paceline.schema import read_message
 from paceline.world import World
 
 At = tuple[str, int, str]  # where a newcomer takes the state: host, port, and the salt of the key that it asks for
@@ -56,6 +57,7 @@ class Orders:
         self.merge: dict[str, Any] = {}  # which islands are in the one that was decided last
         self.wait_here = False  # whether to make no further step for the time being
         self._heard, self._comes = heard, comes
+        self._wrong: FormatError | None = None  # something came that is no order
         self._news = threading.Condition()
         if fd is not None:
             os.set_inheritable(fd, False)
@@ -66,44 +68,58 @@ class Orders:
         while data := os.read(fd, 1 << 16):
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
-                said = json.loads(line)
-                if "coming" in said:
-                    self.coming = {int(number): tuple(at) for number, at in said["coming"].items()}
-                    self._comes(self.coming)
-                    continue
-                if "servers" in said:
-                    self.servers = {int(number): tuple(at) for number, at in said["servers"].items()}
-                    continue
-                if "merge" in said:
+                try:
+                    self._take(line)
+                except FormatError as error:  # whatever comes after it is not heard
                     with self._news:
-                        self.merge = said["merge"] or {}
+                        self._wrong = error
                         self._news.notify_all()
-                    continue
-                if "profile" in said:
-                    self.profile = said["profile"]
-                    continue
-                if "wait" in said:
-                    self.wait_here = bool(said["wait"])
-                    continue
-                said |= {"members": tuple(said["members"]), "store": tuple(said["store"])}
-                order = Generation(**{each.name: said[each.name] for each in fields(Generation) if each.name in said})
-                known = self.newest.at_once if self.newest is not None else 0
-                with self._news:
-                    self.newest = order
-                    self._news.notify_all()
-                if order.at_once > known:
-                    self._heard(order)
+                    return
+
+    def _take(self, line: bytes) -> None:
+        """An order. FormatError: it is none."""
+        from paceline.team.forms import COMMAND, GENERATION  # needs msgspec
+
+        what = "an order of the agent"
+        said = read_message(line, COMMAND, what)
+        if "coming" in said:
+            self.coming = {int(number): at for number, at in said["coming"].items()}
+            self._comes(self.coming)
+        elif "servers" in said:
+            self.servers = {int(number): at for number, at in said["servers"].items()}
+        elif "merge" in said:
+            with self._news:
+                self.merge = said["merge"] or {}
+                self._news.notify_all()
+        elif "profile" in said:
+            self.profile = said["profile"]
+        elif "wait" in said:
+            self.wait_here = said["wait"]
+        else:
+            order = read_message(line, GENERATION, what)
+            order = Generation(**{**order, "members": tuple(order["members"])})
+            known = self.newest.at_once if self.newest is not None else 0
+            with self._news:
+                self.newest = order
+                self._news.notify_all()
+            if order.at_once > known:
+                self._heard(order)
 
     def newer(self, than: int, at_once: bool = False) -> bool:
         """Whether a generation after number `than` was ordered; with `at_once`, one that does not wait for a step, even
-        if it has been followed by one that does: nobody enters the generation `than` any more.
+        if it has been followed by one that does: nobody enters the generation `than` any more. FormatError: what came
+        was no order.
         """
+        if self._wrong is not None:
+            raise self._wrong
         return self.newest is not None and (self.newest.at_once if at_once else self.newest.number) > than
 
     def hear(self, until: Callable[[], bool]) -> None:
         """Waits until something is so, which is looked at with every order, and now and then."""
         with self._news, PULSE.waiting():
             while not until():
+                if self._wrong is not None:
+                    raise self._wrong
                 self._news.wait(0.1)
 
     def wait(self, than: int, at_once: bool = False, expected: Callable[[], None] | None = None) -> Generation:

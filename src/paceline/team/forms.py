@@ -136,3 +136,22 @@ EVENTS: dict[str, Any] = {
     "needs": form({"plans": list[tuple[str, list[Count]]], "besides": int}),
     "saved": form({"step": Count}),
 }
+
+# ---- what an agent tells its worker: a generation, or one of these
+
+COMMAND = form(
+    {},
+    {**each("coming servers", dict[Number, At]), "merge": MERGE | None, "wait": bool}
+    | {"profile": form({}, {"asked": Count, "steps": Count, "workers": Workers})},
+)
+
+# ---- what etcd answers; its numbers are texts
+
+DIGITS = Annotated[str, Meta(pattern="^[0-9]{1,20}\\Z")]
+ETCD: dict[str, Any] = {
+    "kv/range": form({}, {"kvs": list[form({"value": str, "mod_revision": DIGITS})]}),  # type: ignore[misc]
+    "kv/txn": form({}, {"succeeded": bool}),
+    "lease/grant": form({"ID": DIGITS}),
+    "lease/keepalive": form({}, {"result": form({}, {"TTL": DIGITS})}),
+    "lease/revoke": form({}),
+}

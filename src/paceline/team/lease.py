@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from paceline.errors import LaunchError, UsageError
+from paceline.errors import FormatError, LaunchError, UsageError
+from paceline.schema import read_message
 
 SCHEME = "etcd://"
 LASTS, MARGIN = 5, 1.0  # seconds that a lease lasts without word, and by which we think that it is over sooner
@@ -109,8 +110,12 @@ class Lease:
                 return
             holder = self._read("holder")
         if holder is not None:
-            host, port = json.loads(holder[0])
-            self.holder = (host, port)
+            from paceline.team.forms import Address  # needs msgspec
+
+            try:
+                self.holder = read_message(holder[0].encode(), Address, f"what holds the name {self._name}")
+            except FormatError as error:
+                raise OSError(error.what) from error
 
     def _read(self, what: str) -> tuple[str, str] | None:
         """A key's value, and the revision at which it was written."""
@@ -120,18 +125,21 @@ class Lease:
         return base64.b64decode(found[0]["value"]).decode(), found[0]["mod_revision"]
 
     def _ask(self, what: str, said: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of the first that gives one. OSError: there is none."""
+        """The answer of the first that gives one. OSError: there is none, or it is none of etcd's."""
         from urllib.request import Request, urlopen  # takes its time, and few runs have a store
+
+        from paceline.team.forms import ETCD  # needs msgspec
 
         failed = OSError("no address")
         for host in self._hosts:
             request = Request(f"http://{host}/v3/{what}", json.dumps(said).encode())
             try:
                 with urlopen(request, timeout=ANSWER) as answer:
-                    found: dict[str, Any] = json.load(answer)
-                    return found
+                    return dict(read_message(answer.read(), ETCD[what], "the answer"))
             except OSError as error:
                 failed = error
+            except FormatError as error:
+                failed = OSError(error.what)
         raise failed
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.console import say
+from paceline.errors import FormatError
 from paceline.greeting import (
     HELLO,
     NONCE,
@@ -37,6 +38,7 @@ from paceline.launch.engines.hosted import MARK
 from paceline.launch.engines.ssh import Ssh
 from paceline.observe import doctor as observe
 from paceline.observe.figures import plural
+from paceline.schema import read_message
 from paceline.world import reached_at
 
 ALL = 8
@@ -73,10 +75,12 @@ def serve() -> int:
     listener = socket.create_server((address, 0))
     threading.Thread(target=_listen, args=(listener, secret), daemon=True).start()
     at = [address, listener.getsockname()[1], secret]
+    from paceline.launch.engines.forms import MEASURE  # needs msgspec
+
     found = [[one.what, one.cure, one.note] for one in checkup(Path())]
     _say({"versions": versions(), "found": found, "at": at})
     for line in sys.stdin:
-        asked = json.loads(line)
+        asked = read_message(line.encode(), MEASURE, "what was asked")
         _say({"clock": time.time()} if asked is None else _measure(*asked))
     return 0
 
@@ -129,6 +133,8 @@ def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
     """The way to another host: bytes a second, and seconds there and back; or why there is none."""
     if not address:
         return {"refused": "it has no address in a network"}
+    from paceline.launch.engines.forms import RATE  # needs msgspec
+
     try:
         with socket.create_connection((address, port), PATIENCE) as link:
             link.settimeout(ANSWER)
@@ -141,7 +147,9 @@ def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
             while time.monotonic() < end:
                 link.sendall(bytes(BUFFER >> 2))
             link.shutdown(socket.SHUT_WR)
-            return {"rate": json.loads(link.makefile("rb").read()), "latency": latency}
+            return {"rate": read_message(link.makefile("rb").read(), RATE, "its answer"), "latency": latency}
+    except FormatError as error:
+        return {"refused": error.what}
     except (OSError, ValueError) as error:
         return {"refused": getattr(error, "strerror", None) or str(error) or "no answer"}
 
@@ -170,12 +178,16 @@ class _Far:
     def end(self) -> None:
         self.process.kill()
 
-    def hear(self) -> Any:
-        """Its next answer; None where it has ended."""
+    def hear(self, kind: Any) -> Any:
+        """Its next answer, of a type; None where it has ended, or says something else."""
         assert self.process.stdout is not None
         line = next((line for line in self.process.stdout if line.startswith(MARK)), None)
         if line is not None:
-            return json.loads(line.removeprefix(MARK))
+            try:
+                return read_message(line.removeprefix(MARK), kind, "what it says")
+            except FormatError as error:
+                self.why = str(error)
+                return None
         assert self.process.stderr is not None
         last = self.process.stderr.read().decode(errors="replace").strip().splitlines()
         self.why = last[-1] if last else "it says nothing"
@@ -183,11 +195,15 @@ class _Far:
 
     def ask(self, what: Any) -> Any:
         self._send(json.dumps(what).encode() + b"\n")
-        return self.hear() or {"refused": self.why}
+        from paceline.launch.engines.forms import ANSWER as FORM  # needs msgspec
+
+        return self.hear(FORM) or {"refused": self.why or "it says nothing"}
 
     def come(self) -> None:
         """What it has, and how far its clock is from ours: by the quickest of three answers."""
-        self.facts = self.hear() or {}
+        from paceline.launch.engines.forms import FACTS  # needs msgspec
+
+        self.facts = self.hear(FACTS) or {}
         tries = []
         for _ in range(3 if self.facts else 0):
             before = time.time()
@@ -250,7 +266,7 @@ def _of_hosts(far: Sequence[_Far], say: Callable[[str], None]) -> Iterator[Findi
 
 
 def _of_links(links: dict[tuple[str, str], Any], say: Callable[[str], None]) -> Iterator[Finding]:
-    good = {pair: told for pair, told in links.items() if "rate" in told}
+    good = {pair: told for pair, told in links.items() if told.keys() >= {"rate", "latency"}}
     by_rate = sorted(good, key=lambda pair: float(good[pair]["rate"]))
     for one, other in by_rate[:ALL]:  # the slowest
         told = good[one, other]

@@ -23,6 +23,7 @@ from paceline.console import say
 from paceline.errors import LaunchError
 from paceline.greeting import HELLO
 from paceline.launch.engines.engine import End, Engine, Host
+from paceline.schema import read_message
 
 LOST = 255
 SAID = "engine: "  # begins the driver's own last word on a host
@@ -52,7 +53,7 @@ class Driven(Engine):
 
     def _placed(self) -> list[str]:
         for line in self._said:
-            said = json.loads(line)
+            said = self._told(line)
             if "waits" in said:
                 say(f"waiting for {self.title}: {said['waits']}")
             elif "what" in said:
@@ -61,6 +62,14 @@ class Driven(Engine):
                 self._door = said["door"]
                 return list(said["placed"])
         raise LaunchError(f"{self.title}'s driver ended with exit code {self._over()}", "see what it says above")
+
+    def _told(self, line: bytes) -> dict[str, Any]:
+        from paceline.launch.engines.forms import DRIVEN  # needs msgspec
+
+        what = f"what {self.title}'s driver says"
+        fields = read_message(line, dict[str, Any], what)
+        kind = next((kind for name, kind in DRIVEN.items() if name in fields), DRIVEN["placed"])
+        return dict(read_message(line, kind, what))
 
     def command(self, place: Host) -> list[str]:
         number = [other.name for other in self.places].index(place.name)

@@ -23,12 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import FormatError, UsageError, shown
 from paceline.launch.joining import likeness
 from paceline.launch.local import launch
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
 from paceline.polling import can_read, wait_for
+from paceline.schema import SAME_VERSION, read_json
 from paceline.world import address_towards, gpus, reached_at
 
 MARK = b"\x1epaceline "
@@ -46,7 +47,7 @@ def hosted() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a connection that breaks is told of by its silence
     with open(0, "rb", buffering=0, closefd=False) as heard:
         _say("ready")
-        job = json.loads(heard.readline() or "null")
+        job = read_job(heard.readline() or b"null")
         if job is None:
             return STOPPED
         if job["tunnel"] is None:
@@ -63,7 +64,7 @@ def _run(heard: io.RawIOBase, job: dict[str, Any]) -> int:
     call, value = _called(heard, job)
     options = LaunchOptions(**job["options"], workers=job["workers"] or gpus() or 1, token=job["token"].encode())
     _say("like", **_like(options), workers=options.workers)
-    order = json.loads(heard.readline() or "null")
+    order = read_order(heard.readline() or b"null")
     if order is None:  # the launcher is gone, or the hosts differ
         return STOPPED
     apart = _apart() if order["detach"] else None
@@ -90,6 +91,23 @@ def _run(heard: io.RawIOBase, job: dict[str, Any]) -> int:
         while piece := value.read(VALUE):
             _say("value", data=base64.b64encode(piece).decode())
         return code
+
+
+def read_job(line: bytes) -> Any:
+    """What a launcher wants of this host; None: nothing. FormatError: it is no job, or one of another version."""
+    from paceline.launch.engines.forms import JOB, OPTIONS  # needs msgspec
+
+    job = read_json(line, JOB, "the launcher's job", SAME_VERSION)
+    if unknown := sorted(job["options"].keys() - OPTIONS.keys() if job else ()):
+        raise FormatError(f"the launcher gives the option {shown(unknown[0])}, which is not known here", SAME_VERSION)
+    return job
+
+
+def read_order(line: bytes) -> Any:
+    """How this host is to begin; None: not at all. FormatError: it is no order."""
+    from paceline.launch.engines.forms import ORDER  # needs msgspec
+
+    return read_json(line, ORDER, "the launcher's order", SAME_VERSION)
 
 
 def _called(heard: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO]:

@@ -40,6 +40,7 @@ from paceline.launch.engines.manifests import (
 from paceline.launch.local import signals
 from paceline.observe.figures import spans
 from paceline.polling import can_read
+from paceline.schema import read_json
 from paceline.team.coordinator import STOPPED
 
 LOOK = 1.0  # seconds between two looks
@@ -76,7 +77,12 @@ class Kubectl:
     def items(self, *words: str) -> list[Any] | None:
         """What a list holds; None where it cannot be had."""
         done = self(*words, "--output=json")
-        return json.loads(done.stdout)["items"] if done.returncode == 0 else None
+        if done.returncode != 0:
+            return None
+        from paceline.launch.engines.forms import ITEMS  # needs msgspec
+
+        what, cure = f"what kubectl {words[0]} answers", "see what it answers when you call it"
+        return list(read_json(done.stdout.encode(), ITEMS, what, cure)["items"])
 
 
 def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[str, str], again: str) -> int:

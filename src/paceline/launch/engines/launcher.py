@@ -29,6 +29,7 @@ from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
 from paceline.launch.engines.hosted import GO_ON, MARK, STOPPED
 from paceline.launch.local import signals
+from paceline.schema import read_message
 
 BEAT = 1.0  # seconds between two bytes that say that we are there
 ANSWER = 15.0  # seconds for the hosts to answer, after which the run begins without those that did not
@@ -182,7 +183,7 @@ class Launcher:
             self._selector.unregister(pipe)
         for line in lines:
             if name == "stdout" and line.startswith(MARK):
-                self._told(host, json.loads(line.removeprefix(MARK)))
+                self._told(host, line.removeprefix(MARK))
                 continue
             if name == "stderr":
                 host.last = in_one_line(line.decode(errors="replace").strip()) or host.last
@@ -195,8 +196,12 @@ class Launcher:
         if not data and not any(key.events & selectors.EVENT_READ for key in self._keys(host)):
             self._ended(host)
 
-    def _told(self, host: _Host, said: dict[str, Any]) -> None:
-        what = said.pop("says")
+    def _told(self, host: _Host, line: bytes) -> None:
+        from paceline.launch.engines.forms import SAID  # needs msgspec
+
+        about = f"what {host.place.name} says"
+        what = read_message(line, dict[str, Any], about).get("says")
+        said = read_message(line, SAID.get(str(what), dict[str, Any]), about)
         if what == "ready":
             workers = host.place.workers or self._job.workers
             job = {"options": self._job.options, "workers": workers, "token": self._token}

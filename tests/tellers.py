@@ -1,0 +1,395 @@
+"""A real message of each kind that workers, parameter servers and hosts tell each other, from what writes it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from paceline.backed import Backed
+from paceline.checkpoint.tree import pack
+from paceline.comm.frames import Kind
+from paceline.comm.hosts import Hosts, _places_of
+from paceline.comm.status import Side
+from paceline.comm.told import read_told
+from paceline.dealing import Dealing, Pushed, Window
+from paceline.holding import Client
+from paceline.launch.checkup import Finding
+from paceline.launch.engines import checkup_hosts, hosted, ray_driver
+from paceline.launch.engines.engine import Host
+from paceline.launch.engines.forms import ANSWER, FACTS
+from paceline.launch.engines.hosted import MARK
+from paceline.launch.engines.kubernetes import Kubectl
+from paceline.launch.engines.launcher import HostJob, Launcher
+from paceline.served import Windows
+from paceline.serving import ParameterServer
+from paceline.step import NOTHING
+from paceline.strategies.job import Options
+from paceline.strategies.pipeline import HEAD, Pipeline
+from paceline.strategies.servers import RANKED, InStep, Servers, Ticketed
+from paceline.strategies.sparse import pack_gradients, pack_weights
+from paceline.team.lease import Lease
+from paceline.tickets import Shares, Tickets
+
+AT = ("127.0.0.1", 29501, "salt")
+AGREED = replace(NOTHING, count=12.0, loss=3.5, unused=(1,), metrics={"accuracy": (9.0, 12.0)})
+OPTIONS = Options(3, 12.0, 8)
+Told = tuple[str, bytes]
+
+
+def fake(**fields: Any) -> Any:
+    return SimpleNamespace(**fields)
+
+
+class Ear:
+    """Hears what goes to a connection, or to servers."""
+
+    broken = False
+
+    def __init__(self) -> None:
+        self.heard: list[bytes] = []
+
+    def put(self, *_: Any, content: bytes = b"", **__: Any) -> None:
+        self.heard.append(bytes(content))
+
+    def tell(self, server: int, *content: Any) -> None:
+        self.heard.append(bytes(content[-1]))
+
+
+def heard(call: Callable[[Any], Any]) -> bytes:
+    ear = Ear()
+    call(ear)
+    return ear.heard[-1]
+
+
+# -- of workers ------------------------------------------------------------------------------------------------------
+
+
+def servers_used(ear: Ear) -> None:
+    Servers._tell_used(fake(used={0: AT, 1: AT}, links={0: ear}, _generation=1), 0)
+
+
+def in_step(ear: Ear) -> Any:
+    servers = fake(used={0: AT}, put=ear.tell, answers=lambda *_: {}, count=0, advance=lambda: None)
+    runner = fake(carried=fake(merge=lambda _: None))
+    job, home = fake(exact=True), fake(largest=[0.5, float("inf")])
+    about = {"number": 0, "key": (3, 1, 0), "_rates": lambda: [[0.1], [0.2, 0.3]]}
+    return fake(servers=servers, team=fake(rank=0, size=2), job=job, home=home, runner=runner, **about)
+
+
+def since(worker: Any = None) -> bytes:
+    return Ticketed._since(fake(_have=defaultdict(lambda: -1)), 0, 1)
+
+
+def wish(ear: Ear, answer: bytes, said: dict[str, Any]) -> dict[str, Any]:
+    """What a worker wishes of the dealing server, and what it reads of the `answer`."""
+
+    def of_first(*content: Any) -> bytes:
+        ear.heard.append(content[-1])
+        return answer
+
+    servers = fake(of_first=of_first, begin=lambda _: None)
+    return Ticketed.deal(cast(Any, fake(servers=servers, number=0, _asked=0)), 0, said)
+
+
+def pushed(ear: Ear) -> None:
+    """As a worker tells of a ticket that it has computed."""
+
+    def compute(one: Any, *_: Any) -> None:
+        one.agreed, one.sums = AGREED, fake(records=None)
+
+    servers = fake(count=2, copies=0, used={0: AT}, put=ear.tell, advance=lambda: None)
+    of = fake(servers=servers, push_rows=lambda: None, number=0, key=(3, 7, 0))
+    replica = fake(push=lambda *about: Ticketed.push(of, *about), abort=lambda: None)
+    done: Callable[..., Any] = lambda *_: None
+    stepper = fake(replica=replica, plan=fake(backup=None), options=lambda _: OPTIONS, _load=done, _compute=compute)
+    vars(stepper).update(_refuse=done, _norm=lambda _: 0.5, _merge=done)
+    part = fake(rows=12)
+    Windows._ticket(stepper, {"ticket": 3, "dealing": 7}, cast(Any, fake(share=[part], count=8, epoch=0)))
+
+
+def stage(ear: Ear) -> None:
+    """The head of what a stage of a pipeline sends to the next."""
+    sent: Callable[..., Any] = lambda _, tensors: ear.heard.append(bytes(torch.cat(tensors[:2])[8:].tolist()))
+    line: Any = fake(_to=sent)
+    values = [torch.ones(2, 3, requires_grad=True)]
+    drawn = [[0, {"tensor": "AAAA"}], [1, {"tuple": [3, {"tuple": [1, 2]}, None]}]]
+    forms = [{"a": [1, None]}, "x" * HEAD]
+    Pipeline._send(line, 0, forms, drawn, values)
+
+
+# -- of servers ------------------------------------------------------------------------------------------------------
+
+
+def server(kind: type[Dealing] = Dealing, **fields: Any) -> Any:
+    """A server, with an update in its log and a push that is not applied."""
+    one = kind.__new__(kind)
+    told = {"count": 12.0, "loss": 3.5, "unused": [1], "metrics": {"accuracy": [9.0, 12.0]}, "rows": 12, "epoch": 0}
+    made = {"ticket": 3, "worker": 0, "missed": 1, "clock": 2, **told, "norm": 0.5}
+    some = {"ticket": 3, "workers": [0, 1], "missed": 0, "late": [[2, 4, 8]], **told, "norm": 0.5}
+    tickets = Tickets if not issubclass(kind, Backed) else partial(Shares, backup=1)
+    window = Window(tickets(0.0, 3, 8, 4, {0: 2, 1: 1}, done={3}), [some if issubclass(kind, Backed) else made])
+    push = Pushed(4, 2**59, {"log": told, "micro_batches": 8, "expected": 12.0, **told}, {}, None, bytearray())
+    about = {"server": 0, "used": {0, 1}, "peers": {}, "copies": True, "_reading": [], "_stands": {}, "_early": []}
+    shares = {"_chosen": [], "_squares": {}, "_summed": None} if issubclass(kind, Backed) else {}
+    vars(one).update(about, trainer=0, leads=False, window=window, pushed={0: push, 1: push}, applied_by={}, **shares)
+    vars(one).update(
+        stepper=fake(done=4, plan=fake(backup=1)), _reached=str, _base=2**59, _workers=lambda: {0, 1}, **fields
+    )
+    return one
+
+
+def squares(ear: Ear) -> None:
+    part = fake(applied=4, ready=None, squares={0: [0.5], 1: [0.25, 1e-300]})
+    ParameterServer._look(cast(Any, fake(_parts={0: part})), cast(Any, ear), cast(Any, fake(trainer=0, key=(3, 1, 0))))
+
+
+def dealt(ended: bool) -> bytes:
+    """A ticket, or the log of a window that has `ended`."""
+    one, ear = server(used={0}, leads=True), Ear()
+    one.window.asking = {1: (ear, (3, 1, 0))}
+    one.window.broken = ended
+    one._deal()
+    return ear.heard[-1]
+
+
+def chosen(ear: Ear) -> None:
+    """Whose shares make an update."""
+    shares = fake(chosen=[0, 1])
+    one = server(Backed, squares={0: [0.5]}, peers={1: ear}, _sum=lambda _: None)
+    Backed._decide(fake(**vars(one), _shares=shares, applied=4))
+
+
+# -- of all ----------------------------------------------------------------------------------------------------------
+
+
+class Store(dict[str, bytes]):
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+
+def places() -> Iterator[bytes]:
+    store = Store()
+    side = Side(cast(Any, store), 0, 2)
+    yield store["at/0"]
+    side.say("in", ("all_reduce", "tr\udcffain.py:3"))
+    side.publish()
+    yield store["at/0"]
+
+
+def hosts() -> Iterator[Told]:
+    store = dist.HashStore()
+    Hosts(store, 0, 1, "127.0.0.1", lambda: False)
+    yield "host", (mine := store.get("host/0"))
+    yield "hosts", store.get("host/all")
+    yield "hosts", _places_of([mine.replace(b'""', key).decode() for key in (b'"a"', b'"a"', b'"b"')]).encode()
+
+
+PARAMS = [Parameter(torch.ones(4, 3)), Parameter(torch.ones(2, dtype=torch.float64))]
+
+
+def rows() -> Iterator[bytearray]:
+    table = Parameter(torch.ones(4, 3))
+    table.grad = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), torch.ones(2, 3), (4, 3), check_invariants=True)
+    yield bytearray(pack_gradients({0: table}))
+    yield bytearray(pack_weights({0: (table, torch.tensor([2])), 1: (PARAMS[1], None)}))
+
+
+def trees() -> Iterator[bytes]:
+    for tree in ({"a": [torch.ones(2, 3), (1, None)], 3: float("nan")}, [], {"steps": 3, "b": torch.ones(0)}):
+        yield bytes(pack(tree).tolist())
+
+
+def told() -> Iterator[Told]:
+    """What is told, and about what."""
+    yield "servers", heard(servers_used)
+    yield "largest gradients", heard(lambda ear: InStep.norm(in_step(ear), AGREED, OPTIONS))[RANKED.size :]
+    yield "largest gradients", b"null"
+    yield "squares", heard(squares)
+    yield "step", heard(lambda ear: InStep.update(in_step(ear), cast(Any, fake(records=None)), AGREED, OPTIONS, 0.5))
+    yield "updates", since()
+    yield "ticket", dealt(False)
+    yield "window", dealt(True)
+    for said in ({"updates": 8, "stop": False}, {"updates": 8, "stop": True, "cut": 5, "broken": True}):
+        yield "wish", heard(lambda ear, said=said: wish(ear, dealt(True), said))
+    yield "push", heard(pushed).partition(b"\n")[0]
+    for kind in (Dealing, Backed):
+        yield kind.TELLS[0], heard(lambda ear, kind=kind: server(kind).stand(ear))
+        one = server(kind)
+        yield kind.TELLS[1], heard(lambda ear, one=one: one._tell(ear, 3, one.window.log[0]))
+    yield "workers", heard(chosen)
+    yield from (("rows", bytes(text.partition(b"\n")[0])) for text in rows())
+    yield "values", heard(stage)
+    yield from (("place", place) for place in places())
+    yield from hosts()
+
+
+def hear(about: str, data: bytes) -> None:
+    """Has a server or a worker hear that, and do what it does with it then."""
+    frame = fake(kind=KINDS.get(about), trainer=0, key=(4, 0, 0), text=bytearray(data))
+    if about in ("ticket", "window"):
+        wish(Ear(), data, {})
+    elif about == "servers":
+        part = fake(_generation=3, _used={0: AT, 1: AT}, _dealing=[], _meet_first=lambda: None)
+        ParameterServer._hear_used(part, cast(Any, frame))
+    elif about in KINDS:
+        one = server(FollowerByShares if "shares" in about or about == "workers" else Follower, leads=about == "wish")
+        one.hear(Ear(), Client(), 1 if about == "wish" else -2, frame)
+    else:
+        read_told(data, about, "worker 1")
+
+
+KINDS = {"wish": Kind.DEAL, "workers": Kind.SUM}
+KINDS |= {name: kind for of in (Dealing, Backed) for name, kind in zip(of.TELLS, (Kind.STAND, Kind.APPLY), strict=True)}
+
+
+class Follower(Dealing):
+    """A server that only notes what it is to apply."""
+
+    applied = 4  # type: ignore[assignment]
+
+    def _apply(self, worker: int, missed: int) -> None: ...
+
+
+class FollowerByShares(Backed):
+    applied = 4  # type: ignore[assignment]
+
+    def _sum(self, workers: list[int]) -> None:
+        self._of(workers)
+        self.squares = {0: [0.5]}
+
+    def apply(self, step: int, told: dict[str, Any]) -> None: ...
+
+
+# -- launchers, drivers and hosts ------------------------------------------------------------------------------------
+
+
+def lines_of(call: Callable[[], Any]) -> list[bytes]:
+    """What it says on standard output, a line of JSON each."""
+    with patch("sys.stdout", io.TextIOWrapper(said := io.BytesIO(), "utf-8")):
+        call()
+        sys.stdout.flush()
+        return [line.removeprefix(MARK) for line in said.getvalue().splitlines()]
+
+
+def launcher() -> Any:
+    one = Launcher.__new__(Launcher)
+    options = {"script": "train.py", "arguments": ["--size", "1"], "environment": {"A": "1"}, "keep": 2, "heal": "1"}
+    engine = fake(way=lambda _: {"own": "a", "goes": "b", "comes": "c"}, listen=None)
+    vars(one).update(_job=HostJob(options, "python", "~/a", files=b"abc"), _token="ab", _engine=engine, _listens="a:1")
+    vars(one).update(sent=[], value=bytearray(), _hosts=[fake(place=Host("a"))])
+    one._send = lambda _, data: one.sent.append(data.partition(b"\n")[0])
+    return one
+
+
+def heard_by_launcher(line: bytes) -> bytes:
+    one = launcher()
+    one._told(fake(place=Host("a", 2), first=True), line)
+    return b"".join(one.sent)
+
+
+def ordered() -> bytes:
+    one = launcher()
+    one._order(fake(place=Host("a"), first=False))
+    return cast(bytes, one.sent[0])
+
+
+def said_by_hosts() -> list[bytes]:
+    like = {
+        "script": "76a4c6",
+        "module": None,
+        "arguments": [],
+        "plan": None,
+        "torch": "2",
+        "paceline": "0",
+        "python": "3",
+    }
+
+    def say() -> None:
+        hosted._say("ready")
+        hosted._say("like", **like, workers=2)
+        hosted._say("listens", address=("10.0.0.1", 29400))
+        hosted._say("value", data="YWJj")
+
+    return lines_of(say)
+
+
+def said_by_drivers() -> list[bytes]:
+    def say() -> None:
+        ray_driver._tell(waits="for two hosts")
+        ray_driver._tell(what="there is no Ray", cure="start it")
+        ray_driver._tell(door="paceline-ab", placed=["10.0.0.1", "10.0.0.2"])
+
+    return lines_of(say)
+
+
+def checked() -> list[bytes]:
+    """What a host says to `paceline doctor --hosts`: of itself, and its clock."""
+    found, asked = (
+        patch.object(checkup_hosts, "checkup", lambda _: [Finding("a thing", "mend it")]),
+        'null\n["", 1, "ab"]\n',
+    )
+    with found, patch("sys.stdin", io.StringIO(asked)):
+        return lines_of(checkup_hosts.serve)
+
+
+def heard_by_doctor(line: bytes) -> None:
+    for kind in (FACTS, ANSWER):
+        far = checkup_hosts._Far.__new__(checkup_hosts._Far)
+        far.process = cast(Any, fake(stdout=[MARK + line]))
+        far.hear(kind)
+
+
+def answered_by_etcd(answers: dict[str, bytes]) -> None:
+    """A lease that such answers are given to."""
+
+    def answer(request: Any, **_: Any) -> io.BytesIO:
+        return io.BytesIO(answers[request.full_url.partition("/v3/")[2]])
+
+    with patch("urllib.request.urlopen", answer):
+        lease = Lease("etcd://a:1/run", ("10.0.0.1", 29400))
+        lease._take()
+        lease._renew()
+
+
+def etcd(own: bytes | None = None) -> dict[str, bytes]:
+    """As etcd answers, in this form: a key that nobody has, or its value."""
+    kvs = [{"key": "cnVu", "value": base64.b64encode(own).decode(), "mod_revision": "7", "version": "1"}] if own else []
+    said: dict[str, Any] = {"kv/range": {"header": {"revision": "7"}, "kvs": kvs} if own else {"header": {}}}
+    said |= {"kv/txn": {"header": {}, "succeeded": True}, "lease/grant": {"ID": "7587870", "TTL": "5"}}
+    said |= {"lease/keepalive": {"result": {"ID": "7587870", "TTL": "5"}}}
+    return {path: json.dumps(value).encode() for path, value in said.items()}
+
+
+def listed(text: bytes) -> Any:
+    """The items that kubectl lists."""
+    done = fake(returncode=0, stdout=text.decode(errors="replace"))
+    with patch.object(Kubectl, "__call__", lambda *_: done):
+        return Kubectl(None, []).items("get", "pods")
+
+
+PODS = json.dumps(
+    {
+        "kind": "List",
+        "items": [
+            {
+                "kind": "Pod",
+                "metadata": {"name": "a-0", "uid": "1", "creationTimestamp": "2026", "annotations": {"index": "0"}},
+                "status": {"phase": "Running", "containerStatuses": []},
+            },
+            {"kind": "Event", "metadata": {"name": "e"}, "involvedObject": {"name": "a-0"}, "reason": "Failed"},
+        ],
+    }
+).encode()
