@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import signal
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +240,11 @@ def test_what_is_large_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     function._packed(lambda: (rows, small), (), "train")
     told = "note: train carries 3 MB to each worker, of which rows has 3; load it inside of the function\n"
     assert capsys.readouterr().err == told
+    lock = threading.Lock()
+    module = types.ModuleType("of_a_module")
+    monkeypatch.setitem(sys.modules, "of_a_module", module)
+    vars(module).update(LOCK=lock)
+    exec("def train(rows): return LOCK", vars(module))
+    for called in (module.train, functools.partial(len)):  # of what they see some cannot travel, or nothing is known
+        function._packed(called, (rows,), "train")
+        assert capsys.readouterr().err == told.replace("rows", "argument 0")

@@ -33,7 +33,7 @@ from paceline.console import Coloured, say
 from paceline.data.tokens import FORMAT, INDEX, read_index
 from paceline.errors import DatasetError, FormatError, LaunchError, UsageError, first_line
 from paceline.observe.figures import clock, number, plural, size_of
-from paceline.schema import parse, read_json
+from paceline.schema import open_file, parse, read_file, read_json
 
 PIECE = 1 << 20  # bytes of text that a process tokenizes at once
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -210,7 +210,7 @@ def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any
     if not (out / TOKENIZER).exists():  # for those who decode
         with _replacing(out / TOKENIZER) as file:
             file.write(tokenizer)
-    return read_index((out / INDEX).read_bytes(), str(out / INDEX)) if (out / INDEX).exists() else None
+    return read_index(read_file(out / INDEX), str(out / INDEX)) if (out / INDEX).exists() else None
 
 
 @contextmanager
@@ -302,7 +302,7 @@ def _pieces(paths: list[str], sizes: list[int], file: int, offset: int) -> Itera
     for which in range(file, len(paths)):
         path, size = paths[which], sizes[which]
         try:
-            with open(path, "rb") as source:
+            with open_file(path) as source:
                 source.seek(offset)
                 while offset < size:
                     data = source.read(min(PIECE, size - offset))

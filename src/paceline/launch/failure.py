@@ -106,15 +106,17 @@ def culprit(failures: Sequence[Failure]) -> Failure:
 
 
 def failure_block(
-    cause: Failure, failures: Sequence[Failure], stopped: Collection[int], host: str, logs: Path, then: str
+    cause: Failure, failures: Sequence[Failure], stopped: Collection[int], host: str, logs: Path | None, then: str
 ) -> str:
-    """The block. `failures`: all, with the cause; `stopped`: workers that we ended; `then`: how to go on."""
+    """The block. `failures`: all, with the cause; `stopped`: workers that we ended; `logs`: their folder, unless it is
+    removed; `then`: how to go on.
+    """
     step = f", after step {cause.step}" if cause.step is not None else ""
     lines = [f"{ranks([cause.rank])} failed (host {host}, pid {cause.pid}{step})", f"  {cause.what}"]
     if cause.frame:
         lines.append(f"  at {cause.frame}")
     if cause.tail:
-        lines.append(f"the end of {logs / f'{called(cause.rank)}.log'}:")
+        lines.append(f"the end of {(logs or Path()) / f'{called(cause.rank)}.log'}:")
         lines += [f"  | {line}".rstrip() for line in cause.tail]
     alike = [other.rank for other in failures if other.what == cause.what and other is not cause]
     if alike:
@@ -129,4 +131,6 @@ def failure_block(
         lines.append(f"{ranks(followed)} ended because of it")
     if stopped:
         lines.append(f"the others were stopped by us: {ranks(stopped)}")
-    return "\n".join([*lines, f"logs: {logs}{os.sep}", f"next: {cause.cure}; {then}"])
+    if logs is not None:
+        lines.append(f"logs: {logs}{os.sep}")
+    return "\n".join([*lines, f"next: {cause.cure}; {then}"])
