@@ -166,6 +166,20 @@ def test_ctrl_c_ends_the_cell_and_nothing_else(tmp_path: Path) -> None:
     assert list((tmp_path / "run/checkpoints").glob("step-*/manifest.json"))
 
 
+def exits() -> None:
+    sys.exit(0)
+
+
+def test_a_function_that_ends_its_process_is_told_from_one_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError) as raised:
+        paceline.launch(exits, run_dir="run")
+    assert str(raised.value) == (
+        "exits ended the process of worker 0 with exit code 0, and so returned nothing; "
+        "return from it instead of sys.exit() or os._exit(); its output is in run/logs"
+    )
+    assert "\nnote: the function ended without using paceline, which trained" in capsys.readouterr().err
+
+
 def generates() -> Any:
     paceline.join()
     return (row for row in range(3))

@@ -24,6 +24,7 @@ from paceline.observe.traces import named, short
 from paceline.team.coordinator import STOPPED
 
 INTERRUPTED = 130
+FUNCTION = "paceline.launch.function"  # the module that calls a function
 NOT_USED = "no Trainer was made and paceline.join() was not called"
 INSTEAD = "make a paceline.Trainer, or run it with plain python"
 VANISHED = "ended with exit code 0 in the midst of its script, without a word"
@@ -105,7 +106,10 @@ class Ending:
     @property
     def _name(self) -> str:
         """What the workers ran."""
-        return in_one_line(self._options.module or Path(self._options.script).name or "the function")
+        options = self._options
+        return (
+            "the function" if options.module == FUNCTION else in_one_line(options.module or Path(options.script).name)
+        )
 
     def warn_of_strangers(self, workers: Sequence[Worker]) -> None:
         """For people: that workers have run for long, and none has joined a team."""

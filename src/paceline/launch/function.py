@@ -72,9 +72,11 @@ def launch(
         engine.close()
     if code == 130:
         raise KeyboardInterrupt
-    if code or not launcher.value:
-        how = f"ended with exit code {code}" if code else "did not return on worker 0"
-        raise LaunchError(f"{name} {how}", f"see above, or {run_dir}/logs")
+    if code:
+        raise LaunchError(f"{name} ended with exit code {code}", f"see above, or {run_dir}/logs")
+    if not launcher.value:
+        what = f"{name} ended the process of worker 0 with exit code 0, and so returned nothing"
+        raise LaunchError(what, f"return from it instead of sys.exit() or os._exit(); its output is in {run_dir}/logs")
     try:
         return pickle.loads(launcher.value)  # type: ignore[no-any-return]
     except (*UNPICKLABLE, ImportError, LookupError, EOFError) as error:
