@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli_runs import late, returning, showing
-from paceline.console import command_line, say
+from paceline.console import command_line, in_one_line, say
 from paceline.errors import LaunchError, PacelineError, UsageError, shown
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
@@ -464,11 +464,12 @@ def _misplaced(usage: str, arguments: Sequence[str] = (), quiet: bool = False, *
     if quiet or not ours:
         return ""
     script = given["script"]
+    name = in_one_line(script)
     with suppress(OSError):
         text = read_file(find_module(script) if given["module"] else script).decode(errors="replace")
         ours = [name for name in ours if f'"{name}"' not in text and f"'{name}'" not in text]
-    after = f"note: what stands after {script} is the script's own: {', '.join(ours)}"
-    return f"{after}; what is meant for paceline stands before {script}" if ours else ""
+    after = f"note: what stands after {name} is the script's own: {', '.join(ours)}"
+    return f"{after}; what is meant for paceline stands before {name}" if ours else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

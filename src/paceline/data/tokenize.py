@@ -29,7 +29,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from paceline.checkpoint.storage import flush_folder
-from paceline.console import Coloured, say
+from paceline.console import Coloured, in_one_line, say
 from paceline.data.tokens import FORMAT, INDEX, read_index
 from paceline.errors import DatasetError, FormatError, LaunchError, UsageError, first_line
 from paceline.observe.figures import clock, number, plural, size_of
@@ -132,11 +132,13 @@ def _find(inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
         elif not os.path.exists(given):
             found = sorted(glob.glob(given, recursive=True))
         if not found:
-            raise UsageError(f"there is no text in {given}", "give .txt or .jsonl files, folders of them, or globs")
+            what = f"there is no text in {in_one_line(given)}"
+            raise UsageError(what, "give .txt or .jsonl files, folders of them, or globs")
         paths |= dict.fromkeys(found)
     for path in paths:
         if Path(path).suffix not in (".txt", ".jsonl"):
-            raise UsageError(f"{path} is neither .txt nor .jsonl", "convert it, or rename it if it is plain text")
+            what = f"{in_one_line(path)} is neither .txt nor .jsonl"
+            raise UsageError(what, "convert it, or rename it if it is plain text")
     return {path: ((known := os.stat(path)).st_size, known.st_mtime_ns) for path in paths}
 
 
@@ -154,15 +156,17 @@ def _tokenizer(given: str) -> tuple[Any, bytes, str]:
         except (FormatError, KeyError, TypeError, IndexError):
             known = False
         if not known:
-            raise UsageError(f"{given} is no tokenizer", "give a tokenizer.json of Hugging Face's tokenizers")
+            what = f"{in_one_line(given)} is no tokenizer"
+            raise UsageError(what, "give a tokenizer.json of Hugging Face's tokenizers")
         model = Tokenizer.from_str(text.decode())
     elif path.suffix == ".json" or path.exists():
-        raise UsageError(f"there is no tokenizer in {given}", "give a tokenizer.json, or a name on the hub as gpt2")
+        what = f"there is no tokenizer in {in_one_line(given)}"
+        raise UsageError(what, "give a tokenizer.json, or a name on the hub as gpt2")
     else:
         try:
             model = Tokenizer.from_pretrained(given)
         except (OSError, ValueError) as error:
-            what = f"the tokenizer {given} could not be fetched ({first_line(error)})"
+            what = f"the tokenizer {in_one_line(given)} could not be fetched ({first_line(error)})"
             raise UsageError(what, "give a tokenizer.json, or a name on Hugging Face's hub as gpt2") from error
         text, name = model.to_str().encode(), given
     model.no_truncation()  # both may be left from a training of short texts

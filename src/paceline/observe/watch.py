@@ -59,7 +59,7 @@ def _key(file: Path | None, where: str) -> str:
         return read_file(file).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--key-file {file} cannot be read", f"give a copy of the file reading_key: {error}"
+            f"--key-file {in_one_line(file)} cannot be read", f"give a copy of the file reading_key: {error}"
         ) from error
 
 
