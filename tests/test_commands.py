@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -406,3 +407,13 @@ def test_a_full_disk_ends_a_command_in_a_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline", "explain", "data=2", "--svg", "/dev/full"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_a_run_that_may_have_few_open_files_ends_in_a_sentence(tmp_path: Path) -> None:
+    """Wherever it meets the limit: before its workers, and between two of them."""
+    (tmp_path / "train.py").touch()
+    for most in (16, 28):
+        limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (most, most))
+        said = paceline("run", "--quiet", "--workers", "2", "train.py", cwd=tmp_path, code=2, preexec=limit).stderr
+        what = f"this process may have {most} open files, and the run needs more"
+        assert said == f"paceline: {what}; raise the limit before, as by `ulimit -n 1024`\n"

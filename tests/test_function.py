@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import signal
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,20 @@ def test_ctrl_c_ends_the_cell_and_nothing_else(tmp_path: Path) -> None:
     assert list((tmp_path / "run/checkpoints").glob("step-*/manifest.json"))
 
 
+def exits() -> None:
+    sys.exit(0)
+
+
+def test_a_function_that_ends_its_process_is_told_from_one_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError) as raised:
+        paceline.launch(exits, run_dir="run")
+    assert str(raised.value) == (
+        "exits ended the process of worker 0 with exit code 0, and so returned nothing; "
+        "return from it instead of sys.exit() or os._exit(); its output is in run/logs"
+    )
+    assert "\nnote: the function ended without using paceline, which trained" in capsys.readouterr().err
+
+
 def generates() -> Any:
     paceline.join()
     return (row for row in range(3))
@@ -238,3 +254,11 @@ def test_what_is_large_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     function._packed(lambda: (rows, small), (), "train")
     told = "note: train carries 3 MB to each worker, of which rows has 3; load it inside of the function\n"
     assert capsys.readouterr().err == told
+    lock = threading.Lock()
+    module = types.ModuleType("of_a_module")
+    monkeypatch.setitem(sys.modules, "of_a_module", module)
+    vars(module).update(LOCK=lock)
+    exec("def train(rows): return LOCK", vars(module))
+    for called in (module.train, functools.partial(len)):  # of what they see some cannot travel, or nothing is known
+        function._packed(called, (rows,), "train")
+        assert capsys.readouterr().err == told.replace("rows", "argument 0")

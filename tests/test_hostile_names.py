@@ -231,13 +231,25 @@ REFUSED = {
     "run": f"the script no{SEEN} does not exist; give the path of the Python file that trains",
     "logs": f"there are no logs in no{SEEN}; give the folder of a run that was begun, on its host",
     "export": f"there is no checkpoint in no{SEEN}; give the --run-dir of a run that saved one",
+    "runs": f"there is no run in no{SEEN}; name a folder of runs: paceline runs FOLDER",
+    "tokenize": f"there is no text in no{SEEN}; give .txt or .jsonl files, folders of them, or globs",
 }
+MORE = {"export": ["x.safetensors"], "tokenize": ["--tokenizer", "gpt2", "--out", "o"]}
 
 
 @pytest.mark.parametrize("command", REFUSED)
 def test_no_refusal_obeys_a_name(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([command, f"no{NAME}", *(["x.safetensors"] if command == "export" else [])]) == 2
+    assert main([command, f"no{NAME}", *MORE.get(command, [])]) == 2
     assert capfd.readouterr() == ("", f"paceline: {REFUSED[command]}\n")
+
+
+@pytest.mark.parametrize("words", [["run", NAME, "--keep"], ["watch", "a:1", "--key-file", NAME]])
+def test_no_name_begins_a_line(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    said = capfd.readouterr().err
+    check_obeyed(said)
+    assert SEEN in said
+    assert "\nb" not in said
 
 
 def test_pages_and_drawings_hold_a_name_as_text(runs: Path) -> None:

@@ -99,6 +99,12 @@ def test_the_users_frame_is_named_and_the_traceback_shown_once(launcher: Launche
             "find out who sent the signal",
         ),
         ("os.kill(os.getpid(), signal.SIGUSR1)", 138, "ended by SIGUSR1", "find out who sent the signal"),
+        (
+            "raise OSError(24, os.strerror(24))",
+            1,
+            "OSError: [Errno 24] Too many open files",
+            "close files that are not used any more, or raise the limit on open files before, as by `ulimit -n 4096`",
+        ),
         ("os.kill(os.getpid(), 40)", 168, "ended by signal 40", "find out who sent the signal"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,22 @@ def test_a_mirror_goes_with_a_run_that_is_killed(together: bool, tmp_path: Path)
         subprocess.run([sys.executable, "-c", SWEEP], check=True)
     until(lambda: not folder.exists())
     until(lambda: not any(one.is_running() and one.status() != "zombie" for one in removers))
+
+
+@pytest.mark.root
+def test_a_mirror_without_room_is_told_once_and_what_helps(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from basics import *\nlist(make().steps(data, count=9))\n")
+    run = f"{sys.executable} -m paceline run --mirror 1 --run-dir out train.py"
+    inside = ["sh", "-c", f"mount -t tmpfs -o size=8k tmpfs /dev/shm && exec {run}"]
+    done = subprocess.run(["unshare", "-m", *inside], env=environment(), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if "training goes on without it" in line]
+    assert re.fullmatch(
+        r"training goes on without it: checkpoint of step \d could not be written to /dev/shm/paceline-mirror-\S+: No "
+        r"space left on device; free some space \(it needs [\d.]+ kB\) or choose --save-every with a folder for "
+        r"--checkpoints instead of --mirror",
+        said,
+    ), said
 
 
 @pytest.mark.root

@@ -695,6 +695,42 @@ for read, path in ((read_token, "token"), (reading_key, ""), (listening_at, ""))
     ]
 
 
+def test_a_pipe_that_is_given_as_a_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("pipe", "weights/model.safetensors", "data/tokens.json"):
+        Path(name).parent.mkdir(exist_ok=True)
+        os.mkfifo(name, 0o600)
+    Path("train.py").touch()
+    body = """
+import sys
+from paceline.cli import main
+from paceline.data import Tokens
+from paceline.errors import PacelineError
+for words in (
+    "run pipe --workers 2",
+    "watch 127.0.0.1:1 --key-file pipe",
+    "launch ssh --hostfile pipe train.py",
+    "import weights run",
+):
+    main(words.split())
+try:
+    Tokens("data", 4)
+except PacelineError as error:
+    print(error, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=60)
+    pipe, tokens = "[Errno 22] it is a pipe and no file", tmp_path / "data/tokens.json"
+    assert done.stderr.splitlines() == [
+        "note: what stands after pipe is the script's own: --workers; what is meant for paceline stands before pipe",
+        "paceline: the script pipe is not a file; give the path of the Python file that trains",
+        f"paceline: --key-file pipe cannot be read; give a copy of the file reading_key: {pipe}: 'pipe'",
+        "paceline: --hostfile pipe cannot be read (it is a pipe and no file); give a file of hosts",
+        f"paceline: weights/model.safetensors could not be read: {pipe}: 'weights/model.safetensors'; see that you may "
+        "read it, or fetch it again from where it came from",
+        f"{tokens} cannot be read ({pipe}: '{tokens}'); see to that, and start again",
+    ]
+
+
 def test_a_pipe_of_a_shell_is_read() -> None:
     reading, writing = os.pipe()
     os.write(writing, b"text")

@@ -180,12 +180,14 @@ def test_one_worker_that_cannot_write_ends_a_save_and_no_training(tmp_path: Path
         "    if os.environ['PACELINE_RANK'] == '1' and report.step in (3, 8):\n"
         "        most = 4096 if report.step == 3 else resource.RLIM_INFINITY\n"
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))\n"
-        "    if report.step == 4:\n"
+        "    if report.step in (4, 6):\n"
         "        t.save()\n"
         "    if report.step >= 10:\n"
         "        t.save()\n"
     )
     done = train_basics(tmp_path, body, 3, "--keep", "9")
+    assert done.stderr.count("training goes on without it") == 1  # also of that of step 6
+    assert re.search(r"\ncheckpoints are written to \S+/out/checkpoints again\n", done.stderr)
     assert re.search(
         r"training goes on without it: worker 1: checkpoint of step 4 could not be written to \S+/out/checkpoints: "
         r"File too large; raise the limit on the size of a file \(ulimit -f\) or choose another --run-dir",

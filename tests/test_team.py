@@ -267,6 +267,21 @@ def test_what_nobody_survives_is_said_to_be_lost(tmp_path):
     done = paceline("chaos", "train.py", *options, cwd=tmp_path, code=1)
     last = done.stdout.splitlines()[-1]
     assert last == "lost     the run: it ended before its last step, with exit code 137"
+    again = f"next: find out who sent the signal; then run `paceline chaos train.py {' '.join(options)}`\n"
+    assert done.stderr.endswith(again)
+    assert "/paceline-chaos-" not in done.stderr  # that folder is gone
+
+
+def test_a_rehearsal_that_is_stopped_names_no_folder_that_it_removes(tmp_path):
+    body = "from basics import *\nimport os, signal\nfor report in make().steps(data, epochs=1000):\n"
+    (tmp_path / "train.py").write_text(body + "    report.step == 3 and os.kill(os.getppid(), signal.SIGTERM)\n")
+    done = paceline("chaos", "train.py", "--workers", "2", "--", "it's", cwd=tmp_path, code=75)
+    assert done.stderr.splitlines() == [
+        "100 steps undisturbed ...",
+        "stopping after this step and saving; press Ctrl-C again to stop at once",
+        "stopped",
+        """start again with: paceline chaos train.py --workers 2 -- 'it'"'"'s'""",
+    ]
 
 
 @pytest.mark.parametrize("code", [0, 1, 137])

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli_runs import late, returning, showing
-from paceline.console import say
+from paceline.console import command_line, in_one_line, say
 from paceline.errors import LaunchError, PacelineError, UsageError, shown
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
 from paceline.observe.drawing import save
 from paceline.observe.summary import explain
 from paceline.plan import describe
+from paceline.schema import read_file
 from paceline.world import parse_whole
 
 if sys.platform.startswith("linux"):
@@ -463,16 +464,18 @@ def _misplaced(usage: str, arguments: Sequence[str] = (), quiet: bool = False, *
     if quiet or not ours:
         return ""
     script = given["script"]
+    name = in_one_line(script)
     with suppress(OSError):
-        text = Path(find_module(script) if given["module"] else script).read_text(errors="replace")
+        text = read_file(find_module(script) if given["module"] else script).decode(errors="replace")
         ours = [name for name in ours if f'"{name}"' not in text and f"'{name}'" not in text]
-    after = f"note: what stands after {script} is the script's own: {', '.join(ours)}"
-    return f"{after}; what is meant for paceline stands before {script}" if ours else ""
+    after = f"note: what stands after {name} is the script's own: {', '.join(ours)}"
+    return f"{after}; what is meant for paceline stands before {name}" if ours else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    words = [*given]
     for stream in (sys.stdout, sys.stderr):  # names of files need not be UTF-8
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -515,6 +518,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             del options["arguments"][0]
         elif "--" not in words and (note := _misplaced(usage(), **options)):
             say(note)
+        if words[0] in ("check", "chaos", "explain"):  # what a rehearsal says to run once more
+            options["again"] = command_line(["paceline", *given])
         if words[0].startswith("launch "):
             options["words"] = [*words[0].split(), *words[1:]]
         done: int | str = command(**options)

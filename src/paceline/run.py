@@ -24,7 +24,7 @@ from paceline.best import best_now, keep_best
 from paceline.checkpoint.export import write_together
 from paceline.checkpoint.files import FOLDER, folder_of
 from paceline.checkpoint.lock import hold_lock
-from paceline.checkpoint.storage import storage_at
+from paceline.checkpoint.storage import CHECKPOINTS, NO_MIRROR, RUN_DIR, storage_at
 from paceline.checkpoint.tree import unflatten
 from paceline.comm.torch_private import pytree, untested
 from paceline.console import say
@@ -101,8 +101,9 @@ class Run:
         self._replayed = 0
         self._said: set[str] = set()
         place = world.checkpoints or (self.folder / FOLDER if self.folder is not None else None)
-        mirror = (world.mirror[0], storage_at(Path(world.mirror[1]))) if world.mirror else None
-        storage = storage_at(place) if place is not None and not world.serves else None
+        mirror = (world.mirror[0], storage_at(Path(world.mirror[1]), NO_MIRROR)) if world.mirror else None
+        another = CHECKPOINTS if world.checkpoints else RUN_DIR
+        storage = storage_at(place, another) if place is not None and not world.serves else None
         self.serving = ParameterServer(world) if world.serves else None  # this process is a parameter server
         self.servers: Servers | None = None  # whom this worker pushes gradients to
         self.saving = Saving(team, storage, world.save_every, world.keep, mirror)
@@ -625,6 +626,8 @@ class Run:
             if isinstance(told, dict):
                 self.journal.write("checkpoint", **told)
                 self.team.world.tell("saved", step=told["step"])
+            elif isinstance(told, str):
+                self.say(told)
             else:
                 self.say(f"training goes on without it: {'; '.join(told)}")
         self.saving.news.clear()

@@ -110,7 +110,7 @@ class Saving:
     """The checkpoints of a run, as one worker has them. `begun` is the step of the last one that was begun, `open`
     whether its end is not known to all: both are the same everywhere. `committed` is the last one that this worker
     knows to be whole. `news` are outcomes to be told, on the worker that wrote a manifest: the fields of the journal's
-    event, or what went wrong.
+    event, what went wrong, or a line. What goes wrong again and again for one reason is told once.
 
     With a `mirror` (steps, and a storage in the memory of the workers' agent), the state of a lone replica, which lives
     nowhere else, is kept there besides, in the same way.
@@ -125,7 +125,8 @@ class Saving:
         self.from_mirror = False
         self.begun, self.open, self.asked = 0, False, False
         self.committed: int | None = None
-        self.news: list[dict[str, Any] | list[str]] = []
+        self.news: list[dict[str, Any] | list[str] | str] = []
+        self._reasons: dict[str, str] = {}  # by place: why nothing can be written there, as it was told
         self.losses = 0
         self._seconds, self._steps = parse_save_every(every)  # neither: by what they cost
         self._born = self._saved_at = time.monotonic()
@@ -383,9 +384,17 @@ class Saving:
             self._cost = told.pop("cost")
             self.committed = told["step"]
         self._outcome = trouble
-        outcome = told or trouble
-        if outcome:
-            self.news.append(outcome)
+        place = str(self._into)
+        if trouble is None:
+            if self._reasons.pop(place, None) is not None:
+                self.news.append(f"checkpoints are written to {place} again")
+            if told:
+                self.news.append(told)
+            return
+        reason = re.sub("[0-9]+", "", trouble[0])  # which step's it was makes no other one
+        if self._reasons.get(place) != reason:
+            self.news.append(trouble)
+        self._reasons[place] = reason
 
     def finish(self) -> list[str] | None:
         """Waits for the end of the last one that was begun; what went wrong. All know the same then. Collective."""

@@ -24,6 +24,7 @@ T = TypeVar("T")
 CURE = "restore it from a copy"
 SAME_VERSION = "use the same version of Paceline on all hosts"  # for messages
 _SHOWN = 80  # characters of a name
+_PIPE = "it is a pipe and no file"
 
 
 def open_file(path: str | Path) -> BufferedReader:
@@ -35,8 +36,14 @@ def open_file(path: str | Path) -> BufferedReader:
         os.set_blocking(file.fileno(), True)
         if os.path.exists(os.path.realpath(path)):
             file.close()
-            raise OSError(errno.EINVAL, "it is a pipe and no file", str(path))
+            raise OSError(errno.EINVAL, _PIPE, str(path))
     return file
+
+
+def refuse_pipe(path: str | Path) -> None:
+    """OSError where a pipe lies in the place of a file that a library opens by its name, and would wait for."""
+    if Path(path).is_fifo():
+        raise OSError(errno.EINVAL, _PIPE, str(path))
 
 
 def read_file(path: str | Path) -> bytes:

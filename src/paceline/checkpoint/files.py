@@ -147,7 +147,7 @@ def list_checkpoints(storage: Storage) -> list[tuple[int, str]]:
     try:
         matches = [(_NAME.fullmatch(name), name) for name in storage.folders()]
     except OSError as error:
-        cure = "see that it is a folder that you may read, or choose another --run-dir"
+        cure = f"see that it is a folder that you may read, or choose {storage.another}"
         cure = "see that it can be reached, then start again" if storage.shared else cure
         raise CheckpointError(f"{storage} could not be read: {error.strerror}", cure) from error
     found = [(int(match[1] or match[2]), match[1] is not None, name) for match, name in matches if match]
@@ -169,7 +169,7 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
             raise CheckpointError(
                 f"checkpoint of step {step} in {storage} has format version {version}, "
                 f"and this Paceline reads versions up to {VERSION}",
-                "install the Paceline that wrote it, or choose another --run-dir",
+                f"install the Paceline that wrote it, or choose {storage.another}",
             )
         body, _, seal = text.rpartition(_SEAL.encode())
         if version is None:
@@ -252,7 +252,7 @@ def find_checkpoint(storage: Storage, say: Callable[[str], None], only: int | No
         passed.append((step, found))
     if taken is None and any(reason != UNFINISHED for _, reason in passed):
         reasons = ", ".join(f"step {step} ({reason})" for step, reason in passed)
-        cure = "restore one from a copy, or choose another --run-dir to train from the start"
+        cure = f"restore one from a copy, or choose {storage.another} to train from the start"
         raise CheckpointError(f"no checkpoint in {storage} is whole: {reasons}", cure)
     then = f"taking step {taken.step}" if taken is not None else "there is none before it"
     for step, reason in passed:
@@ -279,7 +279,7 @@ def ended_in(manifest: Mapping[str, Any], storage: Storage, say: Callable[[str],
             one = find_checkpoint(place, say, step)
             if one is None or len(trainers_in(one.manifest)) <= number:
                 what = f"the weights that trainer {number} ended with are not in {place}/{folder_of(step)}"
-                raise CheckpointError(what, "restore them from a copy, or choose another --run-dir")
+                raise CheckpointError(what, f"restore them from a copy, or choose {storage.another}")
             found[number] = one
     return found
 
@@ -431,7 +431,7 @@ def write_files(
 
 def write_error(storage: Storage, step: int, error: OSError, need: int | None = None) -> CheckpointError:
     """What to say where the checkpoint of `step` could not be written, which is of `need` bytes."""
-    cure = write_cure(error, need, "another --run-dir")
+    cure = write_cure(error, need, storage.another)
     if storage.shared:
         cure = "see that it can be reached and written to, or give other --checkpoints"
     with suppress(CheckpointError):
@@ -536,7 +536,7 @@ def _prune(storage: Storage, step: int, keep: int) -> None:
     """
     found = open_checkpoint(storage, step, folder_of(step), hashes=False)
     if isinstance(found, str):
-        cure = "check that disk, or choose another --run-dir; older checkpoints were kept"
+        cure = f"check that disk, or choose {storage.another}; older checkpoints were kept"
         raise CheckpointError(f"checkpoint of step {step} was written to {storage} and is damaged ({found})", cure)
     for number, folder in _doomed(storage, found, keep):
         try:

@@ -33,6 +33,9 @@ _FAILURES = (
     ("gcsfs.retry", "HttpError"),
     ("azure.core.exceptions", "AzureError"),
 )
+# What to choose for another place.
+RUN_DIR, CHECKPOINTS = "another --run-dir", "other --checkpoints"
+NO_MIRROR = "--save-every with a folder for --checkpoints instead of --mirror"
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
 
@@ -40,6 +43,7 @@ class Storage(Protocol):
     """Every method raises OSError where the place cannot be read or written; FileNotFoundError where nothing is."""
 
     shared: bool  # everybody reaches it by the same text
+    another: str  # what to choose for another place, in words
 
     def __str__(self) -> str: ...
 
@@ -74,9 +78,11 @@ def is_url(place: str) -> bool:
     return _URL.match(place) is not None
 
 
-def storage_at(place: str | Path) -> Storage:
-    """The storage at a URL (``s3://bucket/runs/a``) or in a folder. UsageError: fsspec does not know the URL."""
-    return ObjectStore(str(place)) if is_url(str(place)) else Folder(Path(place))
+def storage_at(place: str | Path, another: str = RUN_DIR) -> Storage:
+    """The storage at a URL (``s3://bucket/runs/a``) or in a folder, in `another` place of which there may be one.
+    UsageError: fsspec does not know the URL.
+    """
+    return ObjectStore(str(place)) if is_url(str(place)) else Folder(Path(place), another)
 
 
 class Folder:
@@ -84,14 +90,14 @@ class Folder:
 
     shared = False
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, another: str = RUN_DIR) -> None:
+        self.path, self.another = path, another
 
     def __str__(self) -> str:
         return str(self.path)
 
     def inside(self, folder: str) -> Folder:
-        return Folder(self.path / folder)
+        return Folder(self.path / folder, self.another)
 
     def folders(self) -> list[str]:
         try:
@@ -153,7 +159,7 @@ class ObjectStore:
     as the packages behind fsspec read it.
     """
 
-    shared = True
+    shared, another = True, CHECKPOINTS
 
     def __init__(self, url: str) -> None:
         import fsspec  # torch needs it, so it is there

@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 
 from paceline.checkpoint.storage import write_file
+from paceline.schema import refuse_pipe
 
 DTYPES = {
     torch.bool: "BOOL",
@@ -105,6 +106,7 @@ def open_tensors(path: Path) -> safe_open:
 
     Raises OSError, SafetensorError.
     """
+    refuse_pipe(path)
     try:
         str(path).encode()
         return safe_open(path, framework="pt")

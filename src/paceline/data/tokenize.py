@@ -29,11 +29,11 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from paceline.checkpoint.storage import flush_folder
-from paceline.console import Coloured, say
+from paceline.console import Coloured, in_one_line, say
 from paceline.data.tokens import FORMAT, INDEX, read_index
 from paceline.errors import DatasetError, FormatError, LaunchError, UsageError, first_line
 from paceline.observe.figures import clock, number, plural, size_of
-from paceline.schema import parse, read_json
+from paceline.schema import open_file, parse, read_file, read_json
 
 PIECE = 1 << 20  # bytes of text that a process tokenizes at once
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -132,11 +132,13 @@ def _find(inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
         elif not os.path.exists(given):
             found = sorted(glob.glob(given, recursive=True))
         if not found:
-            raise UsageError(f"there is no text in {given}", "give .txt or .jsonl files, folders of them, or globs")
+            what = f"there is no text in {in_one_line(given)}"
+            raise UsageError(what, "give .txt or .jsonl files, folders of them, or globs")
         paths |= dict.fromkeys(found)
     for path in paths:
         if Path(path).suffix not in (".txt", ".jsonl"):
-            raise UsageError(f"{path} is neither .txt nor .jsonl", "convert it, or rename it if it is plain text")
+            what = f"{in_one_line(path)} is neither .txt nor .jsonl"
+            raise UsageError(what, "convert it, or rename it if it is plain text")
     return {path: ((known := os.stat(path)).st_size, known.st_mtime_ns) for path in paths}
 
 
@@ -154,15 +156,17 @@ def _tokenizer(given: str) -> tuple[Any, bytes, str]:
         except (FormatError, KeyError, TypeError, IndexError):
             known = False
         if not known:
-            raise UsageError(f"{given} is no tokenizer", "give a tokenizer.json of Hugging Face's tokenizers")
+            what = f"{in_one_line(given)} is no tokenizer"
+            raise UsageError(what, "give a tokenizer.json of Hugging Face's tokenizers")
         model = Tokenizer.from_str(text.decode())
     elif path.suffix == ".json" or path.exists():
-        raise UsageError(f"there is no tokenizer in {given}", "give a tokenizer.json, or a name on the hub as gpt2")
+        what = f"there is no tokenizer in {in_one_line(given)}"
+        raise UsageError(what, "give a tokenizer.json, or a name on the hub as gpt2")
     else:
         try:
             model = Tokenizer.from_pretrained(given)
         except (OSError, ValueError) as error:
-            what = f"the tokenizer {given} could not be fetched ({first_line(error)})"
+            what = f"the tokenizer {in_one_line(given)} could not be fetched ({first_line(error)})"
             raise UsageError(what, "give a tokenizer.json, or a name on Hugging Face's hub as gpt2") from error
         text, name = model.to_str().encode(), given
     model.no_truncation()  # both may be left from a training of short texts
@@ -210,7 +214,7 @@ def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any
     if not (out / TOKENIZER).exists():  # for those who decode
         with _replacing(out / TOKENIZER) as file:
             file.write(tokenizer)
-    return read_index((out / INDEX).read_bytes(), str(out / INDEX)) if (out / INDEX).exists() else None
+    return read_index(read_file(out / INDEX), str(out / INDEX)) if (out / INDEX).exists() else None
 
 
 @contextmanager
@@ -302,7 +306,7 @@ def _pieces(paths: list[str], sizes: list[int], file: int, offset: int) -> Itera
     for which in range(file, len(paths)):
         path, size = paths[which], sizes[which]
         try:
-            with open(path, "rb") as source:
+            with open_file(path) as source:
                 source.seek(offset)
                 while offset < size:
                     data = source.read(min(PIECE, size - offset))

@@ -16,14 +16,13 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from operator import index
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.checkpoint.storage import failures
 from paceline.errors import DatasetError, FormatError, UsageError, first_line
-from paceline.schema import find_wrong, parse
+from paceline.schema import find_wrong, open_file, parse, read_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -259,7 +258,7 @@ class _Local:
 
     def whole(self, path: str, where: str) -> bytes:
         with _reading(where):
-            return Path(path).read_bytes()
+            return read_file(path)
 
     def sizes(self, paths: Sequence[str], where: str) -> list[int]:
         with _reading(where):
@@ -274,7 +273,8 @@ class _Local:
 
 
 def _mapped(path: str) -> Any:
-    return np.memmap(path, np.uint8, "r").view(np.ndarray)  # plain: a memmap's slices are slow to make
+    with open_file(path) as file:
+        return np.memmap(file, np.uint8, "r").view(np.ndarray)  # plain: a memmap's slices are slow to make
 
 
 class _Remote:

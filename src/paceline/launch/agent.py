@@ -37,6 +37,7 @@ from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.traces import named, short
 from paceline.pulse import DONE, LOADED
+from paceline.schema import read_file
 from paceline.team.lease import Lease
 from paceline.team.link import AWAY, Link
 from paceline.world import SERVERS
@@ -372,7 +373,7 @@ class Agent:
         if self._leaving or self._stop is not None:  # the coordinator had not heard of it yet
             error = ""
         elif what := self._script.changed():
-            cure = "start the same command again" + (" to use it" if what != "is gone" else " once it is there")
+            cure = "start the same command again" + (" to use it" if what == "has changed" else " once it is there")
             how = f"{in_one_line(self._options.script)} {what} since the run began: {cure}"
             error = f"{ranks(sorted(lives))} {'is' if len(lives) == 1 else 'are'} not started again: {how}"
         else:
@@ -538,10 +539,13 @@ class _Script:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._text = path.read_bytes()
+        self._text = read_file(path)
 
     def changed(self) -> str:
         """What has happened to it, if anything."""
-        if not self._path.exists():
+        try:
+            return "has changed" if read_file(self._path) != self._text else ""
+        except FileNotFoundError:
             return "is gone"
-        return "has changed" if self._path.read_bytes() != self._text else ""
+        except OSError as error:
+            return f"cannot be read ({error.strerror})"

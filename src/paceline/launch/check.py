@@ -54,7 +54,8 @@ def rehearse(folder: Path, options: LaunchOptions, order: dict[str, Any], **envi
     """
     folder.mkdir()
     environment["PACELINE_CHECK"] = json.dumps(order | {"out": str(folder / "out")})
-    code = launch(replace(options, run_dir=str(folder / "run"), quiet=True, environment=environment))
+    there = str(folder / "run")
+    code = launch(replace(options, run_dir=there, temporary=True, quiet=True, environment=environment))
     if code in (INTERRUPTED, STOPPED):
         raise SystemExit(code)
     found = folder / "out.json"

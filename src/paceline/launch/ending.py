@@ -24,6 +24,7 @@ from paceline.observe.traces import named, short
 from paceline.team.coordinator import STOPPED
 
 INTERRUPTED = 130
+FUNCTION = "paceline.launch.function"  # the module that calls a function
 NOT_USED = "no Trainer was made and paceline.join() was not called"
 INSTEAD = "make a paceline.Trainer, or run it with plain python"
 VANISHED = "ended with exit code 0 in the midst of its script, without a word"
@@ -105,7 +106,10 @@ class Ending:
     @property
     def _name(self) -> str:
         """What the workers ran."""
-        return in_one_line(self._options.module or Path(self._options.script).name or "the function")
+        options = self._options
+        return (
+            "the function" if options.module == FUNCTION else in_one_line(options.module or Path(options.script).name)
+        )
 
     def warn_of_strangers(self, workers: Sequence[Worker]) -> None:
         """For people: that workers have run for long, and none has joined a team."""
@@ -136,6 +140,8 @@ class Ending:
             return f"{self._name} finished; its report cannot be written: {error}"
 
     def _how_stopped(self, how: str) -> str:
+        if self._options.temporary:
+            return f"{how}\nstart again with: {self._command()}"
         told = self._events.get("stopped", {})
         newest = self._newest_checkpoint()
         again = "continue with"
@@ -153,7 +159,8 @@ class Ending:
         """No worker is left here that was of the team, and nobody says that it came to its end."""
         what = "no worker is left here, and there is no word that the run is finished"
         cure = "see the console where it began; if it ended there, start it again, then run"
-        text = f"{what}\nlogs: {named(self._folder / 'logs')}{os.sep}\nnext: {cure} `{self._command()}`"
+        logs = "" if self._options.temporary else f"logs: {named(self._folder / 'logs')}{os.sep}\n"
+        text = f"{what}\n{logs}next: {cure} `{self._command()}`"
         self._say(f"\n{text}", always=True)
         self._journal.write("failed", worker=None, host=socket.gethostname(), cause=what, code=1, text=text)
         return 1
@@ -177,7 +184,8 @@ class Ending:
         cause, host = culprit(failures), socket.gethostname()
         if cause.step is None:  # it did not say
             cause.step = workers[0].events.get("step", {}).get("step")
-        text = failure_block(cause, failures, stopped, host, Path(named(self._folder / "logs")), self._then(cause))
+        logs = None if self._options.temporary else Path(named(self._folder / "logs"))
+        text = failure_block(cause, failures, stopped, host, logs, self._then(cause))
         title, _, rest = text.partition("\n")
         red = Coloured(f"\n\x1b[1;31m{printable(title)}\x1b[0m\n{printable(rest)}")
         self._say(red if self._coloured else f"\n{text}", always=True)
@@ -187,6 +195,8 @@ class Ending:
 
     def _then(self, cause: Failure) -> str:
         """The command that goes on, and what it will do."""
+        if self._options.temporary:
+            return f"then run `{self._command()}`"
         newest = self._newest_checkpoint()
         goes_on = "starts anew: no checkpoint was written" if newest is None else f"continues from step {newest}"
         if cause.kind == "CheckpointError" and "found" not in self._events:  # it looked for one, in vain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Collection, Sequence
@@ -42,6 +43,7 @@ USES_TORCH = (
     "workers of `paceline run` have no RANK and no MASTER_ADDR: make a paceline.Trainer, which needs no group of "
     "torch.distributed, or start the script with torchrun"
 )
+TOO_MANY = "close files that are not used any more, or raise the limit on open files before, as by `ulimit -n 4096`"
 NO_TERMINAL = "workers have no terminal to ask at: give an argument instead, or this worker the terminal: --debug {}"
 
 
@@ -84,7 +86,8 @@ class Failure:
             what, at = read_trace(errors)
             self.frame = at or self.frame
         self.what = why or what or (not exits and self.kind) or f"ended with exit code {status}"
-        cure = told.get("hint") or ("fix the cause" if what else "see its log")
+        cure = told.get("hint") or (TOO_MANY if os.strerror(errno.EMFILE) in what else "")
+        cure = cure or ("fix the cause" if what else "see its log")
         self.cure = NO_TERMINAL.format(rank) if what.startswith(ASKED) else USES_TORCH if NO_RANK in what else cure
         if out_of_memory:  # it was a child of the worker, which raised for that
             self.cure += " (the kernel's out-of-memory killer ended a process here)"
@@ -106,15 +109,17 @@ def culprit(failures: Sequence[Failure]) -> Failure:
 
 
 def failure_block(
-    cause: Failure, failures: Sequence[Failure], stopped: Collection[int], host: str, logs: Path, then: str
+    cause: Failure, failures: Sequence[Failure], stopped: Collection[int], host: str, logs: Path | None, then: str
 ) -> str:
-    """The block. `failures`: all, with the cause; `stopped`: workers that we ended; `then`: how to go on."""
+    """The block. `failures`: all, with the cause; `stopped`: workers that we ended; `logs`: their folder, unless it is
+    removed; `then`: how to go on.
+    """
     step = f", after step {cause.step}" if cause.step is not None else ""
     lines = [f"{ranks([cause.rank])} failed (host {host}, pid {cause.pid}{step})", f"  {cause.what}"]
     if cause.frame:
         lines.append(f"  at {cause.frame}")
     if cause.tail:
-        lines.append(f"the end of {logs / f'{called(cause.rank)}.log'}:")
+        lines.append(f"the end of {(logs or Path()) / f'{called(cause.rank)}.log'}:")
         lines += [f"  | {line}".rstrip() for line in cause.tail]
     alike = [other.rank for other in failures if other.what == cause.what and other is not cause]
     if alike:
@@ -129,4 +134,6 @@ def failure_block(
         lines.append(f"{ranks(followed)} ended because of it")
     if stopped:
         lines.append(f"the others were stopped by us: {ranks(stopped)}")
-    return "\n".join([*lines, f"logs: {logs}{os.sep}", f"next: {cause.cure}; {then}"])
+    if logs is not None:
+        lines.append(f"logs: {logs}{os.sep}")
+    return "\n".join([*lines, f"next: {cause.cure}; {then}"])

@@ -13,6 +13,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from paceline.console import say
@@ -71,9 +72,11 @@ def launch(
         engine.close()
     if code == 130:
         raise KeyboardInterrupt
-    if code or not launcher.value:
-        how = f"ended with exit code {code}" if code else "did not return on worker 0"
-        raise LaunchError(f"{name} {how}", f"see above, or {run_dir}/logs")
+    if code:
+        raise LaunchError(f"{name} ended with exit code {code}", f"see above, or {run_dir}/logs")
+    if not launcher.value:
+        what = f"{name} ended the process of worker 0 with exit code 0, and so returned nothing"
+        raise LaunchError(what, f"return from it instead of sys.exit() or os._exit(); its output is in {run_dir}/logs")
     try:
         return pickle.loads(launcher.value)  # type: ignore[no-any-return]
     except (*UNPICKLABLE, ImportError, LookupError, EOFError) as error:
@@ -125,9 +128,14 @@ def _packed(function: Callable[..., Any], arguments: tuple[Any, ...], name: str)
         cure = "make inside of the function what cannot travel: files, locks, a Trainer, a loader"
         raise UsageError(f"{name} cannot be sent to workers ({first_line(error)})", cure) from error
     if len(packed) > LARGE:
-        seen = inspect.getclosurevars(inspect.unwrap(function))
-        carried = {**seen.globals, **seen.nonlocals, **{f"argument {at}": value for at, value in enumerate(arguments)}}
-        sizes = {name: len(cloudpickle.dumps(value)) for name, value in carried.items()}
+        carried: dict[str, Any] = {f"argument {at}": value for at, value in enumerate(arguments)}
+        with suppress(TypeError):  # it is no function of Python's, as a functools.partial
+            seen = inspect.getclosurevars(inspect.unwrap(function))
+            carried = {**seen.globals, **seen.nonlocals, **carried}
+        sizes = {}
+        for part, value in carried.items():
+            with suppress(*UNPICKLABLE):  # it does not travel: the function is of a module, which has it there
+                sizes[part] = len(cloudpickle.dumps(value))
         largest = max(sizes, key=lambda name: sizes[name], default="")
         what = f"{name} carries {len(packed) / 1e6:,.0f} MB to each worker"
         which = f", of which {largest} has {sizes[largest] / 1e6:,.0f}" if largest else ""

@@ -20,6 +20,7 @@ from paceline.errors import FormatError, LaunchError, UsageError
 from paceline.launch.coordinator_process import listening_at
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.observe.traces import short
+from paceline.schema import read_file
 from paceline.team.link import Link, RefusedError, UnsignedError
 from paceline.team.terms import TermsError
 from paceline.team.token import NAME, read_token
@@ -34,7 +35,7 @@ NAMELESS = 0.5  # seconds between two questions for a name
 def likeness(options: LaunchOptions, text: bytes | None = None) -> dict[str, Any]:
     """What all agents of a run must have in common. `text` is the script's, where it is not to be read."""
     return {
-        "script": hashlib.sha256(Path(options.script).read_bytes() if text is None else text).hexdigest(),
+        "script": hashlib.sha256(read_file(options.script) if text is None else text).hexdigest(),
         "module": options.module,
         "arguments": list(options.arguments),
         "plan": options.plan,
@@ -195,7 +196,7 @@ def _introduced(link: Link, patience: float) -> list[int]:
 def _difference(options: LaunchOptions, name: str, theirs: Any, mine: Any, script: str) -> str:
     if name != "script":
         return f"{name}: {theirs} in the run, {mine} here"
-    before, here = script.splitlines(), Path(options.script).read_text(errors="replace").splitlines()
+    before, here = script.splitlines(), read_file(options.script).decode(errors="replace").splitlines()
     lines = list(difflib.unified_diff(before, here, "script of the run", "script here", lineterm="", n=1))
     if len(lines) > LONGEST:
         lines[LONGEST:] = [f"... and {len(lines) - LONGEST} lines more"]

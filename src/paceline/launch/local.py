@@ -69,6 +69,10 @@ def launch(options: LaunchOptions) -> int:
         with Notifier(options.notify, options.script, partial(_say, options)) as notifier:
             return _join(options, notifier) if options.join else _launch(options, compared, notifier)
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            what = f"this process may have {most:,} open files, and the run needs more"
+            raise LaunchError(what, "raise the limit before, as by `ulimit -n 1024`") from error
         if error.errno not in FULL:
             raise
         what = f"the run folder {options.run_dir or 'below runs/'} could not be written to: {error.strerror}"

@@ -31,7 +31,8 @@ class LaunchOptions:
     at which other hosts reach this one; `store`: the etcd that decides who keeps the coordinator. `nodes`: ``auto``
     where each node starts by itself; `token`: the run's own, where no file holds it; `patience`: seconds in which the
     run to join may begin; `heard` is told where its coordinator listens, once it does; `again`: the command that goes
-    on with this run, where it is not `paceline run`; `epoch`: of the coordinator that begins, higher than that of one
+    on with this run, where it is not `paceline run`; `temporary`: whether the run folder is removed at the end, as that
+    of a rehearsal; `epoch`: of the coordinator that begins, higher than that of one
     which agents may still know by its name. `address` and `size` (workers that the run began with) are found out.
     """
 
@@ -72,6 +73,7 @@ class LaunchOptions:
     patience: float = 0.0
     heard: Callable[[tuple[str, int]], None] | None = None
     again: str | None = None
+    temporary: bool = False
     epoch: int = 1
     address: str = "127.0.0.1"
     size: int = 0

@@ -180,7 +180,9 @@ class Output:
 def _open_log(path: Path) -> int:
     """Appends; where an earlier start has left something, says where this one begins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    # Not waiting where a pipe lies in its place that nobody reads.
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    os.set_blocking(log, True)
     if os.fstat(log).st_size:
         _write_all(log, f"\n---- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n".encode())
     return log

@@ -17,6 +17,7 @@ from paceline.launch.serving import PAGE
 from paceline.observe.journal import Journal, replace_file
 from paceline.observe.reading import KEY, TARGETS, reading_key
 from paceline.observe.traces import short
+from paceline.schema import read_file
 from paceline.team.token import NAME as TOKEN
 from paceline.team.token import keep_token
 
@@ -103,7 +104,7 @@ class RunFolder:
     def _restore_token(self) -> list[str]:
         path = self._folder / TOKEN
         with suppress(OSError):
-            if path.read_bytes().strip() == self._token and not stat.S_IMODE(path.stat().st_mode) & 0o077:
+            if read_file(path).strip() == self._token and not stat.S_IMODE(path.stat().st_mode) & 0o077:
                 return []
         keep_token(self._folder, self._token)
         return [TOKEN]
@@ -115,7 +116,7 @@ class RunFolder:
             try:
                 now = path.stat().st_mtime_ns
                 if now != written:
-                    self._contents[name] = now, path.read_bytes()
+                    self._contents[name] = now, read_file(path)
             except FileNotFoundError:
                 if written:
                     found.append(name)

@@ -22,6 +22,7 @@ from paceline.observe.journal import replace_file
 from paceline.observe.reading import KEY, reading_key, write_targets
 from paceline.observe.traces import named
 from paceline.polling import can_read
+from paceline.schema import read_file
 
 FAREWELL = 12.0  # seconds to tell of the end: in a pod all ends with us
 BUSY = 20.0  # seconds to wait for a port where an ended run may still serve its last figures
@@ -139,7 +140,7 @@ class Serving(AbstractContextManager["Serving"]):
 def _has(folder: Path, key: str) -> bool:
     """Whether the folder of a run of another host's is here as well: it has the same key."""
     try:
-        return (folder / KEY).read_text().strip() == key
+        return read_file(folder / KEY).decode(errors="replace").strip() == key
     except OSError:
         return False
 

@@ -238,14 +238,16 @@ class Warm:
         if self._process is None:  # it has, in the same turn of the loop
             return
         self._selector.unregister(self._socket)
-        with suppress(OSError):
+        try:
             said = receive(self._socket)
-            if said is not None and said[0]["environment"] == self.environment:
-                self.ready = True
-                self._changed()
-            elif said is not None:  # it was inherited, and started for other workers
-                self.close()
-                self._start()
+        except OSError:
+            return
+        if said is not None and said[0]["environment"] == self.environment:
+            self.ready = True
+            self._changed()
+        elif said is not None:  # it was inherited, and started for other workers
+            self.close()
+            self._start()
 
     def _ended(self) -> None:
         assert self._process is not None

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from paceline.errors import FormatError, UsageError
 from paceline.observe.journal import Event, Reader, replace_file
 from paceline.observe.metrics import values_of
-from paceline.schema import read_json
+from paceline.schema import read_file, read_json
 
 EVERY = 0.25  # seconds between two looks at the journal
 NAME = "loggers.json"  # in the run folder: how far each logger is
@@ -176,7 +176,7 @@ class TensorBoard:
             summary.value.add(tag=name, histo=HistogramProto(**about, sum_squares=squares, **limits))
         elif (file := Path(told["file"])).exists():
             size = {"height": told["height"], "width": told["width"], "colorspace": 4}
-            summary.value.add(tag=name, image=Summary.Image(**size, encoded_image_string=file.read_bytes()))
+            summary.value.add(tag=name, image=Summary.Image(**size, encoded_image_string=read_file(file)))
         self._put(step=step, summary=summary)
 
     def config(self, values: Mapping[str, Any]) -> None:

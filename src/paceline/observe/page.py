@@ -16,6 +16,7 @@ from paceline.observe.summary import Rows, Summary, facts
 from paceline.observe.team import HEAD as HEADINGS
 from paceline.observe.team import SHOWN as FEW
 from paceline.observe.team import OneWorker, by_host, members, told
+from paceline.schema import read_file
 
 SHOWN = 1 << 19  # bytes of a picture that the page holds itself, at most
 HOSTS = 32  # that are listed at once, the slowest
@@ -309,6 +310,6 @@ def _picture(name: str, path: Path, tiny: bool) -> str:
     size = path.stat().st_size
     if size > SHOWN:
         return f"<p>{size_of(size)}, in {markup(str(path))}</p>"
-    source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    source = f"data:image/png;base64,{base64.b64encode(read_file(path)).decode()}"
     style = ' class="tiny"' if tiny else ""
     return f'<img{style} alt="{markup(name)}" src="{source}">'

@@ -29,7 +29,7 @@ def runs(folders: Sequence[Path] = (), as_json: bool = False) -> str:
     found = {path.resolve(): path for path in some}.values()  # each once
     if not found:
         where = ", ".join(map(str, folders)) or "runs/"
-        raise UsageError(f"there is no run in {where}", "name a folder of runs: paceline runs FOLDER")
+        raise UsageError(f"there is no run in {in_one_line(where)}", "name a folder of runs: paceline runs FOLDER")
     told = sorted((_told(folder) for folder in found), key=lambda one: (one["began"] or 0.0, one["run"]))
     if as_json:
         return json.dumps(plain(told), indent=1)

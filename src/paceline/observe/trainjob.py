@@ -24,6 +24,7 @@ from paceline.errors import PacelineError, first_line
 from paceline.observe.figures import total
 from paceline.observe.metrics import values_of
 from paceline.observe.summary import Newest, Summary
+from paceline.schema import read_file
 
 EVERY = 5.0  # seconds between two posts, as Kubeflow wants it at most
 PATIENCE = 5.0  # seconds for an answer
@@ -61,7 +62,7 @@ def post(server: Mapping[str, str], body: Mapping[str, Any]) -> None:
     """
     where = urlsplit(server["url"])
     context = ssl.create_default_context(cafile=server["certificate"] or None)
-    token = Path(server["token"]).read_text().strip()
+    token = read_file(server["token"]).decode().strip()
     # By itself: what is in the cluster is not asked for by way of a proxy.
     connection = HTTPSConnection(where.hostname or "", where.port, timeout=PATIENCE, context=context)
     try:

@@ -24,6 +24,7 @@ from paceline.observe.journal import NAME
 from paceline.observe.summary import Newest, Rows, Summary, facts
 from paceline.observe.team import HEAD, a_step, happened, members, slowest
 from paceline.observe.terminal import Terminal
+from paceline.schema import read_file
 from paceline.team.link import NUMBERS, UnsignedError, Wire
 
 EVERY = 0.5  # seconds between two looks
@@ -55,10 +56,10 @@ def _key(file: Path | None, where: str) -> str:
             raise UsageError(what, "give --key-file FILE, a copy of reading_key in its run folder")
         return getpass(f"the reading key of the run at {where}, from the file reading_key of its folder: ").strip()
     try:
-        return file.read_text().strip()
+        return read_file(file).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--key-file {file} cannot be read", f"give a copy of the file reading_key: {error}"
+            f"--key-file {in_one_line(file)} cannot be read", f"give a copy of the file reading_key: {error}"
         ) from error
 
 

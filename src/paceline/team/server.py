@@ -44,7 +44,7 @@ from paceline.observe.figures import ranks
 from paceline.observe.journal import NAME, Journal, event_of, lines_from_end
 from paceline.observe.limited import LimitedServer, know
 from paceline.observe.reading import KEY, reading_key
-from paceline.schema import SAME_VERSION, check, read_json
+from paceline.schema import SAME_VERSION, check, read_file, read_json
 from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.forms import REPORT, REQUESTS, STAND
 from paceline.team.link import RefusedError, fence
@@ -142,7 +142,7 @@ class Service:
         if differs:
             script = ""
             with suppress(OSError):  # it may be gone
-                script = Path(self._run["run"]["script"]).read_text(errors="replace")[:BODY]
+                script = read_file(self._run["run"]["script"]).decode(errors="replace")[:BODY]
             why = f"{agent} differs in {', '.join(name for name, *_ in differs)}"
             raise RefusalError(412, why, differs=differs, script=script)
         (host, port), (number, members) = said["standby"], said["generation"]

@@ -11,6 +11,7 @@ import secrets
 from functools import cache
 from pathlib import Path
 
+from paceline.console import in_one_line, quoted
 from paceline.errors import UsageError
 from paceline.greeting import make_key
 from paceline.observe.journal import replace_file
@@ -43,12 +44,12 @@ def read_token(path: Path) -> bytes:
             status, token = os.fstat(file.fileno()), file.read(1024).strip()
     except OSError as error:
         cure = "copy the file token of the run folder here, readable by nobody else"
-        raise UsageError(f"there is no token to read at {path} ({error.strerror})", cure) from error
+        raise UsageError(f"there is no token to read at {in_one_line(path)} ({error.strerror})", cure) from error
     handed = status.st_uid == 0 != os.geteuid()
     if status.st_mode & (0o037 if handed else 0o077):
-        raise UsageError(f"the token {path} can be read by others", f"chmod 600 {path}")
+        raise UsageError(f"the token {in_one_line(path)} can be read by others", f"chmod 600 {quoted(str(path))}")
     if len(token) < 32:
-        raise UsageError(f"{path} holds no token", "copy the file token of the run folder again")
+        raise UsageError(f"{in_one_line(path)} holds no token", "copy the file token of the run folder again")
     return token
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.console import in_one_line
 from paceline.errors import UsageError, shown
+from paceline.schema import read_file
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def parse_hosts(text: str) -> list[Host]:
 def read_hosts(path: Path) -> list[Host]:
     """A file with a host on each line: ``b``, ``b:2`` or, as mpirun has it, ``b slots=2``; # begins a comment."""
     try:
-        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+        lines = [line.partition("#")[0].strip() for line in read_file(path).decode().splitlines()]
     except OSError as error:
         raise UsageError(
             f"--hostfile {in_one_line(path)} cannot be read ({error.strerror})", "give a file of hosts"

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import FormatError, UsageError, shown
+from paceline.launch.ending import FUNCTION
 from paceline.launch.joining import likeness
 from paceline.launch.local import launch
 from paceline.launch.modules import find_module
@@ -121,8 +122,7 @@ def _called(heard: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO]:
         # Not as arguments: those are the same on all hosts.
         places = ":".join(f"/proc/{os.getpid()}/fd/{memory.fileno()}" for memory in both)
         job["options"]["environment"] |= {"PACELINE_CALL": places}
-        module = "paceline.launch.function"
-        job["options"] |= {"script": find_module(module), "module": module}
+        job["options"] |= {"script": find_module(FUNCTION), "module": FUNCTION}
     return both
 
 

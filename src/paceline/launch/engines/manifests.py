@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.local import PORT
+from paceline.schema import read_file
 from paceline.team.coordinator import STOPPED
 
 LABEL = "paceline/run"  # on all that belongs to a run: its name
@@ -105,7 +106,7 @@ def _key(name: str) -> str:
 
 
 def _script(job: PodJob, path: Path) -> Manifest:
-    data = path.read_bytes()
+    data = read_file(path)
     try:
         return _thing(job, "ConfigMap", data={"script": data.decode()})
     except UnicodeDecodeError:

@@ -5,12 +5,11 @@ Each agent is a job of its own of one process: one that is lost takes no other w
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from paceline.console import in_one_line
 from paceline.errors import UsageError
 from paceline.launch.engines.engine import Host, parse_hosts
 from paceline.launch.engines.ssh import Ssh
+from paceline.schema import read_file
 from paceline.world import variable
 
 
@@ -30,7 +29,7 @@ def queued() -> list[Host]:
         what = "which hosts is not said"
         raise UsageError(what, "give --hosts a,b:2 or --hostfile FILE, or run it in a job of PBS")
     try:
-        lines = Path(path).read_text().split()
+        lines = read_file(path).decode().split()
     except OSError as error:
         what = f"PBS_NODEFILE={in_one_line(path)} cannot be read ({error.strerror})"
         raise UsageError(what, "give --hosts a,b:2 or --hostfile FILE") from error
