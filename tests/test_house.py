@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "paceline"
 # A file has no limit of its own: code is split by concept. A commit that raises the package's limit says why.
 ALLOWED = {"paceline.trainer.__init__": 13}  # parameters: of the Trainer's, the last takes what is none of them
-MOST_LINES, MOST_IN_FUNCTION, MOST_PARAMETERS = 53_600, 80, 9
+MOST_LINES, MOST_IN_FUNCTION, MOST_PARAMETERS = 53_700, 80, 9
 
 # A room may import those of its own row and of the rows above.
 ROWS = [
